@@ -1,6 +1,6 @@
 """One of the client processes of `benchmarks.scale`: many agents' streams, each of which carries several ranks.
 
-Reads commands from standard input and tells what happened on standard output, a JSON line each; all times are
+Reads commands from standard input and reports what happened on standard output, a JSON line each; all times are
 CLOCK_MONOTONIC, which all processes of a machine share. It speaks through the project's own codec. Ranks exist in name only:
 what they report and write is made up, and of the size that real ranks send.
 """
@@ -54,17 +54,17 @@ def tell(event: str, **fields: Any) -> None:
 
 @dataclass
 class Arrivals:
-    """When a kind of message reached the ranks that it is for; tells once, when it has reached all of them."""
+    """When a kind of message reached the ranks that it is for; reports once, when it has reached all of them."""
 
     event: str
-    wanted: int
+    expected: int
     first: float = 0.0
     count: int = 0
 
     def note(self, ranks: int) -> None:
         self.first = self.first or time.monotonic()
         self.count += ranks
-        if self.count == self.wanted:
+        if self.count == self.expected:
             tell(self.event, first=self.first, count=self.count)
 
 
@@ -163,7 +163,7 @@ class Client:
             await asyncio.sleep(BEAT_SLICE_S)
 
     async def ping(self) -> None:
-        """Ask what the controller answers once it has come to it: everything that was said before has been heard then."""
+        """Ask what the controller answers once it has come to it: everything that was sent before has been received then."""
         tell("pinged")
         await self.streams[0].say(AgentHello("pinging", (), ()))
 
@@ -193,7 +193,7 @@ class Client:
         await self.hold.put(envelope)
 
     async def write(self) -> None:
-        """Every rank says that it has written its parts, each in an envelope of its own, as they would come."""
+        """Every rank reports that it has written its parts, each in an envelope of its own, as they would come."""
         answers = []
         for stream, rank, order in self.orders:
             result = ShareResult((file_entry(order.parts, rank),))

@@ -41,7 +41,7 @@ def commit_record(step: int) -> CommitRecord:
 
 
 def registration(world: World, rank: int) -> Registration:
-    """Return what a rank says of itself; sizes of its texts are those of the bundled trainer's registrations."""
+    """Return what a rank reports of itself; sizes of its texts are those of the bundled trainer's registrations."""
     half = world.size // 2
     group = ShardGroup(
         f"{rank % half:016x}", f"shard {rank % half} of {half}: layers.0.wq[0:4096] and 47 more", GROUP_BYTES

@@ -261,13 +261,13 @@ def main(arguments: list[str] | None = None) -> int:
         options.kills *= len(options.mib)
     if len(options.kills) != len(options.mib):
         parser.error(
-            f"{len(options.mib)} sizes and {len(options.kills)} numbers of kills: wanted one number for all, or for each size"
+            f"{len(options.mib)} sizes and {len(options.kills)} numbers of kills: expected one number for all, or for each size"
         )
-    logging.getLogger("ttp.launch").setLevel(logging.ERROR)  # what the controller tells the launcher
+    logging.getLogger("ttp.launch").setLevel(logging.ERROR)  # what the controller reports to the launcher
     worst_ms = 0.0
     for mib, kills in zip(options.mib, options.kills, strict=True):
         if (free := available_mib()) < mib + SPARE_MIB:
-            print(f"{mib} MiB resident: left out, {free} MiB are available, wanted {mib + SPARE_MIB}", flush=True)
+            print(f"{mib} MiB resident: left out, {free} MiB are available, expected {mib + SPARE_MIB}", flush=True)
             continue
         found = many_kills(mib << 20, kills, options.poll, options.minutes)
         early = f" (of {kills}: {options.minutes:g} minutes have passed)" if len(found) < kills else ""

@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         nbytes = int(gigabytes * 1e9)
         free = shutil.disk_usage(options.dir or tempfile.gettempdir()).free
         if free < 3 * nbytes:
-            print(f"{gigabytes:g} GB: left out, {free / 1e9:.1f} GB are free, wanted {3 * nbytes / 1e9:.1f}")
+            print(f"{gigabytes:g} GB: left out, {free / 1e9:.1f} GB are free, expected {3 * nbytes / 1e9:.1f}")
             continue
         for writers in options.writers:
             show(nbytes, writers, measure(nbytes, writers, options.rounds, options.dir))

@@ -15,7 +15,7 @@ from math import inf
 
 from ttp.controller.core import machine
 from ttp.controller.core.facts.events import ControllerSettings, Journal, Received, Tick
-from ttp.processor.core.step_times import TOLD, StepTimes
+from ttp.processor.core.step_times import REPORTED_STEPS, StepTimes
 from ttp.proto.messages import Heartbeat, Phase, Registration, ShardGroup, Upward
 
 STEPS = 10_000
@@ -79,7 +79,7 @@ class Attempt:
     def _beat(self, rank: int, places: Places) -> None:
         self._beat_at[rank] += 1.0
         steps, times_s = self.times[rank].done
-        new = min(steps - self._reported[rank], TOLD, len(times_s))
+        new = min(steps - self._reported[rank], REPORTED_STEPS, len(times_s))
         self._reported[rank] = steps
         place = (rank, places.phases[rank], self.step, places.waiting[rank], places.paused[rank])
         self._take(Received(Heartbeat(*place, steps=steps, step_times_s=times_s[len(times_s) - new :])))
@@ -97,7 +97,7 @@ def _registration(rank: int) -> Upward:
 
 
 def steps(rng: random.Random, mean_s: float, tail: float, unannounced_s: float) -> Iterator[list[Places]]:
-    """Yield for each step what its ranks do, one after the other. `unannounced_s`: so long nobody says that rank 0 evaluates."""
+    """Yield for each step what its ranks do, one after the other. `unannounced_s`: so long it is not reported that rank 0 evaluates."""
     compute, ready, done = Phase.COMPUTE, Phase.READY, Phase.DONE
     for number in range(1, STEPS + 1):
         seconds = mean_s * rng.lognormvariate(0.0, SPREAD)
@@ -119,7 +119,7 @@ def steps(rng: random.Random, mean_s: float, tail: float, unannounced_s: float) 
 
 
 def alarms(seed: int, mean_s: float, tail: float, unannounced_s: float = 0.0, **settings: float) -> list[str]:
-    """Return the alarms in 10,000 steps, as the journal tells them."""
+    """Return the alarms in 10,000 steps, as the journal has them."""
     rng, found = random.Random(seed), []
     fixed = ControllerSettings("job", 1, RANKS, **settings)  # type: ignore[arg-type]
     attempt = Attempt(fixed)

@@ -95,8 +95,8 @@ def work(rank: int, options: argparse.Namespace, port: int, result: str) -> None
             loss = ways[name].step(batches)
             dist.barrier()
             seconds, sent = time.perf_counter() - began, bytes_sent() - before
-            told = {"seconds": seconds, "sent": sent / RANKS, "losses": mean_over_ranks(loss)}
-            for key, value in told.items() if turn else ():  # the first turn allocates
+            measured = {"seconds": seconds, "sent": sent / RANKS, "losses": mean_over_ranks(loss)}
+            for key, value in measured.items() if turn else ():  # the first turn allocates
                 found[name][key].append(value)
     if rank == 0:
         padded = sum(bucket.numel for bucket in ways[WHOLE].optimizer.layout.buckets)
@@ -113,9 +113,9 @@ def _batch(options: argparse.Namespace, rank: int, turn: int, number: int) -> tu
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def report(told: dict[str, Any], options: argparse.Namespace, counted: bool) -> list[str]:
+def report(measured: dict[str, Any], options: argparse.Namespace, counted: bool) -> list[str]:
     """Print the table; return the limits that were missed."""
-    size, found, memory = told["size"], told["found"], told["memory"]
+    size, found, memory = measured["size"], measured["found"], measured["memory"]
     print(
         f"{RANKS} ranks, {REPLICAS} replicas, {options.micro_batches} micro-batches, {size // 4:,} parameters in FP32, buckets of"
         f" {options.bucket_kib} KiB; bytes in units of the whole gradient"
@@ -162,8 +162,8 @@ def main() -> int:
         result = os.path.join(folder, "result.json")
         torch.multiprocessing.spawn(work, (options, free_port(), result), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
         with open(result, encoding="utf-8") as file:
-            told = json.load(file)
-    missed = report(told, options, counted)
+            measured = json.load(file)
+    missed = report(measured, options, counted)
     for line in missed:
         print(f"gradient_accumulation.py: {line}", file=sys.stderr)
     return 1 if missed else 0

@@ -36,13 +36,13 @@ CORE_PLAN_LIMIT_S = 1.0
 WAIT_S = 180.0
 CALM_ANSWER_S = 0.1
 CALM_ANSWERS = 3
-"""So many answers in a row, each within that time, mean that nothing else waits to be heard."""
+"""So many answers in a row, each within that time, mean that nothing else waits to be received."""
 WINDOWS = 5
 HERE = Path(__file__).resolve().parent
 
 
 class ClientProcess:
-    """One client process; `say` gives it a command, `hear` waits for an event's line."""
+    """One client process; `say` gives it a command, `receive` waits for an event's line."""
 
     def __init__(self, address: str, world: World) -> None:
         command = [sys.executable, "-m", "benchmarks._scale_client", address, *world.flags()]
@@ -69,17 +69,17 @@ class ClientProcess:
         self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self._process.stdin.flush()
 
-    def hear(self, event: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
+    def receive(self, event: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
         """Raises TimeoutError when it does not come in time, RuntimeError when the client has ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 return self._queue(event).get(timeout=0.5)
             if (status := self._process.poll()) is not None:
-                raise RuntimeError(f"a client process ended with status {status} before it told {event!r}")
+                raise RuntimeError(f"a client process ended with status {status} before it reported {event!r}")
         raise TimeoutError(f"a client process did not tell {event!r} within {timeout_s:.0f} s")
 
-    def heard(self, event: str) -> dict[str, Any] | None:
+    def received(self, event: str) -> dict[str, Any] | None:
         return None if self._queue(event).empty() else self._queue(event).get()
 
     def end(self) -> None:
@@ -127,8 +127,8 @@ def settle(players: Sequence[ClientProcess]) -> None:
         calm += 1
         for player in players:
             player.say("ping")
-            asked = player.hear("pinged")["at"]
-            if player.hear("ponged")["at"] - asked > CALM_ANSWER_S:
+            asked = player.receive("pinged")["at"]
+            if player.receive("ponged")["at"] - asked > CALM_ANSWER_S:
                 calm = 0
         time.sleep(0.02)
 
@@ -153,7 +153,7 @@ def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[Cl
                 first = number * per_client
                 player.say("attach", first=first, count=min(per_client, world.size - first))
             for player in players:
-                player.hear("attached")
+                player.receive("attached")
             yield controller, players, journal
         finally:
             for player in players:
@@ -168,8 +168,8 @@ def assemble(players: Sequence[ClientProcess]) -> float:
     """Register every rank; return ms from the first registration sent to the last welcome received."""
     for player in players:
         player.say("register")
-    first: float = min(player.hear("registering")["at"] for player in players)
-    last: float = max(player.hear("welcomed")["at"] for player in players)
+    first: float = min(player.receive("registering")["at"] for player in players)
+    last: float = max(player.receive("welcomed")["at"] for player in players)
     for player in players:
         player.say("beat")
     return 1e3 * (last - first)
@@ -177,7 +177,7 @@ def assemble(players: Sequence[ClientProcess]) -> float:
 
 def last_of(players: Sequence[ClientProcess], event: str) -> tuple[float, float]:
     """Return when the first and the last rank had the message."""
-    lines = [player.hear(event) for player in players]
+    lines = [player.receive(event) for player in players]
     return min(line["first"] for line in lines), max(line["at"] for line in lines)
 
 
@@ -190,16 +190,16 @@ def one_fault(world: World, clients: int, dead: int) -> dict[str, float]:
         for number, player in enumerate(players):
             player.say("arm", dead=dead, holds=number == len(players) - 1)
         for player in players:
-            player.hear("armed")
+            player.receive("armed")
         settle(players)
         cpu = usage.cpu_s()
         players[0].say("die", rank=dead)
-        died = players[0].hear("died")["at"]
+        died = players[0].receive("died")["at"]
         found["freeze_first"], found["freeze_all"] = (1e3 * (at - died) for at in last_of(players, "frozen"))
         settle(players)
         cpu_before = usage.cpu_s()
         players[-1].say("last")
-        replied = players[-1].hear("last_reply")["at"]
+        replied = players[-1].receive("last_reply")["at"]
         if world.ready_every:
             found["roll_first"], found["roll_all"] = (1e3 * (at - replied) for at in last_of(players, "rolling"))
         found["plan_first"], found["plan_all"] = (1e3 * (at - replied) for at in last_of(players, "ordered"))
@@ -208,7 +208,7 @@ def one_fault(world: World, clients: int, dead: int) -> dict[str, float]:
         found["plan_made"] = 1e3 * (moment_of(journal, "write_sent") - replied)
         for player in players:
             player.say("write")
-        writing = [player.hear("writing") for player in players]
+        writing = [player.receive("writing") for player in players]
         order = first_event(players, "publish_order")
         found["answers_to_publish"] = 1e3 * (order["at"] - min(line["at"] for line in writing))
         found["written_MB"] = sum(line["bytes"] for line in writing) / 1e6
@@ -223,7 +223,7 @@ def one_fault(world: World, clients: int, dead: int) -> dict[str, float]:
 
 
 def moment_of(journal: Path, event: str) -> float:
-    """Return when the controller first told an event in its journal, by the clock that all processes share."""
+    """Return when the controller first recorded an event in its journal, by the clock that all processes share."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:  # its lines are written by a thread of their own
         for line in read_story(journal):
@@ -234,14 +234,14 @@ def moment_of(journal: Path, event: str) -> float:
 
 
 def first_event(players: Sequence[ClientProcess], event: str) -> dict[str, Any]:
-    """Wait for an event that one of the clients tells."""
+    """Wait for an event that one of the clients reports."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for player in players:
-            if (line := player.heard(event)) is not None:
+            if (line := player.received(event)) is not None:
                 return line
         time.sleep(0.005)
-    raise TimeoutError(f"no client told {event} within {WAIT_S} s")
+    raise TimeoutError(f"no client reported {event} within {WAIT_S} s")
 
 
 def heartbeats(world: World, clients: int, seconds: float) -> str:
@@ -259,7 +259,7 @@ def heartbeats(world: World, clients: int, seconds: float) -> str:
         streams = -(-world.size // world.ranks_per_stream)
         return (
             f"{world.size:,} ranks on {streams:,} streams, heartbeats at 1 Hz: {spread(shares, 100)} % of a core; "
-            f"{usage.mib():.0f} MiB resident, {usage.shared_out_mib():.0f} proportional (streams open, nobody registered: "
+            f"{usage.mib():.0f} MiB resident, {usage.shared_out_mib():.0f} proportional (streams open, no rank registered:  "
             f"{alone})"
         )
 
@@ -271,7 +271,7 @@ def spread(values: Sequence[float], unit: float = 1.0) -> str:
 
 
 def standby_memory() -> str:
-    """Measure what a controller's process takes while nobody comes to it, and a bare interpreter beside it."""
+    """Measure what a controller's process takes while no rank attaches to it, and a bare interpreter beside it."""
     with tempfile.TemporaryDirectory() as folder:
         standby = start_controller(
             job_id="bench", term=2, world_size=8, journal=Path(folder) / "standby.jsonl", standby=1
@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     for size in options.ranks:
         print(heartbeats(World(size, options.ranks_per_stream), options.clients, options.seconds), flush=True)
         for ready_every, text, count in (
-            (0, "nobody rolls forward", options.faults),
+            (0, "no rank rolls forward", options.faults),
             (2, "every second rank rolls forward", options.rolling_faults),
         ):
             world = World(size, options.ranks_per_stream, ready_every)

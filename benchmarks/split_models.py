@@ -136,8 +136,8 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, float]:
     numbers = torch.tensor([float(local), max(between) / (4 * local)])
     everyone = [torch.zeros_like(numbers) for _ in range(RANKS)]
     dist.all_gather(everyone, numbers)
-    whole = sum(float(told[0]) for told in everyone) / DATA
-    largest = max(everyone, key=lambda told: float(told[0]))
+    whole = sum(float(measured[0]) for measured in everyone) / DATA
+    largest = max(everyone, key=lambda measured: float(measured[0]))
     return {"sent": min(sent), "least": least_sent(case, options, int(whole)), "between": float(largest[1])}
 
 
@@ -184,16 +184,16 @@ def report(found: list[dict[str, float]], options: argparse.Namespace, counted: 
     )
     print(f"  {'model':16} {'layout':12} {'gradients':10} {'sent':>8} {'least':>8} {'more':>6}  {'held between':>12}")
     missed = []
-    for case, told in zip(CASES, found, strict=True):
-        more = told["sent"] / told["least"] - 1
+    for case, measured in zip(CASES, found, strict=True):
+        more = measured["sent"] / measured["least"] - 1
         name = "in shards" if case.shard else "whole"
-        shown = f"{told['sent'] / 1e6:8.2f} {told['least'] / 1e6:8.2f} {more:6.1%}" if counted else f"{'?':>24}"
-        print(f"  {case.model:16} {case.layout:12} {name:10} {shown}  {told['between']:12.3f}")
-        if counted and options.width >= 256 and told["sent"] > SLACK * told["least"]:
+        shown = f"{measured['sent'] / 1e6:8.2f} {measured['least'] / 1e6:8.2f} {more:6.1%}" if counted else f"{'?':>24}"
+        print(f"  {case.model:16} {case.layout:12} {name:10} {shown}  {measured['between']:12.3f}")
+        if counted and options.width >= 256 and measured["sent"] > SLACK * measured["least"]:
             missed.append(f"{case.model}, {case.layout}, {name}: {more:.1%} more than the least is sent")
-        if case.shard and told["between"] > SLACK / DATA:
+        if case.shard and measured["between"] > SLACK / DATA:
             missed.append(
-                f"{case.model}, {case.layout}: {told['between']:.3f} of the gradient is held between micro-batches"
+                f"{case.model}, {case.layout}: {measured['between']:.3f} of the gradient is held between micro-batches"
             )
     return missed
 

@@ -5,9 +5,9 @@ shuffled order, and each turn's times are compared with the same turn's of the o
 network namespace of the benchmark's own (all of it: collectives, barriers, TCP headers, the controller's streams), beside
 the least that the layout has to send, per rank and step.
 
-TTP's own part is told in two numbers. *on against off*: what its calls cost the training thread, in one process, by the clock and by
-the processor time of that thread, which hears less of what else runs (the comparison of replicas every hundred steps, which has a
-decision record of its own, is switched off). *beside*: what its other threads take of a core while nobody trains, which is what a
+TTP's own part is given in two numbers. *on against off*: what its calls cost the training thread, in one process, by the clock and by
+the processor time of that thread, which is less disturbed by what else runs (the comparison of replicas every hundred steps, which has a
+decision record of its own, is switched off). *beside*: what its other threads take of a core while nothing trains, which is what a
 rank that has no core to spare pays on top. `--alone` leaves the others out, for many turns of these two.
 
 Exit status 1 when TTP is surely slower than the fastest of the others, or surely costs more than its limit: when even the
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, ranks: int, replicas: int) -> dict[str, Any
 
 
 def alone() -> bool:
-    """Whether a network namespace can be had, so that nobody else's bytes are counted."""
+    """Whether a network namespace can be had, so that no other bytes are counted."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return False
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0

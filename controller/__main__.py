@@ -1,11 +1,11 @@
 """The controller's process: `python -m ttp.controller --job-id J --world-size W --journal PATH ...`.
 
 Prints one line when it is ready: `ttp-controller listening on HOST:PORT pid N`. Ends by itself when the job has ended or
-nobody is attached any more, or when the launcher asks; on SIGTERM only when no rank has been attached for a lease, for schedulers send
+no rank is attached any more, or when the launcher asks; on SIGTERM only when no rank has been attached for a lease, for schedulers send
 that to every process of a job, and Ctrl-C of a terminal does not reach it: it has to see its ranks through their dying gasp. Loads no torch.
 
 `--standby I` makes it the I-th standby: it waits until ranks that have lost their controller come to it. SIGUSR1 ends a
-standby that nobody has come to, and so does the end of all its guardians; SIGTERM does not while one of them runs. A first
+standby without any attached rank, and so does the end of all its guardians; SIGTERM does not while one of them runs. A first
 controller has the rank that started it as a guardian, and ends after it in the same way until its ranks have assembled, while
 none is attached.
 
@@ -51,7 +51,7 @@ MOST_RANKS = 1_000_000
 _SECONDS = above_zero("seconds", 1e12)
 PORT_RETRY_S = 0.25
 SUPERSEDE_TIMEOUT_S = 30.0
-"""A stopped controller hears of its successor when it goes on, if that is not longer after."""
+"""A stopped controller learns of its successor when it continues, if that is not longer after."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--guardian", type=whole(1), action="append", default=[], metavar="PID", help="see above; repeatable"
     )
-    parser.add_argument("--journal", type=Path, required=True, help="file for the story, as JSON lines")
+    parser.add_argument("--journal", type=Path, required=True, help="file for the event log, as JSON lines")
     parser.add_argument("--local-dirs", action="store_true", help="every node has checkpoint directories of its own")
     parser.add_argument(
         "--port-wait-s", type=_SECONDS, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
@@ -197,7 +197,7 @@ async def listen(host: str, port: int, patience_s: float) -> tuple[grpc.aio.Serv
 
 
 async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: float) -> None:
-    """End a controller that nobody has come to once its guardians are gone; ranks of other nodes get `patience_s` to come to it."""
+    """End a controller without any attached rank once its guardians are gone; ranks of other nodes get `patience_s` to come to it."""
     while guardians.alive():
         await asyncio.sleep(GUARDIAN_POLL_S)
     while True:

@@ -1,7 +1,7 @@
 """A node's launcher on the line to the controller: it says who has died and who runs, looks at the job, and ends the controller.
 
-Owns one stream that reconnects, and goes on to the next controller when the active one is gone: nobody listens at its
-address any more, or nothing was heard from it for a lease. Nothing here raises into the launcher's loop or blocks it, but
+Owns one stream that reconnects, and moves to the next controller when the active one is gone: nothing listens at its
+address any more, or nothing was received from it for a lease. Nothing here raises into the launcher's loop or blocks it, but
 the requests (`given_up`, `request_status`, `request_shutdown`), which are plain calls.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger("ttp.launch")
 
 RECONNECT_S = 0.2
 LOOK_S = 0.1
-"""Between two looks whether the controller is still heard."""
+"""Between two looks whether the controller still sends."""
 VOUCHES_A_LEASE = 3
 """A vouch ages like a heartbeat: one may be late."""
 VOUCH_AT_MOST_S = 1.0
@@ -35,7 +35,7 @@ VOUCH_AT_MOST_S = 1.0
 OWN_ABSENCE_S = 1.0
 """A look that comes later than this says nothing about the controller: the launcher was stopped itself."""
 _NO_FAILURE = frozenset({"exiting", "exit code 0"})
-"""What is said of a worker whose status is 0, or not told so far."""
+"""What is reported of a worker whose status is 0, or unknown so far."""
 ASK_S = 1.0
 """How long the controller has to say whom it has given up."""
 
@@ -60,7 +60,7 @@ class AgentLink:
         self._controllers: list[Address] = [address]
         self._place = 0
         self._lease_s = float("inf")
-        self._heard = time.monotonic()
+        self._received_monotonic_s = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids)
         self._lock = threading.Lock()  # guards all below but _lease_s, _last_reason and _thread
@@ -89,7 +89,7 @@ class AgentLink:
 
     @property
     def sent_away_monotonic_s(self) -> float | None:
-        """When it was heard that the controller sends the ranks away: all is decided then, for all nodes. None: it was not, or a later
+        """When it was received that the controller sends the ranks away: all is decided then, for all nodes. None: it was not, or a later
         controller leads them now."""
         with self._lock:
             return self._sent_away_s
@@ -149,35 +149,37 @@ class AgentLink:
                 self._stream = stream
                 self._ended.clear()
                 stream.start()
-            heard = self._stay(tried_since)
+            received = self._stay(tried_since)
             stream.close()
             pause_s = RECONNECT_S
-            if stream.refused or time.monotonic() - max(heard, tried_since) >= self._lease_s:
+            if stream.refused or time.monotonic() - max(received, tried_since) >= self._lease_s:
                 self._place = (self._place + 1) % len(self._controllers)
                 tried_since = time.monotonic()
                 pause_s = 0.0 if self._place else RECONNECT_S
-            elif heard > tried_since:
+            elif received > tried_since:
                 tried_since = time.monotonic()
             if self._wake.wait(pause_s):
                 return
 
     def _stay(self, since: float) -> float:
-        """Wait until the stream has ended, or nothing was heard for a lease; return when something was heard last."""
+        """Wait until the stream has ended, or nothing was received for a lease; return when something was received last."""
         looked = time.monotonic()
         while not self._ended.wait(LOOK_S):
             now = time.monotonic()
             with self._lock:
                 if now - looked > OWN_ABSENCE_S:
-                    self._heard = min(now, max(self._heard, since) + now - looked - LOOK_S)
-                if now - max(self._heard, since) >= self._lease_s:
+                    self._received_monotonic_s = min(
+                        now, max(self._received_monotonic_s, since) + now - looked - LOOK_S
+                    )
+                if now - max(self._received_monotonic_s, since) >= self._lease_s:
                     self._attached = False
-                    log.debug("nothing was heard from the controller for %g s", self._lease_s)
+                    log.debug("nothing received from the controller for %g s", self._lease_s)
                     break
             looked = now
             if now >= self._vouch_at:
                 self._vouch(now)
         with self._lock:
-            return self._heard
+            return self._received_monotonic_s
 
     def _vouch(self, now: float) -> None:
         """Report which processes run, three times a lease: a rank that is silent, because its interpreter is held, has not died."""
@@ -193,7 +195,7 @@ class AgentLink:
         try:
             stream.send(*messages)
         except CodecError as error:
-            log.error("the controller could not be told: %s", error)
+            log.error("could not report to the controller: %s", error)
 
     # --- listener, on the stream's thread ---
 
@@ -206,17 +208,17 @@ class AgentLink:
                 self._say(stream, self._hello, *self._exits)
 
     def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
-        """Keep to the controller that speaks (a standby that nobody has come to does not), and say what it tells the ranks:
+        """Keep to the controller that sends (a standby without ranks does not), and report what it orders the ranks to do:
         why they are frozen, and why they leave."""
         with self._lock:
             if stream is not self._stream:
                 return
-            self._heard = time.monotonic()
+            self._received_monotonic_s = time.monotonic()
             self._led = True
             if stream.term > self._fence:  # a later controller has not sent anybody away so far
                 self._fence, self._sent_away_s = stream.term, None
             if isinstance(parcel.message, Exit) and self._sent_away_s is None:
-                self._sent_away_s = self._heard
+                self._sent_away_s = self._received_monotonic_s
         match parcel.message:
             case Successors(addresses=addresses, lease_s=lease_s):
                 self._lease_s = lease_s
@@ -229,7 +231,7 @@ class AgentLink:
 
     def _all_ended_well(self) -> bool:
         """Say whether all workers here have ended already, and no status but 0 is known: they may have succeeded without a word to the
-        controller, which takes them for dead. What it makes of that is no news then."""
+        controller, which takes them for dead. What it makes of that is not news then."""
         with self._lock:
             ended = {report.rank: report.text for report in self._exits}
         return ended.keys() >= set(self._hello.ranks) and set(ended.values()) <= _NO_FAILURE

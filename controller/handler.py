@@ -97,7 +97,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class StopIfNeverUsed:
-    """Nobody will come to this controller any more; one that ranks have come to stays until its work is done."""
+    """No rank will attach to this controller any more; one with attached ranks stays until its work is done."""
 
     reason: str
 
@@ -115,7 +115,7 @@ class StopWhenUnused:
 Item = StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused
 
 
-class Story(Protocol):
+class EventLog(Protocol):
     """The journal, as the handler writes it."""
 
     @property
@@ -134,7 +134,7 @@ class Handler:
     def __init__(
         self,
         settings: ControllerSettings,
-        journal: Story,
+        journal: EventLog,
         *,
         supersede: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -151,8 +151,8 @@ class Handler:
         """Why; empty: it goes on."""
         self._next_tick = self._next_beat = inf
         self._leaves_when_alone = ""
-        """Why; empty: it was not told to."""
-        self._alone_since = -inf  # nobody has come yet: nobody comes back
+        """Why; empty: it was not ordered to."""
+        self._alone_since = -inf  # no rank has attached yet: none comes back
         self.routes: dict[int, RankLink] = {}
         """The stream that each rank is on now."""
         self._carried: dict[RankLink, set[int]] = {}  # the routes' inverse
@@ -214,16 +214,16 @@ class Handler:
             case _:
                 assert_never(item)
 
-    def _leave_if_alone(self, told: StopWhenUnused) -> None:
+    def _leave_if_alone(self, order: StopWhenUnused) -> None:
         """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""
-        if told.guarded and self.state.stage is Stage.STANDBY:
-            self._tell_story("stays", {"reason": f"{told.reason}, and what this standby was started for runs"})
+        if order.guarded and self.state.stage is Stage.STANDBY:
+            self._log_event("stays", {"reason": f"{order.reason}, and what this standby was started for runs"})
         elif self._is_alone(self._clock()):
-            self._stop(told.reason)
+            self._stop(order.reason)
         else:
-            self._leaves_when_alone = told.reason
+            self._leaves_when_alone = order.reason
             ranks = f"ranks are attached: {len(self.routes)}" if self.routes else "ranks were attached a moment ago"
-            self._tell_story("stays", {"reason": f"{told.reason}, and {ranks}"})
+            self._log_event("stays", {"reason": f"{order.reason}, and {ranks}"})
 
     def _is_alone(self, now: float) -> bool:
         """Say whether no rank needs this controller: one whose stream broke a moment ago may be all that has a shard."""
@@ -232,7 +232,7 @@ class Handler:
         return self.state.stage is Stage.STANDBY or now >= self._alone_since + self._settings.lease_s
 
     def _stop(self, reason: str) -> None:
-        self._tell_story("stopped", {"reason": reason})
+        self._log_event("stopped", {"reason": reason})
         self._finish(reason)
 
     def hear(self, link: RankLink, messages: Sequence[Upward]) -> None:
@@ -314,11 +314,11 @@ class Handler:
         try:
             self.state, effects = machine.transition(self.state, event, now)
         except ProtocolError as error:  # the state is unchanged
-            self._tell_story("protocol_error", {"text": str(error)})
+            self._log_event("protocol_error", {"text": str(error)})
             return
         except Exception:  # a bug must not leave the ranks without a controller
             traceback.print_exc(file=sys.stderr)
-            self._tell_story("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
+            self._log_event("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
             return
         for effect in effects:
             self._carry_out(effect, event)
@@ -334,7 +334,7 @@ class Handler:
                 for address in addresses:
                     self._supersede(address)
             case JournalEffect(name, fields):
-                self._tell_story(name, dict(fields))
+                self._log_event(name, dict(fields))
                 match event:
                     case Received(Published(step=step, path=path)) if name == "published":
                         self._published = PublishedCheckpoint(step, path)
@@ -372,16 +372,16 @@ class Handler:
         try:
             link.send((one,))
         except CodecError as error:
-            self._tell_story("not_sent", {"ranks": one[0], "text": str(error)})
+            self._log_event("not_sent", {"ranks": one[0], "text": str(error)})
 
     def _beat(self) -> None:
-        """Show every stream that the controller lives. A standby that nobody has come to says nothing: an agent that lost
+        """Show every stream that the controller lives. A standby without attached ranks sends nothing: an agent that lost
         its way must not take it for the active controller."""
         if self.state.stage is not Stage.STANDBY:
             for link in dict.fromkeys((*self.routes.values(), *self._agents.values())):  # each once
                 self._outgoing.setdefault(link, []).append(((), Beat()))
 
-    def _tell_story(self, event: str, fields: dict[str, Any]) -> None:
+    def _log_event(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.story(self._unix_clock(), self._clock(), event, fields)
 
     def _finish(self, reason: str) -> None:

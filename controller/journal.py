@@ -1,6 +1,6 @@
-"""What happened, as JSON lines: the story for people and tools, and every input, so that a run can be replayed.
+"""What happened, as JSON lines: the event log for people and tools, and every input, so that a run can be replayed.
 
-- `PATH`: one line per event of the story: `{"unix_s", "monotonic_s", "event", "fields"}`. Small; kept whole.
+- `PATH`: one line per event: `{"unix_s", "monotonic_s", "event", "fields"}`. Small; kept whole.
 - `PATH.inputs`: the machine's state, then every event that went into it with its time. When it has grown to
   `segment_bytes` it becomes `PATH.inputs.1` (the one before is dropped) and a new one begins with a fresh state; so each
   file replays on its own, and a long job keeps its recent past.
@@ -45,7 +45,7 @@ LINES_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class JournalLine:
-    """One line of the story, read back."""
+    """One line of the event log, read back."""
 
     unix_s: float
     monotonic_s: float
@@ -73,11 +73,11 @@ class Journal:
         self._settings = settings
         self._segment_bytes = segment_bytes
         self._inputs_path = inputs_path(path)
-        self._story: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._events: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         try:
             self._inputs: IO[str] = open(self._inputs_path, "w", encoding="utf-8")  # noqa: SIM115
         except OSError:
-            self._story.close()
+            self._events.close()
             raise
         self._input_bytes = 0
         """Of the inputs file behind its state; counted by the thread that writes."""
@@ -98,8 +98,8 @@ class Journal:
         self._idle.set()
 
     def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
-        """Add one line to the story."""
-        self._queue.put(("story", (unix_s, monotonic_s, event, fields)))
+        """Add one line to the event log."""
+        self._queue.put(("event", (unix_s, monotonic_s, event, fields)))
 
     def starting_state(self, state: Any) -> None:
         """Begin the inputs with the machine's state (immutable); also whenever `wants_state` says so."""
@@ -139,7 +139,7 @@ class Journal:
                 item = self._queue.get()
             self._guarded(lambda: self._write_all(batch))
             batch.clear()
-        self._guarded(self._story.close)
+        self._guarded(self._events.close)
         self._guarded(self._inputs.close)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class Journal:
         except OSError as error:  # a full disk: the job goes on without its journal
             if not self._complained:
                 self._complained = True
-                print(f"ttp-controller: the journal {self._story.name} lost lines: {error}", file=sys.stderr)
+                print(f"ttp-controller: the journal {self._events.name} lost lines: {error}", file=sys.stderr)
 
     def _write_all(self, batch: list[tuple[str, Any]]) -> None:
         waited = not self._idle.wait(PATIENCE_S)
@@ -156,17 +156,17 @@ class Journal:
             if place % LINES_AT_ONCE == 0 and not waited:
                 waited = not self._idle.wait(PATIENCE_S)
             self._write(kind, content)
-        self._story.flush()
+        self._events.flush()
         self._inputs.flush()
 
     def _write(self, kind: str, content: Any) -> None:
         if kind == "mark":
             content.set()
             return
-        if kind == "story":
+        if kind == "event":
             unix_s, monotonic_s, event, fields = content
             line = {"unix_s": unix_s, "monotonic_s": monotonic_s, "event": event, "fields": plain_json(fields)}
-            self._story.write(json.dumps(line) + "\n")
+            self._events.write(json.dumps(line) + "\n")
             return
         if kind == "state":
             self._input_bytes, self._state_queued = 0, False
@@ -218,7 +218,7 @@ def _set_aside(path: Path, *companions: Path) -> None:
 
 
 def read_story(path: Path) -> Iterator[JournalLine]:
-    """Yield the story's lines; a last line that was cut off by a crash is left out. Raises OSError, ValueError."""
+    """Yield the event log's lines; a last line that was cut off by a crash is left out. Raises OSError, ValueError."""
     for line in _whole_lines(path):
         entry = mapping(line, "a line")
         yield JournalLine(
@@ -234,7 +234,7 @@ def read_inputs(path: Path) -> Recording:
     lines = _whole_lines(path)
     first = next(lines, None)
     if first is None:
-        raise ValueError(f"{path} is empty: wanted settings and state on its first line")
+        raise ValueError(f"{path} is empty, expected settings and state on its first line")
     try:
         inputs = tuple((now, from_json(event)) for now, event in lines)
         return Recording(from_json(first["settings"]), from_json(first["state"]), inputs)

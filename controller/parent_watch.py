@@ -1,6 +1,6 @@
 """The processes that a standby waits for: the rank that started it, and that rank's launcher.
 
-A standby that nobody ever comes to would stay for good. It ends when both are gone: by then no rank of its node needs it,
+A standby to which no rank ever attaches would stay for good. It ends when both are gone: by then no rank of its node needs it,
 and ranks of other nodes have had a while to come. Owns the watching only. A process is held by a descriptor of its own
 (pidfd), so that its number, given to another process later, is never taken for it.
 """
@@ -13,7 +13,7 @@ import select
 
 
 class Guardians:
-    """`alive` may be asked as often as one likes. Without any guardian nobody is ever gone."""
+    """`alive` may be asked as often as one likes. Without any guardian, none is ever gone."""
 
     def __init__(self, pids: tuple[int, ...]) -> None:
         self._watched = bool(pids)

@@ -24,7 +24,7 @@ from .journal import Recording, inputs_path, read_inputs, read_story, replay
 from .json_codec import plain_json
 
 BY_THE_DRIVER = frozenset({"stopped", "stays", "protocol_error", "machine_failed", "not_sent"})
-"""Lines of the story that are not the machine's."""
+"""Lines of the event log that are not the machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A story beside its replay. `difference` is empty when they say the same."""
+    """An event log beside its replay. `difference` is empty when they are the same."""
 
     again: tuple[Decided, ...]
-    told: tuple[Decided, ...]
+    recorded: tuple[Decided, ...]
     difference: str
 
 
@@ -74,24 +74,24 @@ def compare(path: Path) -> Comparison:
         )
     except (TypeError, LookupError, AttributeError) as error:  # values of a shape that no journal has
         raise ValueError(f"{inputs} holds what no controller has recorded: {type(error).__name__}: {error}") from None
-    told = tuple(
+    recorded = tuple(
         Decided(line.monotonic_s, line.event, line.fields)
         for line in read_story(path)
         if line.event not in BY_THE_DRIVER
     )
-    if not any(line.event == INCIDENT for line in told):  # a controller that journals none has written it
+    if not any(line.event == INCIDENT for line in recorded):  # a controller that journals none has written it
         again = tuple(line for line in again if line.event != INCIDENT)
-    if earlier.exists():  # the oldest inputs are not kept: only the end of the story can be told again
-        told = told[max(0, len(told) - len(again)) :]
-    return Comparison(again, told, _difference(again, told))
+    if earlier.exists():  # the oldest inputs are not kept: only the end of the log can be replayed
+        recorded = recorded[max(0, len(recorded) - len(again)) :]
+    return Comparison(again, recorded, _difference(again, recorded))
 
 
-def _difference(again: tuple[Decided, ...], told: tuple[Decided, ...]) -> str:
-    for number, (now, then) in enumerate(zip(again, told, strict=False), 1):
+def _difference(again: tuple[Decided, ...], recorded: tuple[Decided, ...]) -> str:
+    for number, (now, then) in enumerate(zip(again, recorded, strict=False), 1):
         if (now.event, now.fields) != (then.event, then.fields):
             return f"line {number}: the controller wrote {_readable(then)!r}, the replay {_readable(now)!r}"
-    if len(again) != len(told):
-        return f"the controller wrote {len(told)} lines, the replay {len(again)}; was it killed while it wrote?"
+    if len(again) != len(recorded):
+        return f"the controller wrote {len(recorded)} lines, the replay {len(again)}; was it killed while it wrote?"
     return ""
 
 
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         compared = compare(path)
     except (OSError, ValueError) as error:
         print(
-            f"{path} cannot be replayed: {error}; wanted the journal and, beside it, {path.name}.inputs",
+            f"{path} cannot be replayed: {error}, expected the journal and, beside it, {path.name}.inputs",
             file=sys.stderr,
         )
         return 2

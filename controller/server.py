@@ -51,7 +51,7 @@ class Outbox:
         self._woken = False
 
     def put(self, link: StreamLink, envelope: pb.DownwardEnvelope | None) -> None:
-        if self._loop.is_closed():  # the controller has ended: nobody is there to be told
+        if self._loop.is_closed():  # the controller has ended: there is no receiver
             return
         with self._lock:
             self._gathered.append((link, envelope))

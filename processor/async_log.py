@@ -1,7 +1,7 @@
-"""Logging that cannot block the processor.
+"""Non-blocking logging: records are queued here and emitted by a background thread.
 
 A logging handler has a lock, and the training thread may be stuck while it holds it (a full pipe, a hung file system).
-The processor's threads must go on all the same, so what they have to say is queued here and spoken by a thread of its own.
+The processor's threads must continue all the same.
 """
 
 from __future__ import annotations

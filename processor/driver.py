@@ -80,7 +80,7 @@ class Processor:
         """`freeze_timeout_s`: how long an update in progress is waited for before the gate is reported as not closed.
 
         watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
-        on_exit(reason): called right before the process leaves on the controller's word, e.g. to print the reason.
+        on_exit(reason): called right before the process exits on the controller's order, e.g. to print the reason.
         stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
         work_done(): a number that grows while the holder carries out an order, or updates; called on the processor's thread.
         checkpoint(): path of the newest checkpoint that this rank knows to be published; as above.
@@ -132,7 +132,7 @@ class Processor:
         self._queue.put(LocalFault(cause, detail))
 
     def preempted(self, text: str = "SIGTERM") -> None:
-        """This rank was told to leave: all ranks finish the step in flight if they can soon, then the dump follows."""
+        """This rank has a preemption notice: all ranks finish the step in flight if they can soon, then the dump follows."""
         self._gate.notice = True
         self._queue.put(Noticed(text))
 
@@ -145,7 +145,7 @@ class Processor:
         self._queue.put(SavedAlone(step, path, error))
 
     def pause(self, at_most_s: float) -> float:
-        """The training thread does something else than steps, for `at_most_s` at most: that is no hang.
+        """The training thread does something else than steps, for `at_most_s` at most: that is not a hang.
 
         Returns what `end_pause` wants: a pause may lie within another.
         """
@@ -280,5 +280,5 @@ class Processor:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # a closed or broken pipe: nobody reads it any more
+            except (OSError, ValueError):  # a closed or broken pipe: it has no reader any more
                 continue

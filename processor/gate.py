@@ -39,7 +39,7 @@ _LET_GO_S = 0.02
 """How often a thread that may be let go looks whether its update was done for it."""
 
 _PASSING_S = 1.0
-"""A thread that finds the gate closed holds the lock for a moment, to look; nobody else holds it for less than an update."""
+"""A thread that finds the gate closed holds the lock for a moment, to look; no other thread holds it for less than an update."""
 
 
 class Gate:
@@ -121,7 +121,7 @@ class Gate:
         self.waiting = False
         """The training thread stands in a collective (it writes, heartbeats read)."""
         self.notice = False
-        """This rank was told to leave (a processor's thread writes, the training thread reads)."""
+        """This rank has a preemption notice (a processor's thread writes, the training thread reads)."""
         self.unled = False
         """No controller leads this rank (as above)."""
         self.on_boundary: Callable[[int], None] | None = None
@@ -207,12 +207,12 @@ class Gate:
         try:
             self._release()
         except RuntimeError:
-            return  # it did not own the lock: nothing was left open
+            return  # it did not own the lock: nothing is open
 
     def boundary(self, step: int, unled: bool = False) -> None:
-        """`step` is finished and some rank was told to leave: wait here for the end of the process.
+        """`step` is finished and some rank has a preemption notice: wait here for the end of the process.
 
-        A thaw does not end the wait: every other rank waits behind the same step, and the one that was told to leave is
+        A thaw does not end the wait: every other rank waits behind the same step, and the one with the preemption notice is
         about to say so. `unled`: no rank has a controller, as all ranks have read.
         """
         self._gone_on.clear()
@@ -241,7 +241,7 @@ class Gate:
             self._waits.sleep(0.01)
 
     def _pass(self, update: int = 0) -> None:
-        """Take the lock with the gate open. `update`: the step whose update it is wanted for, if any."""
+        """Take the lock with the gate open. `update`: the step whose update needs it, if any."""
         while True:
             self._acquire()
             if not self._barred:
@@ -275,7 +275,7 @@ class Gate:
         self._gone_on.set()
 
     def leave_boundary(self) -> None:
-        """The wait of `boundary` that has begun ends: training goes on behind that step."""
+        """The wait of `boundary` that has begun ends: training continues behind that step."""
         self._gone_on.set()
 
     def freeze(self, freeze_id: int, timeout_s: float) -> StateReport:
@@ -293,7 +293,7 @@ class Gate:
         return self.reopen(ticket)
 
     def shut(self, freeze_id: int) -> int:
-        """The first half of `freeze`: nobody passes any more. Does not wait; returns a ticket for the other half."""
+        """The first half of `freeze`: no thread passes any more. Does not wait; returns a ticket for the other half."""
         with self._control:
             self._freeze_id = freeze_id
             self._ticket += 1
@@ -341,7 +341,9 @@ class Gate:
                     raise self._misuse("roll_forward", record.step, "an update failed half way, the state is torn")
                 if self._phase is not _READY or self._step != record.step or self._state_step != record.step - 1:
                     raise self._misuse(
-                        "roll_forward", record.step, f"wanted READY({record.step}); the state is {self._state_step}'s"
+                        "roll_forward",
+                        record.step,
+                        f"got the state of step {self._state_step}, expected READY({record.step})",
                     )
                 self._final = True
         except ProtocolError:

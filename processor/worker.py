@@ -136,7 +136,7 @@ class Tasks:
         return WorkFailed(freeze_id, stage, tmp_name, f"{type(error).__name__}: {error}", torn)
 
     def _taken_back(self, order: WriteOrder | PublishOrder) -> Event:
-        """The ranks were frozen anew while this order waited, perhaps by another controller: nobody counts on it any more."""
+        """The ranks were frozen anew while this order waited, perhaps by another controller: its result is not needed any more."""
         error = f"freeze {self._gate.freeze_id} is in force, the order belongs to freeze {order.freeze_id}"
         stage = "write" if isinstance(order, WriteOrder) else "publish"
         self._say(logging.INFO, f"{stage} of {order.tmp_name} left undone: {error}")
@@ -172,7 +172,7 @@ class Worker:
         self._queue.put(task)
 
     def stop(self, timeout_s: float) -> None:
-        """Finish what is queued and end; a task that takes longer than `timeout_s` is left behind (daemon)."""
+        """Finish what is queued and end; a task that takes longer than `timeout_s` keeps running (daemon)."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 

@@ -68,7 +68,7 @@ def encode_upward(job_id: str, term: int, messages: Sequence[m.Upward]) -> pb.Up
     """Return the envelope that says these messages. Raises CodecError for a value that protobuf cannot carry."""
     try:
         return pb.UpwardEnvelope(job_id=job_id, term=term, messages=[_encode_up(message) for message in messages])
-    except (ValueError, TypeError) as error:  # out of range for the field, or a string that is no Unicode
+    except (ValueError, TypeError) as error:  # out of range for the field, or a string that is not Unicode
         raise CodecError(f"cannot send {[type(message).__name__ for message in messages]}: {error}") from error
 
 

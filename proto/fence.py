@@ -21,7 +21,7 @@ class Fence:
     def refusal(self, address: str, job_id: str, term: int) -> str:
         """Return why a parcel, and its stream, is refused; empty: it is taken, and its term is the stream's."""
         if job_id != self._job_id:
-            return f"{address} is the controller of job {job_id!r}, wanted {self._job_id!r}; check its address"
+            return f"{address} is the controller of job {job_id!r}, expected {self._job_id!r}; check its address"
         if self.term == 0:
             if term < self._lowest:
                 self.refused = True

@@ -55,7 +55,7 @@ def encode_phase(phase: m.Phase) -> pb.Phase:
 
 def decode_phase(number: int) -> m.Phase:
     if number not in _PHASES_BACK:
-        raise CodecError(f"phase {number} is unknown here, wanted one of {sorted(_PHASES_BACK)}; is the peer newer?")
+        raise CodecError(f"phase {number} is unknown here, expected one of {sorted(_PHASES_BACK)}; is the peer newer?")
     return _PHASES_BACK[number]
 
 
@@ -65,7 +65,9 @@ def encode_cause(cause: m.Cause) -> pb.Cause:
 
 def decode_cause(wire: pb.Cause) -> m.Cause:
     if wire.kind not in _KINDS_BACK:
-        raise CodecError(f"cause {wire.kind} is unknown here, wanted one of {sorted(_KINDS_BACK)}; is the peer newer?")
+        raise CodecError(
+            f"cause {wire.kind} is unknown here, expected one of {sorted(_KINDS_BACK)}; is the peer newer?"
+        )
     return m.Cause(_KINDS_BACK[wire.kind], tuple(wire.ranks), wire.text)
 
 

@@ -60,7 +60,7 @@ else:
         return init
 
     def replace(value, /, **changes):
-        """Return a copy of `value` with these fields changed. Raises TypeError for a name that is no field.
+        """Return a copy of `value` with these fields changed. Raises TypeError for a name that is not a field.
 
         Of a class without slots the constructor is not called, nor `__post_init__`.
         """

@@ -18,7 +18,7 @@ STAGES = ("seen", "frozen", "decided", "written", "published")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """A rank at fault, or one that was told to leave."""
+    """A rank at fault, or one with a preemption notice."""
 
     rank: int
     host: str = ""

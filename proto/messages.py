@@ -16,10 +16,10 @@ import enum
 from ttp.proto.frozen import dataclass
 
 EXIT_CODE_PERSISTED = 75
-"""Exit status of a survivor that left on the controller's word (EX_TEMPFAIL: try again)."""
+"""Exit status of a rank that exited on the controller's order, state saved (EX_TEMPFAIL: try again)."""
 
 EXIT_CODE_PREEMPTED = 76
-"""Exit status of the same for a rank that had been told to leave (SIGTERM): nothing in it has failed."""
+"""Exit status of the same for a rank with a preemption notice (SIGTERM): nothing in it has failed."""
 
 SAVED_EXIT_CODES = (EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED)
 """Exit statuses of ranks that left because the controller had no more use for them: the dump is over."""
@@ -29,7 +29,7 @@ _BRIEF = 100
 
 
 def in_brief(text: str) -> str:
-    """Return an exception's text in a short line, for where the whole one stands elsewhere: in its traceback, in the fault's story."""
+    """Return an exception's text in a short line, for where the whole one is elsewhere: in its traceback, in the incident report."""
     line = " ".join(text.split())
     return line if len(line) <= _BRIEF else f"{line[:_BRIEF].rstrip()}..."
 
@@ -54,7 +54,7 @@ class CauseKind(enum.Enum):
     PEER_ERROR = "peer_error"  # the rank's collective failed: somebody else is the cause
     PREEMPTED = "preempted"  # SIGTERM
     AGENT_LOST = "agent_lost"  # the launcher of the rank is gone
-    HUNG = "hung"  # nobody gets on, while heartbeats go on
+    HUNG = "hung"  # no rank progresses, while heartbeats go on
     CONTROLLER_LOST = "controller_lost"  # a standby took over
 
 
@@ -124,11 +124,11 @@ class Registration:
     controllers: tuple[str, ...] = ()
     """Addresses of all controllers that this rank knows, in order of their terms; empty: only the one it speaks to."""
     job_groups: int = 0
-    """How many shard groups the whole job has, as a controller said; 0: never heard."""
+    """How many shard groups the whole job has, as a controller reported; 0: never received."""
     step_times_s: tuple[float, ...] = ()
     """How long this rank's newest steps took, oldest first: a controller that takes over knows the job's pace from it."""
     finished: bool = False
-    """`train` has returned: with the registration, so that nobody sees this rank come and takes it for one that trains."""
+    """`train` has returned: with the registration, so that this rank is never taken for one that trains."""
     steps: int = 0
     """Steps finished in this attempt; the last of `step_times_s` is the newest one's."""
 
@@ -141,7 +141,7 @@ class Heartbeat:
     phase: Phase
     step: int
     waiting: bool = False
-    """The training thread stands in a collective: it waits for others, and is no suspect of a hang."""
+    """The training thread stands in a collective: it waits for others, and is not suspected of a hang."""
     paused: bool = False
     """The training thread said that it does something else than steps for a while (an evaluation, a periodic save)."""
     frozen: int = 0
@@ -183,7 +183,7 @@ class StateReport:
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """A processor tells its own rank's fault: an exception out of `train`, SIGTERM, or a lost agent. The rank is alive."""
+    """A processor reports its own rank's fault: an exception out of `train`, SIGTERM, or a lost agent. The rank is alive."""
 
     rank: int
     cause: Cause
@@ -237,7 +237,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """What one writer wrote, durable (fsync) before this is said. Which box of which tensor lies where is told by a table at
+    """What one writer wrote, durable (fsync) before this is sent. Which box of which tensor is where is stored in a table at
     the end of each file: at scale that is hundreds of MB, which must not pass through the controller."""
 
     files: tuple[FileEntry, ...]
@@ -254,7 +254,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Registration accepted. `survives` is what the job survives, in words."""
+    """Registration accepted. `survives` is what the job survives, as text."""
 
     rank: int
     term: int
@@ -354,7 +354,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """An order of this freeze is being carried out, or an update keeps the gate from closing, and has got on since this was
+    """An order of this freeze is being carried out, or an update keeps the gate from closing, and has progressed since this was
     said last: gigabytes take longer than a rank may be silent. Not said by a rank whose disk hangs, which goes on to send
     heartbeats."""
 
@@ -383,7 +383,7 @@ class StepFailed:
     tmp_name: str
     error: str
     torn: tuple[int, ...] = ()
-    """Ranks of which a file of this attempt is there and is not what they told: it ended short, and nobody had said so."""
+    """Ranks of which a file of this attempt is there and is not what they reported: it ended short, without a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +396,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """All ranks have finished: leave in peace."""
+    """All ranks have finished: exit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a controller tells operators, as frozen dataclasses (PURE: standard library data modules only)."""
+"""What a controller shows to operators, as frozen dataclasses (PURE: standard library data modules only)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JobStatus:
     stage: str
     """Where the controller stands: `assembling`, `watching`, `freezing`, ..."""
     survives: str
-    """What the job survives, in words; empty until every rank has registered."""
+    """What the job survives, as text; empty until every rank has registered."""
     ranks: tuple[RankStatus, ...]
     published: PublishedCheckpoint | None
     """The last checkpoint that this controller had published."""

@@ -23,7 +23,7 @@ from ttp.proto.transport import grpc, open_channel
 Address = str | Callable[[], str | None]
 """`host:port`, or how to find out (None: not known yet). May block for a moment: asked on the stream's own thread."""
 
-_NOBODY_LISTENS = "connection refused"
+_NOTHING_LISTENS = "connection refused"
 """What the system says of a port that no process has, in gRPC's text for the failed connection. Where it is worded otherwise,
 a dead controller is given up for one that is silent: later, but all the same."""
 
@@ -32,7 +32,7 @@ GREETING_TIMEOUT_S = 5.0
 
 
 class StreamListener(Protocol):
-    """Told what happens on a stream, on the stream's thread: must only enqueue."""
+    """Receives what happens on a stream, on the stream's thread: must only enqueue."""
 
     def stream_opened(self, stream: ControlStream) -> None: ...
 
@@ -56,7 +56,7 @@ class ControlStream:
         self._call: grpc.CallIterator[pb.DownwardEnvelope] | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ttp-stream", daemon=True)
-        self._nobody_listens = False
+        self._nothing_listens = False
 
     @property
     def term(self) -> int:
@@ -65,9 +65,9 @@ class ControlStream:
 
     @property
     def refused(self) -> bool:
-        """Whoever is at the address will not be this job's controller: nobody listens there, or one of a lower term does.
+        """Whoever is at the address will not be this job's controller: nothing listens there, or one of a lower term does.
         To be read when the stream has closed."""
-        return self._nobody_listens or self._fence.refused
+        return self._nothing_listens or self._fence.refused
 
     def start(self) -> None:
         self._thread.start()
@@ -97,7 +97,7 @@ class ControlStream:
             reason = unknown if address is None else self._talk(address) or reason
         except grpc.RpcError as error:
             reason = _describe(error)
-            self._nobody_listens = _NOBODY_LISTENS in reason.lower()
+            self._nothing_listens = _NOTHING_LISTENS in reason.lower()
         except CodecError as error:
             reason = str(error)
         except Exception as error:  # the caller's address function; a stream must always say that it has ended

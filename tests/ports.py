@@ -11,7 +11,7 @@ MANY = 10_000
 
 
 def free_port() -> int:
-    """Return a port that nobody uses and that the kernel gives to nobody who asks for any: it is still free when its server is there,
+    """Return a free port that the kernel does not give to a process which asks for any: it is still free when its server is there,
     seconds later."""
     try:
         lowest = int(KERNELS.read_text().split()[0])

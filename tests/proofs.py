@@ -64,7 +64,7 @@ RUN: dict[str, str] = {
     "python -m tests.model --faults N --steps N --kinds KIND": "python -m tests.model --faults 1 --steps 1 --kinds raise --limit 2000",
     "python -m tests.model --faults 1 --kinds kill": "python -m tests.model --faults 1 --kinds kill --limit 2000",
 }  # fmt: skip
-"""Run by the test in a folder with a small run's output, as it stands or with what takes the place of its placeholders; status 0 is wanted."""
+"""Run by the test in a folder with a small run's output, as it stands or with what takes the place of its placeholders; status 0 is expected."""
 
 _COMMANDS = "tests/chaos/test_commands.py"
 _HARNESS = "tests/chaos/test_harness.py"
@@ -151,7 +151,7 @@ TESTED: dict[str, Proof] = {
     ),
     "make newest": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
     "make soak": Proof(f"{_MAKE}::test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills"),
-    "make bench": Proof(f"{_MAKE}::test_a_benchmark_tells_whether_its_limit_was_kept"),
+    "make bench": Proof(f"{_MAKE}::test_a_benchmark_reports_whether_its_limit_was_kept"),
     "make mutants": Proof(
         "tests/simulation/test_by_seeds.py::test_so_many_in_one_go_and_the_next_ones_in_the_next",
         {"make": "by_seeds.main", "mutants": "by_seeds.main"},
@@ -190,12 +190,12 @@ TESTED: dict[str, Proof] = {
     "bash run_parallel_save_ckpt.sh DATA_PATH": Proof(f"{_TRANSLATION}::test_a_checkpoint_is_recovered_under_another_layout"),
     "bash run_parallel_recover_ckpt.sh DATA_PATH": Proof(f"{_TRANSLATION}::test_a_checkpoint_is_recovered_under_another_layout"),
     "python -m ttp.trainer.convert from-hf hf_model output":
-        Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_goes_on_from"),
+        Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_continues_from"),
     "python -m ttp.controller --job-id J --world-size W --journal PATH":
         Proof("tests/unit/runtime/test_runtime.py::test_a_shutdown_request_ends_the_controller_and_frees_its_port"),
     "python -m ttp.launch": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
     "python -m ttp.launch.stores --port 29400":
-        Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on"),
+        Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on"),
     "bash examples/gpt/pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration", {"gpt/pretrain_gpt.sh": "pretrain_gpt.sh"}),
     "bash examples/gpt/pretrain_gpt.sh xx.yaml": Proof(f"{_GPT}::test_the_documents_command_goes_on_after_a_kill", {"gpt/pretrain_gpt.sh": "pretrain_gpt.sh"}),
     "bash pretrain_gpt.sh": Proof(f"{_GPT}::test_the_script_starts_with_its_own_configuration"),
@@ -220,7 +220,7 @@ TESTED: dict[str, Proof] = {
         Proof(f"{_HARNESS}::test_the_documents_campaign_holds", _READ),
     "ttp chaos run examples/chaos/kinds.yaml -- ttprun --nproc-per-node 4 --max-restarts 100 -m ttp.trainer --config gpt_tiny"
     " --training_config.output_dir {output} --training_config.training_iters 400":
-        Proof(f"{_HARNESS}::test_one_of_each_kind_is_survived_and_told"),
+        Proof(f"{_HARNESS}::test_one_of_each_kind_is_survived_and_reported"),
     "ttp chaos run examples/chaos/full_disk.yaml -- ttprun --nproc-per-node 4 -m ttp.trainer --config gpt_tiny"
     " --training_config.output_dir {output} --training_config.save_dirs=[{disk},{output}/second]":
         Proof(f"{_HARNESS}::test_a_disk_that_is_full_for_real_falls_through_to_the_next"),
@@ -260,4 +260,4 @@ TESTED |= {
 }
 
 WARNED = ("scancel --full", "scancel --full --signal=TERM")
-"""Commands that nobody should give, as every document says where it names them: no test of ours gives them either."""
+"""Commands that must not be given, as every document says where it names them: no test of ours gives them either."""

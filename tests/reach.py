@@ -2,7 +2,7 @@
 
 Owns the following of names, by their syntax and without importing anything. `tests/shown.py` looks there for the words of a command
 that a test is said to run. Outside of the tests it follows only what starts processes for them (STARTERS): a program's own arguments
-are no proof that anybody gives them.
+are not proof that anybody gives them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def said_by(test: str) -> str:
     file, _, name = test.partition("::")
     path = ROOT / file
     if not path.is_file() or not path.name.startswith("test_") or not name.startswith("test_"):
-        raise LookupError(f"{test}: wanted a function test_... of a file test_...py")
+        raise LookupError(f"{test}: expected a function test_... of a file test_...py")
     if not any(isinstance(node, ast.FunctionDef) for node in _read(path).defined.get(name, ())):
         raise LookupError(f"{file} has no test {name}")
     seen: set[tuple[Path, str]] = set()

@@ -78,7 +78,7 @@ ORDER = (
 """Every room, the lowest first. Modules of `ttp/` that everybody imports are rooms of their own: users find them there."""
 
 LAST_MODULES = ("__init__", "__main__")
-"""The first gives a package its public names, and may import what it likes for them; the second is a program, which nobody imports."""
+"""The first gives a package its public names, and may import what it likes for them; the second is a program, which is not imported."""
 
 
 def python_files(folder: str) -> list[Path]:

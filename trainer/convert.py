@@ -66,7 +66,7 @@ def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer
 
 
 def from_hugging_face(source: Path, output: Path, tokenizer: str | None = None) -> ModelConfig:
-    """Write a model of transformers as an output folder that training goes on from: `config.yaml`, and a checkpoint of step 0
+    """Write a model of transformers as an output folder that training continues from: `config.yaml`, and a checkpoint of step 0
     with fresh optimizer state. `tokenizer`: a path or BYTES; None: that of `source`. Returns its configuration. Raises
     ConfigError, CheckpointError."""
     _check_free(output)
@@ -96,9 +96,11 @@ def read_config(source: Path) -> ModelConfig:
     try:
         theirs = read_json(source / "config.json")
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"{source}/config.json cannot be read ({exc}): wanted a folder of save_pretrained") from None
+        raise ConfigError(
+            f"{source}/config.json cannot be read ({exc}), expected a folder of save_pretrained"
+        ) from None
     if not isinstance(theirs, dict):
-        raise ConfigError(f"{source}/config.json holds no mapping: wanted a folder of save_pretrained")
+        raise ConfigError(f"{source}/config.json holds no mapping, expected a folder of save_pretrained")
     return from_hf_config(theirs)
 
 
@@ -149,7 +151,7 @@ def _read_safetensors(source: Path) -> dict[str, torch.Tensor]:
     for name in _names_of_weights(source):
         if not (source / name).is_file():
             raise CheckpointError(
-                f"{source / name} is missing: wanted the weights as safetensors (model.save_pretrained writes them)"
+                f"{source / name} is missing, expected the weights as safetensors (model.save_pretrained writes them)"
             )
         try:
             weights |= library.load_file(str(source / name))
@@ -166,7 +168,7 @@ def _names_of_weights(source: Path) -> list[str]:
         return sorted(set(read_json(index, MOST_INDEX_BYTES)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(
-            f"{index} does not say which file has which weight ({type(exc).__name__}: {exc}): wanted a weight_map; copy it again"
+            f"{index} does not say which file has which weight ({type(exc).__name__}: {exc}), expected a weight_map; copy it again"
             " from where it came"
         ) from None
 
@@ -206,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     there.add_argument("--dtype", default="float32", choices=list(DTYPES), help="of the weights (default: float32)")
     there.add_argument("--tokenizer", help="a tokenizer to put beside; default: the one that the checkpoint names")
     back = verbs.add_parser(
-        "from-hf", help="a folder of save_pretrained to an output folder that training goes on from"
+        "from-hf", help="a folder of save_pretrained to an output folder that training continues from"
     )
     back.add_argument("input", type=Path, help="a folder with config.json and model.safetensors")
     back.add_argument("output", type=Path, help="a new folder")

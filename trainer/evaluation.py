@@ -47,7 +47,7 @@ class Evaluation:
         self._each = config.batch_size(mesh.data.size)
         """Sequences of a batch, over all ranks."""
         self._sequences, self._file = 0, None
-        """How many are measured: of the last batch those that are too many count for nothing."""
+        """How many are measured: of the last batch those that are too many do not count."""
         if self._every is None or self._held_out is None:
             return
         self._sequences = min(training.eval_sequences, self._held_out.count)

@@ -70,22 +70,22 @@ def open_logs(output_dir: Path, rank: int) -> Iterator[RunLog]:
 
 
 class RunLog:
-    """Tells each step's story. `console` is None on every rank but 0."""
+    """Logs each step. `console` is None on every rank but 0."""
 
     def __init__(self, console: Console | None) -> None:
         self._console = console
         self._progress: Progress | None = None
-        self._told: BaseException | None = None
+        self._logged: BaseException | None = None
 
     @contextmanager
     def errors(self, rank: int) -> Iterator[None]:
-        """Leave the traceback of whatever ends this block in the error log (blocks may nest: it is told once)."""
+        """Leave the traceback of whatever ends this block in the error log (blocks may nest: it is logged once)."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as exc:
-            if exc is not self._told:
+            if exc is not self._logged:
                 LOGGER.exception("rank %d ends: %s: %s", rank, type(exc).__name__, exc)
-                self._told = exc
+                self._logged = exc
             raise
 
     @property

@@ -210,14 +210,14 @@ class Trainer:
         changed = changed_order(state["order"], self.order)
         if changed and self.world.rank == 0:
             log.warning(
-                "resuming with another %s than the checkpoint's: the text goes on elsewhere", ", ".join(changed)
+                "%s differs from the checkpoint's; the data order will not match the original run", ", ".join(changed)
             )
         if self.metrics is not None:
             recovered = _recovered_line(point)
             filled = self.metrics.resumed(
                 point.step, {"path": point.path, "skipped": list(point.skipped), **facts}, recovered
             )
-            log.info("going on after step %d of %s", point.step, point.path)
+            log.info("resumed from %s at step %d", point.path, point.step)
             if filled:
                 log.info("step %d was committed, but its line was lost: recovered from the checkpoint", point.step)
         return point.step, int(state["consumed_samples"])
@@ -286,7 +286,7 @@ class Trainer:
         try:
             path = self.session.save(step, periodic=periodic)
         except CheckpointError as exc:
-            log.error("%s; training goes on without this checkpoint", exc)
+            log.error("%s; training continues without this checkpoint", exc)
             return
         if self.world.rank == 0:
             log.info("step %d saved in %s", step, path)
@@ -324,7 +324,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the names of what decides on the order of the text and is not as the checkpoint has it."""
-    if not before:  # an imported model: no text was taken yet
+    if not before:  # an imported model: no batch was taken yet
         return []
     before = {"validation_share": 0.0, **before}  # older checkpoints were written when nothing could be held out
     return [name for name, value in now.items() if before.get(name) != value]

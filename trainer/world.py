@@ -43,9 +43,9 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
         rank, size, local_rank = (int(environ[name]) for name in names)
     except ValueError:
         given = ", ".join(f"{name}={environ[name]}" for name in names)
-        raise ConfigError(f"environment: {given}: wanted whole numbers; start ranks with ttprun or torchrun") from None
+        raise ConfigError(f"environment: got {given}, expected integers; start ranks with ttprun or torchrun") from None
     if not 0 <= rank < size:
-        raise ConfigError(f"environment: RANK is {rank}: wanted 0 to {size - 1}, WORLD_SIZE is {size}")
+        raise ConfigError(f"environment: got RANK={rank}, expected 0 to {size - 1}, as WORLD_SIZE is {size}")
     return World(rank, size, local_rank, launched=True)
 
 

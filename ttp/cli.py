@@ -32,7 +32,7 @@ UNREAD = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the rest of the command line to the tool named first; return its exit status: 1 where nobody reads what it prints
+    """Hand the rest of the command line to the tool named first; return its exit status: 1 where the reader of its output is gone
     (`| head`)."""
     try:
         try:
@@ -56,7 +56,7 @@ def _do(argv: Sequence[str] | None) -> int:
     asked = bool(words) and words[0] in ("-h", "--help")
     out = sys.stdout if asked else sys.stderr
     if words and not asked:
-        print(f"ttp: got {words[0]!r}: wanted one of {', '.join(TOOLS)}", file=out)
+        print(f"ttp: got {words[0]!r}, expected one of {', '.join(TOOLS)}", file=out)
     print("usage: ttp TOOL ...\n", file=out)
     for name, tool in TOOLS.items():
         print(f"  ttp {name:<8} {tool.summary}", file=out)

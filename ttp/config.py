@@ -7,10 +7,10 @@
 | TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
 | TTP_VOUCHED_LEASE_S | 10 | the same for a silent rank whose agent sees its process running; three times as long before step 8 |
-| TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is no hang; a value set holds from the start |
+| TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is not a hang; a value set holds from the start |
 | TTP_HANG_FACTOR | 10 | nor is one of less than so many slow steps |
 | TTP_HANG_START_S | 1800 | the same for the first steps, which compile and load: before the job's pace is known |
-| TTP_BOUNDARY_S | 5 | a rank told to leave (SIGTERM) waits so long for the end of the step in flight |
+| TTP_BOUNDARY_S | 5 | a rank with a preemption notice (SIGTERM) waits so long for the end of the step in flight |
 | TTP_STANDBYS | 2 | standby controllers on further nodes (a single node has one); 0: none |
 | TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
 | TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
@@ -20,7 +20,7 @@
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one start |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
-| TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and which it tells of its steps (ttp.chaos.faults.rank_hook) |
+| TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and to which it reports its steps (ttp.chaos.faults.rank_hook) |
 
 A variable that is set to nothing counts as not set. Names that begin with `TTP_TEST_` are the tests' own.
 """
@@ -91,16 +91,16 @@ class Settings:
     def start_name(self) -> str:
         """What controllers and ranks of one start of the job call it: a process left over from an earlier start is turned away.
 
-        Without ttprun the starts are not told apart: torchrun's nodes may count them differently.
+        Without ttprun the starts are not distinguished: torchrun's nodes may count them differently.
         """
         return start_name(self.job_id, self.round_number) if self.launched else self.job_id
 
     def __post_init__(self) -> None:
         if not LEAST_S <= self.total_timeout_s <= MOST_S:
-            raise ConfigError(f"TTP_OT is {self.total_timeout_s}: wanted seconds above 0, at most {MOST_S:g}")
+            raise ConfigError(f"invalid TTP_OT={self.total_timeout_s}: expected seconds above 0, at most {MOST_S:g}")
         if not LEAST_S <= self.heartbeat_s < self.lease_s <= MOST_S:
             raise ConfigError(
-                f"TTP_HEARTBEAT_S is {self.heartbeat_s} and TTP_LEASE_S is {self.lease_s}: wanted 0 < heartbeat < lease, at most"
+                f"invalid TTP_HEARTBEAT_S={self.heartbeat_s}, TTP_LEASE_S={self.lease_s}: expected 0 < heartbeat < lease, at most"
                 f" {MOST_S:g}"
             )
         if not LEAST_S <= self.vouched_lease_s <= MOST_S:
@@ -110,23 +110,25 @@ class Settings:
             )
         if not LEAST_S <= self.hang_floor_s <= MOST_S or not 1 <= self.hang_factor <= MOST_S:
             raise ConfigError(
-                f"TTP_HANG_FLOOR_S is {self.hang_floor_s} and TTP_HANG_FACTOR is {self.hang_factor}: wanted seconds above 0, at"
+                f"invalid TTP_HANG_FLOOR_S={self.hang_floor_s}, TTP_HANG_FACTOR={self.hang_factor}: expected seconds above 0, at"
                 f" most {MOST_S:g}, and a number from 1"
             )
         if not LEAST_S <= self.hang_start_s <= MOST_S:
-            raise ConfigError(f"TTP_HANG_START_S is {self.hang_start_s}: wanted seconds above 0, at most {MOST_S:g}")
+            raise ConfigError(
+                f"invalid TTP_HANG_START_S={self.hang_start_s}: expected seconds above 0, at most {MOST_S:g}"
+            )
         if not 0 <= self.boundary_s <= MOST_S:
-            raise ConfigError(f"TTP_BOUNDARY_S is {self.boundary_s}: wanted seconds from 0, at most {MOST_S:g}")
+            raise ConfigError(f"invalid TTP_BOUNDARY_S={self.boundary_s}: expected seconds from 0, at most {MOST_S:g}")
         if not 0 <= self.controller_port < 65536:
-            raise ConfigError(f"TTP_CONTROLLER_PORT is {self.controller_port}: wanted 0 to 65535")
+            raise ConfigError(f"invalid TTP_CONTROLLER_PORT={self.controller_port}: expected 0 to 65535")
         if not 0 <= self.master_port < 65536:
             raise ConfigError(f"invalid MASTER_PORT={self.master_port}: expected 0 to 65535; ttprun sets it")
         if not 0 <= self.standbys < 10:
-            raise ConfigError(f"TTP_STANDBYS is {self.standbys}: wanted 0 to 9")
+            raise ConfigError(f"invalid TTP_STANDBYS={self.standbys}: expected 0 to 9")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read the variables above. Raises ConfigError naming the variable, its value and what was wanted."""
+        """Read the variables above. Raises ConfigError naming the variable, its value and what was expected."""
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),
@@ -206,7 +208,7 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
         return True
     if value in ("false", "0", "no", "off"):
         return False
-    raise ConfigError(f"{name} is {_shown(environ[name])}: wanted True or False")
+    raise ConfigError(f"invalid {name}={_shown(environ[name])}: expected True or False")
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -218,7 +220,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ConfigError(f"{name} is {_shown(text)}: wanted a number")
+        raise ConfigError(f"invalid {name}={_shown(text)}: expected a number")
     return value
 
 
@@ -229,7 +231,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     except ValueError:
         value = _LARGEST + 1
     if abs(value) > _LARGEST:
-        raise ConfigError(f"{name} is {_shown(text)}: wanted a whole number, at most {_LARGEST}")
+        raise ConfigError(f"invalid {name}={_shown(text)}: expected an integer, at most {_LARGEST}")
     return value
 
 

@@ -5,7 +5,7 @@
     ├── LayoutError        the state cannot be split over this world                   (also a ValueError)
     ├── CheckpointError    a checkpoint cannot be read or written
     │   ├── CorruptCheckpoint      truncated, altered or incomplete
-    │   │   └── TornShare          files that are not what their writers told
+    │   │   └── TornShare          files that are not what their writers reported
     │   ├── CheckpointMismatch     it belongs to another model or optimizer
     │   └── NotWritable            the directory cannot take a checkpoint
     ├── DataMismatch       after a restart the trainer has other batches or learning rates   (also a ValueError)
@@ -16,7 +16,7 @@
     ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
     └── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
 
-Every message says what, who, got, wanted, and what to do next.
+Every message has the form `<what is invalid>: got <value>, expected <what>. <what to do next>`.
 
 Two kinds of failure at a start: what stays wrong until somebody corrects it (STAY_WRONG below: ttprun makes no restart; a
 program that catches them ends with status 2), and faults, which the next start may not meet (ControllerError; status 75). A
@@ -49,7 +49,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class TornShare(CorruptCheckpoint):
-    """Files of an attempt are there and are not what their writers told; `ranks` are those writers.
+    """Files of an attempt are there and are not what their writers reported; `ranks` are those writers.
 
     A file that is missing is another matter: perhaps the directory is not the same for all.
     """
@@ -90,7 +90,7 @@ STAY_WRONG_AT_FIRST = (NotWritable,)
 
 
 class ProtocolError(TTPError):
-    """An event that the protocol's state does not allow; the state is unchanged. Its text names the event, of which a long one's middle is left out."""
+    """An event that the protocol's state does not allow; the state is unchanged. Its text names the event, shortened in the middle where it is long."""
 
     LONGEST = 2000
 
@@ -101,7 +101,7 @@ class ProtocolError(TTPError):
 
 class AbortedCollective(TTPError):
     """A collective returned a result that lacks some rank's contribution, or its communicator reports an error: another rank failed, and
-    what was returned counts for nothing."""
+    what was returned must not be used."""
 
 
 class Overtaken(TTPError):

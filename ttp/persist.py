@@ -15,7 +15,7 @@ R = TypeVar("R")
 def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
     """Protect `train`, the function that holds the training loop (every rank calls it).
 
-    - It raises: the rank tells the controller, stays as a holder of its shards until the dying-gasp checkpoint is
+    - It raises: the rank reports it to the controller, stays as a holder of its shards until the dying-gasp checkpoint is
       published or refused, and the exception goes on (or the process ends with status 75, when a peer was the cause).
     - It returns: the rank stays as a holder until every rank has returned, so that a fault in somebody's last step
       still finds all replicas.

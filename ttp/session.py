@@ -103,7 +103,7 @@ def start(
     keep_checkpoint_max: after a save the newest so many valid checkpoints of each directory stay, and older ones are removed beside
     training, as `ttp ckpt prune` does it; None: all stay.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
-    is no process group).
+    is not a process group).
     """
     global _current
     if _current is not None:
@@ -173,14 +173,14 @@ class Session:
         self._handled = id(sys.exception())
         """Of the exception within whose handler all of this runs, if that is so: it is not on its way. Not itself, with all its frames."""
         if isinstance(save_dirs, str | os.PathLike):
-            save_dirs = [save_dirs]  # a text is a sequence too: of letters, each of which would be a directory
+            save_dirs = [save_dirs]  # a string is a sequence too: of letters, each of which would be a directory
         try:
             named = [str(Path(directory).resolve()) for directory in save_dirs]
         except (TypeError, ValueError):  # no paths; one with NUL
             shown = checked.shown(save_dirs)
             raise ConfigError(f"invalid save_dirs: got {shown}, expected a list of paths, or one path") from None
         if not named:
-            raise ConfigError("save_dirs is empty: wanted at least one directory for checkpoints")
+            raise ConfigError("save_dirs is empty, expected at least one directory for checkpoints")
         self._instrumentation = instrumentation(settings, self.rank, self.world_size, named)
         self._instrumentation.at_start("start")
         self._directories = JobDirectories(named, settings, self.rank, self._device)
@@ -301,7 +301,7 @@ class Session:
             )
         if self.rank == 0 and (anything or self.settings.round_number):
             log.warning(
-                "no valid checkpoint in %s: starting again at step 1; what was trained before is lost",
+                "no valid checkpoint found in %s; restarting from step 1 (previous progress is lost)",
                 ", ".join(self._directories.named),
             )
         self._instrumentation.resumed(0, "", reasons, None)
@@ -339,10 +339,10 @@ class Session:
             newest = newest_finite(self._directories.serving)
         except OSError:
             newest = None
-        whole = f"{newest}; move the newer ones away to go on from it" if newest is not None else "none that is left"
+        whole = f"{newest}; move the newer ones away to resume from it" if newest is not None else "none of the others"
         show(
             logging.WARNING,
-            f"resumed step {step} of {path}, whose state is not finite: it holds NaN or infinity, and training goes on with it. The newest"
+            f"resumed step {step} of {path}, whose state is not finite: it holds NaN or infinity, and training continues with it. The newest"
             f" checkpoint with a finite state is {whole}",
         )
 
@@ -418,7 +418,7 @@ class Session:
 
         For a trainer without `ttp_to_persist` this is its end: the rank stays as a holder until all ranks have called it, or a fault's state is
         safe. An exception that is being handled (`finally: session.close()`) counts as the training's, and is held for.
-        As the interpreter ends it is too late for that: then nobody is waited for. In a forked child it does nothing.
+        As the interpreter ends it is too late for that: then no rank is waited for. In a forked child it does nothing.
         """
         global _current
         if self.pid != os.getpid():

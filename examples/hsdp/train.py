@@ -2,7 +2,7 @@
 
     ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 2
 
-Each shard lies on as many ranks as there are replicas; which, ttp finds out from the DTensors. Lines that end with `# TTP` are
+Each shard is stored on as many ranks as there are replicas; which, ttp finds out from the DTensors. Lines that end with `# TTP` are
 all that differs from the trainer without TTP.
 """
 

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, device: torch.device, wait_for_device: Any) ->
                         f"epoch[{epoch}/{args.epochs - 1}], step[{batch_idx}/{steps - 1}]: train_loss:"
                         f" {train_loss.value()}, train_tokens_throughput: {pace.tokens_per_s()} tokens/s"
                     )
-            with guard.pause():  # TTP: an evaluation is no hang
+            with guard.pause():  # TTP: an evaluation is not a hang
                 loss = evaluate()
             say(f"validation in train epoch {epoch}: eval_loss: {loss}, val_perplexity: {math.exp(min(loss, 700))}")
         guard.save()  # TTP: the last step is on disk before anybody leaves

@@ -44,7 +44,7 @@ def load_config(path: str, say: Say, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_overrides() -> dict[str, Any]:
-    """Return the overrides of the working directory; none without the file. Raises ConfigError when it is no JSON object."""
+    """Return the overrides of the working directory; none without the file. Raises ConfigError when it is not a JSON object."""
     if not OVERRIDES.exists():
         return {}
     text = OVERRIDES.read_text(encoding="utf-8")

@@ -43,7 +43,7 @@ def main() -> None:
     session = ttp.start(optimizer, save_dirs=[args.save_dir])  # TTP
     point = session.resume()  # TTP
     if rank == 0:
-        print("starting" if point is None else f"going on after step {point.step}", flush=True)
+        print("starting" if point is None else f"resumed at step {point.step}", flush=True)
 
     @ttp.ttp_to_persist  # TTP
     def train() -> None:

@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--source", type=Path, help="a sentence a line; with --target")
     parser.add_argument("--target", type=Path, help="its translation, in the same line")
     parser.add_argument("--pairs", type=Path, help="a pair a line: source, tab, target")
-    parser.add_argument("--numerals", type=int, metavar="COUNT", help="so many numbers of 0 to 9999 in words")
+    parser.add_argument("--numerals", type=int, metavar="COUNT", help="so many numbers of 0 to 9999, spelled out")
     parser.add_argument("--vocab_size", type=int, default=20000, help="tokens at most (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("output"), help="the folder to write (%(default)s)")
     return parser.parse_args()

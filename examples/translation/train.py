@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dataset import Tokenizer, ToyDataset
@@ -26,6 +27,18 @@ from ttp.trainer.metrics import StepMetrics
 from ttp.trainer.parallel.op_parallel import TransformerOpParallelConfig, load_pipeline_func
 from ttp.trainer.train import started
 from ttp.trainer.world import World, world_from_env
+
+OPTIONS = {
+    "encoder_layers": "--encoder_layer",
+    "hidden_size": "--d_model",
+    "num_attention_heads": "--num_heads",
+    "embedding_dropout": "--dropout",
+    "learning_rate": "--lr",
+    "training_iters": "--epochs",
+    "save_interval": "--save_checkpoint_steps",
+    "model_parallel": "--mp",
+}
+"""A key of the configuration -> the option that sets it, where they have other names."""
 
 
 def true_or_false(text: str) -> bool:
@@ -129,6 +142,18 @@ def run(args: argparse.Namespace) -> None:
         trainer.close()
 
 
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Name this program's option in an error about the key that it sets."""
+    try:
+        yield
+    except ConfigError as error:
+        key, _, rest = str(error).partition(": ")
+        option = OPTIONS.get(key.rpartition(".")[2])
+        raise ConfigError(f"{option}: {rest}" if option else str(error)) from None
+
+
+@options_named()
 def parallel_config_of(args: argparse.Namespace, world: World) -> TransformerOpParallelConfig:
     """Return the global settings of this job. Raises ConfigError."""
     data_parallel, rest = divmod(world.size, max(1, args.mp * args.pipeline_stage))
@@ -149,8 +174,9 @@ def parallel_config_of(args: argparse.Namespace, world: World) -> TransformerOpP
     )
 
 
+@options_named()
 def config_of(args: argparse.Namespace, parallel: TransformerOpParallelConfig, steps: int) -> Config:
-    """Return what the trainer is told. Raises ConfigError."""
+    """Return the trainer's settings. Raises ConfigError."""
     each, rest = divmod(args.batch_size, parallel.data_parallel * parallel.micro_batch_num)
     if rest or not each:
         raise ConfigError(

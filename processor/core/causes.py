@@ -49,7 +49,9 @@ def classify(text: str, type_name: str = "") -> CauseKind:
 def cause_of(rank: int, type_name: str, text: str) -> Cause:
     """Return the cause that a rank reports for an exception out of its training; its text is one line for people."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    told = f"{type_name}: {line}" if line else type_name
+    line_text = f"{type_name}: {line}" if line else type_name
     return Cause(
-        classify(text, type_name), (rank,), told if len(told) <= _LONGEST_TEXT else f"{told[:_LONGEST_TEXT]}..."
+        classify(text, type_name),
+        (rank,),
+        line_text if len(line_text) <= _LONGEST_TEXT else f"{line_text[:_LONGEST_TEXT]}...",
     )

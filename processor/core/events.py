@@ -28,7 +28,7 @@ class ProcessorSettings:
     controller_lost_s: float = 15.0
     """After a fault in its own rank, a processor that cannot reach a controller for this long gives up and exits."""
     boundary_s: float = 5.0
-    """A rank that was told to leave waits so long for the end of the step in flight before it asks for the dump."""
+    """A rank with a preemption notice waits so long for the end of the step in flight before it asks for the dump."""
     address: str = ""
     """The controller that the job starts with; empty: the driver knows it."""
     look_s: float = inf
@@ -38,7 +38,7 @@ class ProcessorSettings:
     saves_alone: bool = False
     """The ranks can save a finished step together without a controller."""
     alone_s: float = 120.0
-    """So long a rank that was told to leave waits, without a controller, for the end of the step that all save, and again for the save."""
+    """So long a rank with a preemption notice waits, without a controller, for the end of the step that all save, and again for the save."""
 
 
 # --- in ---
@@ -55,7 +55,7 @@ class Connected:
 class Disconnected:
     reason: str
     refused: bool = False
-    """Nobody listens there any more, or one that an active controller has fenced: another try is of no use."""
+    """Nothing listens there any more, or one that an active controller has fenced: another try is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class WorkFailed:
     tmp_name: str
     error: str
     torn: tuple[int, ...] = ()
-    """A publisher found files of these ranks that are not what they told."""
+    """A publisher found files of these ranks that are not what they reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +111,21 @@ class LocalFault:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """This rank was told to leave (SIGTERM). A second time: at once."""
+    """This rank has a preemption notice (SIGTERM). A second one: leave at once."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryReached:
-    """The step is finished, and the training thread of every rank stops behind it: some rank was told to leave."""
+    """The step is finished, and the training thread of every rank stops behind it: some rank has a preemption notice."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class SavesAlone:
-    """Every rank has finished the step, none had a controller when it was READY, and some rank was told to leave: the training threads
+    """Every rank has finished the step, none had a controller when it was READY, and some rank has a preemption notice: the training threads
     of all are in the save now."""
 
     step: int
@@ -256,7 +256,7 @@ class ExitProcess:
 
 @dataclass(frozen=True, slots=True)
 class StartController:
-    """Start a controller that waits for ranks, where whoever looks finds it; answered by ControllerStarted. `known`: it is left
+    """Start a controller that waits for ranks, where whoever looks finds it; answered by ControllerStarted. `known`: it is given
     undone when any other than these is found by then; empty: an active controller has asked for it."""
 
     known: tuple[str, ...] = ()

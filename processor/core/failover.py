@@ -1,8 +1,8 @@
 """Which controller a rank turns to when its own is lost, and where it finds those that it does not know of (PURE).
 
 Owns the rank's place in the list of controllers: the first one, then the standbys in the order in which they take over. The list is
-the active controller's, which has all that any of its ranks knows. A rank goes on to the next one when nobody listens at the address,
-when the stream that broke cannot be opened again within a lease, or when nothing was heard for a lease. After the last comes the
+the active controller's, which has all that any of its ranks knows. A rank moves to the next one when nothing listens at the address,
+when the stream that broke cannot be opened again within a lease, or when nothing was received for a lease. After the last comes the
 first again: where no standby was ever reached the first may be back, and once one was, the stream refuses every lower term.
 
 A rank that has come to the end of its list looks for controllers that other ranks have started: it may have missed the word of one.
@@ -50,7 +50,7 @@ def lost(state: ProcessorState, now: float, refused: bool) -> ProcessorState:
 
 
 def silent(state: ProcessorState, now: float) -> ProcessorState:
-    """Nothing was heard on an open stream for a lease."""
+    """Nothing was received on an open stream for a lease."""
     return go_on(replace(state, lost_since=now, heartbeat_at=inf, refusals=0), now)
 
 
@@ -68,7 +68,7 @@ def go_on_at(state: ProcessorState) -> float:
     """Return when the controller that this rank is with, or waits for, is given up; inf: never."""
     link = state.link
     if link is _UP:
-        return state.heard + state.lease_s
+        return state.received_s + state.lease_s
     if link is _CONNECTING and state.successors:
         return state.place_since + state.lease_s
     return inf
@@ -120,7 +120,7 @@ def controller_started(
     """
     address = (
         event.address if event.address not in controllers(state) else ""
-    )  # an earlier one's: it would not be told from that
+    )  # an earlier one's: the two could not be distinguished
     report = StandbyReport(state.settings.rank, address, bool(address), event.error)
     if state.link is _UP:
         out.append(Send(report))

@@ -49,14 +49,14 @@ def transition(state: ProcessorState, event: Event, now: float) -> tuple[Process
 
 
 def _listen(state: ProcessorState, event: Event, now: float) -> ProcessorState:
-    """Note that the controller was heard. Nothing can have been heard while this process was stopped itself, or its clock leapt:
+    """Note that the controller has sent. Nothing can have been received while this process was stopped itself, or its clock leapt:
     what a driver comes later than it promised is added to every wait, and no more: one that is kept again and again, because the
     training holds the interpreter, must give a silent controller up as well."""
-    heard, late_s = state.heard, now - state.seen - state.heartbeat_s
+    received_s, late_s = state.received_s, now - state.seen - state.heartbeat_s
     if late_s > (OWN_ABSENCE_HEARTBEATS - 1) * state.heartbeat_s:
-        heard, lost_since, answer_by = heard + late_s, state.lost_since + late_s, state.answer_by + late_s
+        received_s, lost_since, answer_by = received_s + late_s, state.lost_since + late_s, state.answer_by + late_s
         state = replace(state, lost_since=lost_since, answer_by=answer_by)
-    return replace(state, seen=now, heard=now if isinstance(event, Received) else heard)
+    return replace(state, seen=now, received_s=now if isinstance(event, Received) else received_s)
 
 
 def next_deadline(state: ProcessorState) -> float | None:

@@ -31,16 +31,14 @@ def roll_forward(state: ProcessorState, message: RollForward, now: float, out: l
     """Do one update alone; doing it twice answers the same."""
     if message.freeze_id != state.freeze_id:
         return state
-    wanted = message.record.step
-    if state.applying is not None and state.applying.step == wanted:
+    expected = message.record.step
+    if state.applying is not None and state.applying.step == expected:
         return state  # the answer will come, under the newest freeze's number
-    if state.closed and not state.torn and state.state_step == wanted:
-        out.append(Send(RolledForward(state.settings.rank, state.freeze_id, wanted)))
+    if state.closed and not state.torn and state.state_step == expected:
+        out.append(Send(RolledForward(state.settings.rank, state.freeze_id, expected)))
         return state
-    if not state.closed or state.torn or state.state_step + 1 != wanted:
-        error = (
-            f"the state is of step {state.state_step}, closed {state.closed}, torn {state.torn}; wanted step {wanted}"
-        )
+    if not state.closed or state.torn or state.state_step + 1 != expected:
+        error = f"the state: got step {state.state_step}, closed {state.closed}, torn {state.torn}, expected step {expected}"
         out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "roll_forward", "", error)))
         return state
     if error := why_no_roll_forward(state, message.record):

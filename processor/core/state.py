@@ -31,7 +31,7 @@ class RankMode(enum.Enum):
     FROZEN = "frozen"
     """A freeze has asked for the gate to be closed; an update in progress may still finish."""
     LEAVING = "leaving"
-    """Told to exit, or dismissed: nothing matters any more."""
+    """Ordered to exit, or released: nothing matters any more."""
 
     __hash__ = object.__hash__  # the tables are looked into at every event, and each member is there once
 
@@ -67,7 +67,7 @@ class ProcessorState:
     """When the next heartbeat is due; inf until welcomed on this stream."""
     heartbeat_s: float = inf
     answer_by: float = inf
-    """A fault was told and no controller has reacted, or the ranks save a step without one: the rank gives up then."""
+    """A fault was reported and no controller has reacted, or the ranks save a step without one: the rank gives up then."""
     term: int = -1
     """Of the controller that welcomed last."""
     freeze_id: int = 0
@@ -101,11 +101,11 @@ class ProcessorState:
     work_done: int = 0
     """As the last heartbeat's tick had it."""
     faults: tuple[FaultReport, ...] = ()
-    """All told, in order; said again on every new stream, because nothing acknowledges them."""
+    """All reports, in order; repeated on every new stream, because nothing acknowledges them."""
     notice: str = ""
-    """This rank was told to leave: by what. It leaves with an exit status of its own."""
+    """This rank has a preemption notice: from what. It exits with an exit status of its own."""
     notice_by: float = inf
-    """The controller is told of the notice then, if the end of the step is not reached before; inf: it has been told."""
+    """The notice is reported to the controller then, if the end of the step is not reached before; inf: it has been reported."""
     parked: bool = False
     """The training thread stands behind a finished step, because some rank leaves; it goes on only if every controller is lost."""
     unled: bool = False
@@ -119,7 +119,7 @@ class ProcessorState:
     place: int = 0
     """Which controller this rank is with or looks for: 0 the first one, i the i-th successor."""
     refusals: int = 0
-    """How many controllers in a row have refused this rank: nobody listens there any more, or it is fenced."""
+    """How many controllers in a row have refused this rank: nothing listens there any more, or it is fenced."""
     looks_at: float = inf
     """When this rank looks for controllers that it does not know of; inf: no need."""
     looked: float = -inf
@@ -132,12 +132,12 @@ class ProcessorState:
     """What this rank reports of the standbys that it has started; said again on every new stream."""
     place_since: float = -inf
     """Not UP: since when that controller is tried."""
-    heard: float = -inf
+    received_s: float = -inf
     """When the controller last said anything."""
     lease_s: float = inf
     """A controller that is silent for this long is given up; inf until welcomed."""
     job_groups: int = 0
-    """How many shard groups the job has, to be told to the next controller."""
+    """How many shard groups the job has, to be reported to the next controller."""
     seen: float = -inf
     """When this machine last took an event: it may have been stopped itself."""
     loss_logged: bool = False

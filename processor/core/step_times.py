@@ -8,7 +8,7 @@ from __future__ import annotations
 
 KEPT = 32
 """Step times kept for a controller that takes over: enough to know the slow ones, and 256 bytes of a registration."""
-TOLD = 8
+REPORTED_STEPS = 8
 """Step times that a heartbeat carries at most: as many as the controller needs to judge the job."""
 
 
@@ -45,5 +45,5 @@ class StepTimes:
             self._paused_at = None
 
     def discard(self) -> None:
-        """The step in progress was held up by a freeze: neither its time nor those before it are told any more."""
+        """The step in progress was held up by a freeze: neither its time nor those before it are reported any more."""
         self._discarded = True

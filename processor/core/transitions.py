@@ -92,7 +92,7 @@ from .orders import (
 )
 from .refusals import why_no_exit
 from .state import LinkState, ProcessorState, RankMode
-from .step_times import TOLD
+from .step_times import REPORTED_STEPS
 
 Handler = Callable[[ProcessorState, Any, float, list[Effect]], ProcessorState]
 
@@ -134,7 +134,7 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
         lost_since=inf,
         loss_logged=False,
         unled=False,
-        heard=now,
+        received_s=now,
         refusals=0,
         steps_reported=state.steps,
         save_dirs=registration.save_dirs,
@@ -143,7 +143,7 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
 
 
 def disconnected(state: ProcessorState, event: Disconnected, now: float, out: list[Effect]) -> ProcessorState:
-    """Try again after a pause, or elsewhere. Training goes on, and the gate stays as it is."""
+    """Try again after a pause, or elsewhere. Training continues, and the gate stays as it is."""
     if state.link is LinkState.UP:
         out.append(Log(f"lost the controller: {event.reason}"))
     return lost(state, now, event.refused)
@@ -172,7 +172,7 @@ def _introduction(state: ProcessorState, message: Welcome) -> str:
     if not left and state.settings.look_s < inf:
         behind = "no standby controller until one has been started in its place"
     elif not left:
-        behind = "no standby controller: should this one fail too, training goes on without protection"
+        behind = "no standby controller: should this one fail too, training continues without protection"
     return f"controller of term {message.term}{survives}; behind it {behind}"
 
 
@@ -188,7 +188,7 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         state = replace(state, steps=event.steps, step_times_s=event.step_times_s)
     if state.link is not _DOWN and now >= go_on_at(state):
         if state.link is _UP:
-            out.append(Log(f"nothing was heard from the controller for {state.lease_s:g} s"))
+            out.append(Log(f"nothing received from the controller for {state.lease_s:g} s"))
         state = silent(state, now) if state.link is _UP else go_on(replace(state, refusals=0), now)
     if state.link is _DOWN and now >= state.reconnect_at and not state.alone:
         out.append(Connect(controllers(state)[state.place]))
@@ -219,14 +219,14 @@ def without_controller(state: ProcessorState, now: float, out: list[Effect]) -> 
         out.append(ReportUnled(True))
         state = replace(state, unled=True)
     if state.unled and state.parked and state.standing is _TRAINING:
-        out += [Log("every controller is lost: training goes on, to be saved without one"), LeaveBoundary()]
+        out += [Log("every controller is lost: training continues, to be saved without one"), LeaveBoundary()]
         state = replace(state, parked=False)
     return state
 
 
 def _new_times(state: ProcessorState) -> tuple[float, ...]:
     """Return the times of the steps finished since the last heartbeat, the newest few."""
-    new = min(state.steps - state.steps_reported, TOLD, len(state.step_times_s))
+    new = min(state.steps - state.steps_reported, REPORTED_STEPS, len(state.step_times_s))
     return state.step_times_s[len(state.step_times_s) - new :]
 
 
@@ -246,7 +246,7 @@ def give_up_at(state: ProcessorState) -> float:
 
 
 def _will_be_saved_alone(state: ProcessorState) -> bool:
-    """Say whether a rank that was told to leave, and has lost every controller, trains on to the step that all ranks save."""
+    """Say whether a rank with a preemption notice, which has lost every controller, trains on to the step that all ranks save."""
     if not state.unled or not state.faults:
         return False
     trains = state.standing is _TRAINING and not (state.parked or state.finished)
@@ -275,7 +275,7 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
     if state.finished:
         out += [Log(f"{waited}; training has finished, leaving without its word"), Release()]
         return replace(state, standing=RankMode.LEAVING)
-    out.append(Log(f"{waited}: training goes on without protection"))
+    out.append(Log(f"{waited}: training continues without protection"))
     return replace(state, loss_logged=True)
 
 
@@ -283,7 +283,7 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
 
 
 def local_fault(state: ProcessorState, event: LocalFault, now: float, out: list[Effect]) -> ProcessorState:
-    """Tell the controller what befell this rank, and give it its time to react."""
+    """Report this rank's fault to the controller, and give it its time to react."""
     report = FaultReport(state.settings.rank, event.cause, event.detail)
     if state.link is LinkState.UP:
         out.append(Send(report))
@@ -295,18 +295,18 @@ def local_fault(state: ProcessorState, event: LocalFault, now: float, out: list[
 
 
 def noticed(state: ProcessorState, event: Noticed, now: float, out: list[Effect]) -> ProcessorState:
-    """This rank was told to leave. The step in flight is finished first, if it can be soon.
+    """This rank has a preemption notice. The step in flight is finished first, if it can be soon.
 
     Every rank learns of it in that step's spanning collective, so that all stop behind the same step.
     """
-    if state.alone:  # it exits behind the save, and tells no controller
+    if state.alone:  # it exits behind the save, without a report to a controller
         return replace(state, notice=event.text)
     again = bool(state.notice)
     if again and state.notice_by == inf:
         return state
     state = replace(state, notice=event.text, notice_by=now + state.settings.boundary_s)
     if again:
-        return _tell_notice(state, "told twice", now, out)
+        return _tell_notice(state, "sent twice", now, out)
     if state.standing is not RankMode.TRAINING or state.finished:
         return _tell_notice(state, "no step is in flight here", now, out)
     out.append(Log(f"{event.text}: this rank leaves at the end of the step, or in {state.settings.boundary_s:g} s"))
@@ -314,7 +314,7 @@ def noticed(state: ProcessorState, event: Noticed, now: float, out: list[Effect]
 
 
 def boundary_reached(state: ProcessorState, event: BoundaryReached, now: float, out: list[Effect]) -> ProcessorState:
-    """The training thread stands behind a finished step. A rank that was not told to leave only waits there."""
+    """The training thread stands behind a finished step. A rank without a preemption notice only waits there."""
     lost_since = (
         state.lost_since if state.link is LinkState.UP else now
     )  # a controller that is long gone gets its time from here on
@@ -393,7 +393,7 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
     if state.rolled:
         out.append(Log(f"thaw {message.freeze_id} ignored: this rank was rolled forward, its gate cannot open again"))
         return state
-    out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training goes on")]
+    out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training continues")]
     answer_by = inf
     if (
         state.faults
@@ -409,11 +409,11 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
 
 
 def leave(state: ProcessorState, message: Exit, now: float, out: list[Effect]) -> ProcessorState:
-    """The controller has no more use for this rank. One that was told to leave says so by its exit status."""
+    """The controller has no more use for this rank. One with a preemption notice shows that by its exit status."""
     if why := why_no_exit(message):
-        raise ProtocolError(f"rank {state.settings.rank}, {state.standing.value}: {why}. This rank goes on")
-    told = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
-    return _exit(state, EXIT_CODE_PREEMPTED if told else message.code, message.reason, out)
+        raise ProtocolError(f"rank {state.settings.rank}, {state.standing.value}: {why}. This rank continues")
+    released = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
+    return _exit(state, EXIT_CODE_PREEMPTED if released else message.code, message.reason, out)
 
 
 def _exit(state: ProcessorState, code: int, reason: str, out: list[Effect]) -> ProcessorState:

@@ -68,14 +68,14 @@ def run_to_end(
     meanwhile: Callable[[TrainingJob], object] = lambda job: None,
     environ: Mapping[str, str] | None = None,
 ) -> TrainingJob:
-    """Train one job to its end, demand its exit status and that nothing is left behind, and return it. `meanwhile` is called
+    """Train one job to its end, demand its exit status and that nothing remains, and return it. `meanwhile` is called
     once with the job that has just been started."""
     launcher = ("--max-restarts", str(restarts))
     environ = {"TTP_FAULTS": faults, **(environ or {})}
     with TrainingJob(output, ranks=ranks, overrides=arguments(*overrides), environ=environ, launcher=launcher) as job:
         meanwhile(job)
         got = job.wait(wait_s)
-    assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
+    assert got == status, f"status {got}, expected {status}\n{job.console_tail(80)}"
     assert job.leftovers() == []
     return job
 

@@ -57,7 +57,7 @@ class Launch:
         name: str = "launcher",
         form: str = "script",
     ) -> None:
-        """`arguments` follow the output folder on the worker's command line; `name` tells launchers of one folder apart.
+        """`arguments` follow the output folder on the worker's command line; `name` distinguishes launchers of one folder.
         `form`: the worker is given as a script, as a `module` (its folder must be on PYTHONPATH), or as a `program`."""
         self.out = out
         self._mark = f"{out}:{name}"
@@ -139,7 +139,7 @@ class Launch:
         return found
 
     def assert_nothing_left(self) -> None:
-        """Nobody is left; multiprocessing's own resource tracker ends when it reads that the launcher has."""
+        """No rank remains; multiprocessing's own resource tracker ends when it reads that the launcher has."""
 
         def left() -> dict[int, bytes]:
             return {pid: text for pid, text in self._marked_commands().items() if b"resource_tracker" not in text}
@@ -148,7 +148,7 @@ class Launch:
         self.until(lambda: not self._marked_commands(), "end of the resource tracker")
 
     def _marked_commands(self) -> dict[int, bytes]:
-        """Return the command lines of the processes that are left; those that go meanwhile are not."""
+        """Return the command lines of the processes that remain; those that go meanwhile are not."""
         commands = {}
         for pid in self.marked():
             with contextlib.suppress(OSError):

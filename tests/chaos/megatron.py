@@ -74,8 +74,8 @@ class Run:
     def events(self, start: int = 0) -> dict[str, dict[str, object]]:
         """Return the last line of each event in the journal of the job's N-th start."""
         (path,) = self._mindio.glob(f"ttp_log/journal_{start}.jsonl")
-        told = [json.loads(line) for line in path.read_text().splitlines()]
-        return {line["event"]: line["fields"] for line in told}
+        answer = [json.loads(line) for line in path.read_text().splitlines()]
+        return {line["event"]: line["fields"] for line in answer}
 
     def published(self, start: int = 0) -> int:
         """Return the step that the handlers published at the fault of the job's N-th start."""
@@ -102,15 +102,15 @@ def odd_trainer(folder: Path) -> str:
     return str(copy / "pretrain_gpt.py")
 
 
-def assert_same_training(hurt: Run, whole: Run, resumed_from: int) -> None:
+def assert_same_training(faulted: Run, whole: Run, resumed_from: int) -> None:
     """Every line that both printed is the same, so are the last weights, and from the checkpoint on none is missing."""
     assert sorted(whole.lines) == list(range(1, STEPS + 1)), whole.text
-    for step, line in hurt.lines.items():
-        assert line == whole.lines[step], f"step {step}\n{hurt.text}"
-    missing = sorted(set(whole.lines) - set(hurt.lines))
+    for step, line in faulted.lines.items():
+        assert line == whole.lines[step], f"step {step}\n{faulted.text}"
+    missing = sorted(set(whole.lines) - set(faulted.lines))
     assert missing in ([], [resumed_from]), (
-        f"{missing}\n{hurt.text}"
+        f"{missing}\n{faulted.text}"
     )  # rank 0 may have died before it printed that step
-    weights = hurt.final_weights()
+    weights = faulted.final_weights()
     assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
-    assert f"successfully loaded checkpoint from {hurt.save} at iteration {resumed_from}" in hurt.text
+    assert f"successfully loaded checkpoint from {faulted.save} at iteration {resumed_from}" in faulted.text

@@ -61,11 +61,11 @@ def scontrol(arguments: list[str]) -> int:
 
 def step_processes(folder: Path) -> list[int]:
     """Return the processes of the step that srun has started, whatever has become of their parents."""
-    wanted = {b"SLURM_STEP_ID=0", f"STAND_IN_FOLDER={folder}".encode()}
+    expected = {b"SLURM_STEP_ID=0", f"STAND_IN_FOLDER={folder}".encode()}
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+            if entry.name.isdigit() and expected <= set((entry / "environ").read_bytes().split(b"\0")):
                 found.append(int(entry.name))
         except OSError:
             continue

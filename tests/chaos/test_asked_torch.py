@@ -33,7 +33,7 @@ if start != "3":
 def test_a_survivor_is_held_although_torch_is_asked_all_the_time(
     tmp_path: Path, options: list[str], environ: dict[str, str]
 ) -> None:
-    """At three kills in a row nobody is sent SIGTERM, and how each worker ended is known."""
+    """At three kills in a row no process is sent SIGTERM, and how each worker ended is known."""
     watch = ["--monitor-interval", "0.01", "--ttp-futile-starts", "0"]
     with Launch(tmp_path, KILLED, "--nproc-per-node", "2", *watch, *options, environ=environ) as job:
         assert job.wait() == 0, job.text

@@ -81,14 +81,14 @@ def test_every_layout_trains_as_data_parallel_and_survives_a_kill_at_every_point
         f"kill:rank={victim},step={2 * number + 2},point={point},round={number}"
         for number, (point, victim) in enumerate(zip(POINTS, victims, strict=True))
     ]
-    hurt = run(tmp_path / "hurt", axes, steps, faults=";".join(faults), restarts=len(POINTS))
-    published = published_steps(hurt)
-    assert len(published) == len(POINTS), hurt.console_tail(80)
+    faulted = run(tmp_path / "faulted", axes, steps, faults=";".join(faults), restarts=len(POINTS))
+    published = published_steps(faulted)
+    assert len(published) == len(POINTS), faulted.console_tail(80)
     for number, (point, step) in enumerate(zip(POINTS, published, strict=True)):
         first = 2 * number + 2
-        wanted = {"backward": (first - 1,), "ready": (first - 1,)}
-        assert step in wanted.get(point, (first - 1, first)), (point, published)
-    assert_equal(hurt, whole)
+        expected = {"backward": (first - 1,), "ready": (first - 1,)}
+        assert step in expected.get(point, (first - 1, first)), (point, published)
+    assert_equal(faulted, whole)
 
 
 @pytest.mark.parametrize("axes", [Axes(data=4), Axes(data=3, pipeline=2), Axes(data=4, experts=4, expert=2)], ids=str)
@@ -105,9 +105,9 @@ def test_gradients_that_accumulate_in_shards_survive_a_kill_bit_for_bit(tmp_path
         f"kill:rank={(axes.ranks - 1 + number) % axes.ranks},step={2 * number + 2},point={point},round={number}"
         for number, point in enumerate(points)
     ]
-    hurt = run(tmp_path / "hurt", axes, *shard, faults=";".join(faults), restarts=len(points))
-    assert len(published_steps(hurt)) == len(points), hurt.console_tail(80)
-    assert_equal(hurt, whole)
+    faulted = run(tmp_path / "faulted", axes, *shard, faults=";".join(faults), restarts=len(points))
+    assert len(published_steps(faulted)) == len(points), faulted.console_tail(80)
+    assert_equal(faulted, whole)
 
 
 def moved(job: TrainingJob, to: Path) -> Path:
@@ -156,9 +156,9 @@ def test_a_dying_gasp_of_any_layout_loads_under_any_other_bit_for_bit(
 ) -> None:
     """Masters and both moments, put together after loading, are what torch alone reads in the files that the survivors wrote."""
     victim = axes.ranks - 1
-    hurt = run(tmp_path / "hurt", axes, faults=f"kill:rank={victim},step=5,point=updating")
-    step = published_steps(hurt)[0]
-    gasp = hurt.output_dir / "checkpoints" / f"iter_{step:07d}"
+    faulted = run(tmp_path / "faulted", axes, faults=f"kill:rank={victim},step=5,point=updating")
+    step = published_steps(faulted)[0]
+    gasp = faulted.output_dir / "checkpoints" / f"iter_{step:07d}"
     folder = tmp_path / "under"
     folder.mkdir()
     layouts = [axes, *others, Axes(experts=axes.experts)]
@@ -194,10 +194,10 @@ def test_kills_around_a_skipped_step_keep_the_loss_scale(tmp_path: Path, axes: A
         f"kill:rank={axes.ranks - 1},step={first},point=updating,round=0;"
         f"kill:rank=0,step={second + 1},point=ready,round=1"
     )
-    hurt = run(tmp_path / "hurt", axes, *SCALED, faults=faults)
-    published = published_steps(hurt)
+    faulted = run(tmp_path / "faulted", axes, *SCALED, faults=faults)
+    published = published_steps(faulted)
     assert published[0] in (first - 1, first) and published[1] in (second, second + 1), (published, skipped)
-    assert_equal(hurt, whole)
-    ours = by_step(hurt.metrics())
+    assert_equal(faulted, whole)
+    ours = by_step(faulted.metrics())
     for name in ("loss_scale", "skipped"):
         assert {step: line[name] for step, line in ours.items()} == {step: line[name] for step, line in lines.items()}

@@ -54,12 +54,12 @@ def test_ones_own_trainer_is_protected(tmp_path: Path) -> None:
     """The example of the README: killed in an update, it prints the losses that an unbroken run prints."""
     example = str(ROOT / "examples" / "own_trainer" / "train.py")
     outputs = []
-    for name, faults in (("whole", ""), ("hurt", "kill:rank=1,step=50,point=updating")):
+    for name, faults in (("whole", ""), ("faulted", "kill:rank=1,step=50,point=updating")):
         launch = ("-m", "ttp.launch", "--nproc-per-node", "2", example, "--steps", "80")
         done = run(*launch, "--save-dir", str(tmp_path / name), TTP_FAULTS=faults)
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(dict(re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)))
-        assert ("going on after step" in done.stdout) == bool(faults)
+        assert ("resumed at step" in done.stdout) == bool(faults)
     assert outputs[0] == outputs[1] and sorted(map(int, outputs[0])) == [20, 40, 60, 80]
 
 
@@ -87,7 +87,7 @@ def test_text_is_prepared_once_and_trained_on(tmp_path: Path) -> None:
 
 
 def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:
-    """list, inspect and verify of a real run's, and a broken one is told by exit status 1; diff, export and prune take them as well."""
+    """list, inspect and verify of a real run's, and a broken one is reported by exit status 1; diff, export and prune take them as well."""
     output = tmp_path / "run"
     arguments = ("--training_config.output_dir", str(output), "--training_config.training_iters=4")
     done = run("-m", "ttp.trainer", "--config", "gpt_tiny", *SMALL, *arguments, "--training_config.save_interval=2")

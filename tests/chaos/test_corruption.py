@@ -43,12 +43,12 @@ dist.destroy_process_group()
 def test_an_altered_moment_is_reported_with_its_name_ranks_and_step(tmp_path: Path) -> None:
     with Launch(tmp_path, TRAINER, "--nproc-per-node", "2") as launch:
         assert launch.wait() == 0, launch.text
-        told = [line for line in launch.text.splitlines() if "replicas differ in" in line]
+        reported = [line for line in launch.text.splitlines() if "replicas differ in" in line]
         launch.assert_nothing_left()
-    assert len(told) == 1, launch.text
+    assert len(reported) == 1, launch.text
     assert re.search(
-        r"step 30: replicas differ in .*0\.weight\.exp_avg\[\d+:\d+\].*: rank 0 against rank 1", told[0]
-    ), told
+        r"step 30: replicas differ in .*0\.weight\.exp_avg\[\d+:\d+\].*: rank 0 against rank 1", reported[0]
+    ), reported
     found = [launch.read(name).split("|") for name in launch.notes("found")]
     assert len(found) == 2 and found[0] == found[1], "both ranks know"
     assert all("0.weight" in key for key in found[0]), "nothing else differs"

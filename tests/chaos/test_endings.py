@@ -104,7 +104,7 @@ def test_a_restart_for_a_death_on_another_node_is_a_fault_without_a_session_too(
 
 
 @pytest.mark.long
-def test_a_job_without_a_session_is_told_to_machines_too(tmp_path: Path) -> None:
+def test_a_job_without_a_session_is_reported_to_machines_too(tmp_path: Path) -> None:
     """Its starts, its faults and why it has failed; and a program that is not there, for which there was no start."""
     story = ("--ttp-story", str(tmp_path / "story.jsonl"))
     with Launch(tmp_path, "note('begun'); sys.exit(3)", "--max-restarts", "1", *story) as job:
@@ -127,7 +127,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("program", ["./nosuch", "nosuch-on-path", "nosuch.py"])
-def test_a_program_that_is_not_there_is_told_in_a_line(tmp_path: Path, program: str) -> None:
+def test_a_program_that_is_not_there_is_reported_in_a_line(tmp_path: Path, program: str) -> None:
     """With torchrun's exit code, and without its traceback; a script too, for which torchrun starts workers first."""
     script = program.endswith(".py")
     options = ("--nproc-per-node", "2", *(() if script else ("--no-python",)), program)
@@ -287,7 +287,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_rank_whose_interpreter_is_held_says_where_it_stood(tmp_path: Path) -> None:
     """C code that holds Python's lock silences all of a process's threads: its stacks are written by a signal's handler, before
-    the launcher ends it, and the story quotes them."""
+    the launcher ends it, and the report quotes them."""
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
     environ = {"TTP_FAULTS": "gil:rank=1,step=5,point=backward"}

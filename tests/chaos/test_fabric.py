@@ -1,4 +1,4 @@
-"""A loop of Lightning Fabric, with its own model, optimizer and loader, killed twice. In an environment of its own: the library is no test dependency,
+"""A loop of Lightning Fabric, with its own model, optimizer and loader, killed twice. In an environment of its own: the library is not a test dependency,
 because it takes a web client along."""
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ def test_a_loop_of_fabric_killed_twice_has_the_bits_of_the_unbroken_run(
     whole = train(tmp_path / "whole", 2, str(script))
     assert len(steps_of(whole)) == 24
     faults = "kill:rank=1,step=5,point=backward;kill:rank=0,step=13,point=updating,round=1"
-    compare(whole, train(tmp_path / "hurt", 2, str(script), faults=faults))
+    compare(whole, train(tmp_path / "faulted", 2, str(script), faults=faults))

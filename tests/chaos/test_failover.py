@@ -1,6 +1,6 @@
 """Real controllers get real signals, idle and in the middle of a dump; a standby takes over, and the job loses nothing.
 
-One job of six faults, a start each; the tests look at what its controllers told.
+One job of six faults, a start each; the tests look at what its controllers reported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ttp.runtime.standby import MOST_STANDBYS
 Line = dict[str, Any]
 STEPS = "--training_config.training_iters=400"
 LEASE_S = 8.0
-"""Longer than by default: a busy machine alone makes nobody silent for so long."""
+"""Longer than by default: a busy machine alone makes no rank silent for so long."""
 IDLE, EARLY, WRITING, TOGETHER, STOPPED, TWICE = range(6)
 """The faults, by the start of the job that they end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hurt:
+class Faulted:
     job: TrainingJob
     controller_killed_unix_s: float
     """In start IDLE."""
@@ -113,8 +113,8 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
-    output = tmp_path_factory.mktemp("failover") / "hurt"
+def faulted(tmp_path_factory: pytest.TempPathFactory) -> Faulted:
+    output = tmp_path_factory.mktemp("failover") / "faulted"
     environ = {"TTP_LEASE_S": f"{LEASE_S:g}"}
     with TrainingJob(
         output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "7")
@@ -133,51 +133,51 @@ def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
         lost_steps(timeline(journals[start], metrics, unix_s), after_step)
         for start, (unix_s, after_step) in enumerate(story.killed)
     )
-    return Hurt(job, story.controller_killed_unix_s, lost)
+    return Faulted(job, story.controller_killed_unix_s, lost)
 
 
-def test_every_step_is_saved_and_the_curves_are_the_unbroken_jobs(hurt: Hurt, whole_job: RunJob) -> None:
-    assert hurt.lost == (0, 0, 0, 0, 0, 0), hurt.job.console_tail(80)
-    assert_equal(hurt.job, whole_job(4, STEPS))
-    assert hurt.job.leftovers() == []
+def test_every_step_is_saved_and_the_curves_are_the_unbroken_jobs(faulted: Faulted, whole_job: RunJob) -> None:
+    assert faulted.lost == (0, 0, 0, 0, 0, 0), faulted.job.console_tail(80)
+    assert_equal(faulted.job, whole_job(4, STEPS))
+    assert faulted.job.leftovers() == []
 
 
-def test_an_idle_controller_is_replaced_within_a_second_or_so(hurt: Hurt) -> None:
+def test_an_idle_controller_is_replaced_within_a_second_or_so(faulted: Faulted) -> None:
     """Training goes on under the standby, which later sees a death through the launcher."""
-    (took_over,), (thawed,) = lines_of(hurt.job, IDLE, "took_over"), lines_of(hurt.job, IDLE, "thawed")[:1]
+    (took_over,), (thawed,) = lines_of(faulted.job, IDLE, "took_over"), lines_of(faulted.job, IDLE, "thawed")[:1]
     assert took_over["ranks"] == [0, 1, 2, 3] and took_over["absent"] == [] and took_over["controller"] == 1
-    seconds = thawed["unix_s"] - hurt.controller_killed_unix_s
+    seconds = thawed["unix_s"] - faulted.controller_killed_unix_s
     print(f"from SIGKILL of the controller until all trained on under the standby: {seconds * 1e3:.0f} ms")
     assert seconds < LEASE_S, "it waited for a lease"
-    death = lines_of(hurt.job, IDLE, "death_seen")[0]
+    death = lines_of(faulted.job, IDLE, "death_seen")[0]
     assert death["kind"] == "exited" and death["controller"] == 1
 
 
-def test_a_dump_is_completed_by_the_standby(hurt: Hurt) -> None:
+def test_a_dump_is_completed_by_the_standby(faulted: Faulted) -> None:
     """From its beginning on, where the gates were not closed yet. The other kill hits the dump somewhere behind the journal's
     line, when it may be published already."""
-    assert {line["controller"] for line in lines_of(hurt.job, EARLY, "published")} == {1}
-    assert {line["controller"] for line in lines_of(hurt.job, WRITING, "published")} <= {0, 1}
-    assert lines_of(hurt.job, WRITING, "published")
+    assert {line["controller"] for line in lines_of(faulted.job, EARLY, "published")} == {1}
+    assert {line["controller"] for line in lines_of(faulted.job, WRITING, "published")} <= {0, 1}
+    assert lines_of(faulted.job, WRITING, "published")
 
 
-def test_rank_0_and_its_controller_may_die_together(hurt: Hurt) -> None:
-    (published,) = lines_of(hurt.job, TOGETHER, "published")
+def test_rank_0_and_its_controller_may_die_together(faulted: Faulted) -> None:
+    (published,) = lines_of(faulted.job, TOGETHER, "published")
     assert published["controller"] == 1
-    death = lines_of(hurt.job, TOGETHER, "death_seen")[0]
+    death = lines_of(faulted.job, TOGETHER, "death_seen")[0]
     assert death["rank"] == 0 and death["kind"] == "exited", "the launcher told the standby"
 
 
-def test_a_stopped_controller_that_comes_back_publishes_nothing(hurt: Hurt) -> None:
-    assert {line["controller"] for line in lines_of(hurt.job, STOPPED, "published")} == {1}
-    assert not [line for line in lines_of(hurt.job, STOPPED, "decided") if line["controller"] == 0]
-    checkpoints = Path(hurt.job.output_dir / "checkpoints")
+def test_a_stopped_controller_that_comes_back_publishes_nothing(faulted: Faulted) -> None:
+    assert {line["controller"] for line in lines_of(faulted.job, STOPPED, "published")} == {1}
+    assert not [line for line in lines_of(faulted.job, STOPPED, "decided") if line["controller"] == 0]
+    checkpoints = Path(faulted.job.output_dir / "checkpoints")
     assert not [path.name for path in checkpoints.glob("iter_*") if "broken" in path.name]
 
 
-def test_the_standby_that_replaces_one_leads_a_later_dump(hurt: Hurt) -> None:
+def test_the_standby_that_replaces_one_leads_a_later_dump(faulted: Faulted) -> None:
     """The first controller and the standby that followed it are killed in one attempt, the second together with a rank."""
-    (started,) = lines_of(hurt.job, TWICE, "standby_started")[:1]
+    (started,) = lines_of(faulted.job, TWICE, "standby_started")[:1]
     assert started["controller"] == 1
-    (published,) = lines_of(hurt.job, TWICE, "published")
+    (published,) = lines_of(faulted.job, TWICE, "published")
     assert published["controller"] > MOST_STANDBYS, "a standby of the beginning led"

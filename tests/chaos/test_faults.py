@@ -1,4 +1,4 @@
-"""Faults that are no plain death, in real processes: a job that hangs, is only slow, holds Python's lock, is told to leave,
+"""Faults that are not plain death, in real processes: a job that hangs, is only slow, holds Python's lock, gets a preemption notice,
 loses writers and publishers in the middle of a dump, or has a full disk. Each comes back, and equals an unbroken job."""
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def story(job: TrainingJob, number: int, event: str) -> list[dict[str, Any]]:
 
 def finish(job: TrainingJob, status: int = 0) -> None:
     got = job.wait(280)
-    assert got == status, f"status {got}, wanted {status}\n{job.console_tail(80)}"
+    assert got == status, f"status {got}, expected {status}\n{job.console_tail(80)}"
 
 
 @pytest.mark.long
 def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
     """Before the job's pace is known, the limit for the start finds it; the steps done so far are saved."""
     faults = "hang:rank=1,step=4,point=backward"
-    with start(tmp_path / "hurt", 2, faults, iters=8, TTP_HANG_START_S=HANG_START_S) as job:
+    with start(tmp_path / "faulted", 2, faults, iters=8, TTP_HANG_START_S=HANG_START_S) as job:
         finish(job)
         (hung,) = story(job, 0, "hung")
         assert hung["ranks"] == [1] and "in COMPUTE of step 4" in hung["text"], hung
@@ -60,18 +60,18 @@ def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
 def test_a_rank_that_holds_its_interpreter_for_longer_than_a_lease_costs_nothing(tmp_path: Path) -> None:
     """As a compiler does on busy cores. Its agent sees the process running: no gate closes, no restart is spent."""
     faults = "gil:rank=1,step=4,point=backward,for=6;gil:rank=0,step=12,point=updating,for=6"
-    with start(tmp_path / "hurt", 2, faults, iters=16, TTP_HANG_FLOOR_S="60") as job:
+    with start(tmp_path / "faulted", 2, faults, iters=16, TTP_HANG_FLOOR_S="60") as job:
         finish(job)
-        told = [line["event"] for line in job.journals()[0]]
-        assert len(job.journals()) == 1 and told[-1] == "finished", told
-        assert not {"suspect", "freeze_sent", "death_seen"} & set(told), told
+        reported = [line["event"] for line in job.journals()[0]]
+        assert len(job.journals()) == 1 and reported[-1] == "finished", reported
+        assert not {"suspect", "freeze_sent", "death_seen"} & set(reported), reported
 
 
 def assert_the_hang_is_told(job: TrainingJob) -> None:
-    """The launcher's table, the story with the frames of the suspect, the summary; and the same for machines."""
+    """The launcher's table, the incident report with the frames of the suspect, the summary; and the same for machines."""
     console = job.console_tail(10_000)
     log_dir = job.output_dir / "log"
-    wanted = (
+    expected = (
         "--- start 0: 2 ranks, a controller with 1 standby; the job survives: any 1 of 2 ranks ---",
         "--- fault in start 0: a hang ---",
         f"who     rank 1 on node {os.uname().nodename} (pid ",
@@ -85,8 +85,8 @@ def assert_the_hang_is_told(job: TrainingJob) -> None:
         "--- the job has ended ---\nresult  succeeded\nstarts  2 in ",
         "faults  1 fault\nsaved   step 3\nlost    0 steps; ",
     )
-    found = [console.find(text) for text in wanted]
-    assert -1 not in found and found == sorted(found), list(zip(wanted, found, strict=True))
+    found = [console.find(text) for text in expected]
+    assert -1 not in found and found == sorted(found), list(zip(expected, found, strict=True))
     assert (log_dir / "stacks_0.txt").read_text().startswith("=== rank 1 (suspect) ===")
     lines = [line for line in read_jsonl(log_dir / "story.jsonl") if line["event"] not in ("hold", "held")]
     start, fault, again, end = lines
@@ -96,9 +96,9 @@ def assert_the_hang_is_told(job: TrainingJob) -> None:
 
 
 @pytest.mark.long
-def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_job: RunJob) -> None:
+def test_what_only_stands_still_is_distinguished_from_what_is_slow(tmp_path: Path, whole_job: RunJob) -> None:
     """Stopped within its lease and a long step: no fault. Hung in COMPUTE: it is a holder. Hung in an update: it is none.
-    Holding Python's lock for good: silent, and killed by the launcher. Told to leave: the step is finished first."""
+    Holding Python's lock for good: silent, and killed by the launcher. With a preemption notice: the step is finished first."""
     faults = (
         "slow:rank=0,step=150,point=backward,for=2",
         "hang:rank=1,step=200,point=backward",
@@ -106,7 +106,7 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
         "gil:rank=1,step=410,point=backward,round=2",
         "term:rank=1,step=420,point=backward,round=3",
     )
-    with start(tmp_path / "hurt", 2, ";".join(faults)) as job:
+    with start(tmp_path / "faulted", 2, ";".join(faults)) as job:
         job.wait_for_step(20)
         job.kill(1, signal.SIGSTOP)
         job.wait_for(lambda: bool(story(job, 0, "suspect")), "suspicion", 30)
@@ -114,10 +114,10 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
         finish(job)
     assert job.leftovers() == []
     assert len(job.journals()) == 5, job.console_tail(80)
-    told = [line["event"] for line in job.journals()[0]]
-    assert "suspect" in told[: told.index("thawed")]
-    told = told[told.index("thawed") :]
-    assert told.index("stalled") < told.index("moving_again") < told.index("hung")
+    reported = [line["event"] for line in job.journals()[0]]
+    assert "suspect" in reported[: reported.index("thawed")]
+    reported = reported[reported.index("thawed") :]
+    assert reported.index("stalled") < reported.index("moving_again") < reported.index("hung")
     assert story(job, 0, "hung")[0]["ranks"] == [1]
     assert story(job, 0, "decided")[0]["able"] == [0, 1]
     assert story(job, 1, "hung")[0]["ranks"] == [0]
@@ -140,7 +140,7 @@ def test_what_only_stands_still_is_told_from_what_is_slow(tmp_path: Path, whole_
 def test_signals_to_the_launcher_save_and_a_new_launcher_goes_on(tmp_path: Path, whole_job: RunJob) -> None:
     """SIGTERM: the step in flight is finished and saved. Ctrl-C while a step cannot be finished: the one before is saved,
     long before the SIGKILL that an operator sends after a grace period."""
-    output = tmp_path / "hurt"
+    output = tmp_path / "faulted"
     with start(output, 2) as job:
         job.wait_for_step(60)
         job.process.send_signal(signal.SIGTERM)
@@ -185,7 +185,7 @@ def test_a_dump_outlives_its_writers_and_publishers(tmp_path: Path, whole_job: R
         "kill:rank=0,step=11,point=publish,call=iter_0000011.0,round=1",
         "kill:rank=1,step=11,point=publish,call=latest_checkpointed_iteration.txt.0,round=1",
     )
-    job = run_to_end(tmp_path / "hurt", 4, faults=";".join(faults))
+    job = run_to_end(tmp_path / "faulted", 4, faults=";".join(faults))
     assert published_steps(job) == [5, 11]
     first, second = ([line["rank"] for line in story(job, number, "publish_sent")] for number in (0, 1))
     assert first == [2, 3] and second == [0, 1, 2], job.console_tail(80)
@@ -221,7 +221,7 @@ def test_a_full_disk_falls_through_to_the_next_directory_and_then_refuses(
     if small_disk is None:
         faults += [f"enospc:rank=0,step={step},point=write,times=1" for step in (4, 5)]
     save_dirs = f"--training_config.save_dirs=[{places[0]},{places[1]}]"
-    job = run_to_end(tmp_path / "hurt", 2, save_dirs, faults=";".join(faults))
+    job = run_to_end(tmp_path / "faulted", 2, save_dirs, faults=";".join(faults))
     (saved,) = published_steps(job)
     assert saved in (4, 5)
     assert "No space left on device" in story(job, 0, "write_failed")[0]["error"]

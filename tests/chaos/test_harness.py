@@ -33,7 +33,7 @@ def trainer(ranks: int, steps: int, *overrides: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_kill_at_a_point_of_a_step_is_done_seen_and_judged(chaos: RunChaos) -> None:
-    """Another person's trainer, by way of the fixture: the blow is where it was wanted, nothing is lost, all bits are equal."""
+    """Another person's trainer, by way of the fixture: the injection is where it was expected, nothing is lost, all bits are equal."""
     script = str(ROOT / "examples" / "own_trainer" / "train.py")
     command = [*TTPRUN, "--nproc-per-node", "2", script, "--steps", "400", "--save-dir", "{output}/checkpoints"]
     campaign = chaos(command, [{"fault": "kill", "rank": 1, "step": 40, "point": "updating"}], seed=1)
@@ -66,13 +66,13 @@ def test_the_documents_campaign_holds(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_one_of_each_kind_is_survived_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example of every kind, on the bundled trainer: each happens, each is told, and there is one report."""
+def test_one_of_each_kind_is_survived_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of every kind, on the bundled trainer: each happens, each is reported, and there is one report."""
     output = tmp_path / "out"
     words = ["run", str(ROOT / "examples" / "chaos" / "kinds.yaml"), "--output", str(output)]
     status = main([*words, "--", *trainer(4, 1400)])
-    told = capsys.readouterr().out
-    assert status == 0, told[-6000:]
+    logged = capsys.readouterr().out
+    assert status == 0, logged[-6000:]
     content = json.loads((output / "result.json").read_text())
     assert content["good"] and content["fired"] >= content["faults"] == 23
     assert {incident["outcome"] for incident in content["incidents"]} >= {
@@ -88,7 +88,7 @@ def test_one_of_each_kind_is_survived_and_told(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_its_steps_is_not_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two kills of both holders: refused, which is told as such; where `saved` was demanded, the status is 1."""
+    """Two kills of both holders: refused, which is reported as such; where `saved` was demanded, the status is 1."""
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("{seed: 4, faults: [{fault: kill, rank: [0, 1], expect: [saved]}]}")
     output = tmp_path / "out"
@@ -101,10 +101,10 @@ def test_a_job_that_loses_its_steps_is_not_good(tmp_path: Path, capsys: pytest.C
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("other", "state"), [("", "held"), (" + 100 * (guard.resumed is not None)", "violated")])
-def test_a_trainer_that_goes_on_with_other_data_is_told_from_one_that_does_not(
+def test_a_trainer_that_goes_on_with_other_data_is_distinguished_from_one_that_does_not(
     tmp_path: Path, other: str, state: str
 ) -> None:
-    """DDP in barrier mode, which itself tells neither a loss nor a norm, and which does not save its last step. The fault comes
+    """DDP in barrier mode, which itself reports neither a loss nor a norm, and which does not save its last step. The fault comes
     behind the last periodic checkpoint; in one of the two the data's order is another one after a restart."""
     example = (ROOT / "examples" / "ddp" / "train.py").read_text()
     save = next(line for line in example.splitlines(keepends=True) if "guard.save()" in line)
@@ -130,7 +130,7 @@ def test_a_trainer_that_goes_on_with_other_data_is_told_from_one_that_does_not(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kept", "state"), [("torch.ones(1 << 14)", "violated"), ("None", "held")])
-def test_a_trainer_that_keeps_a_tensor_a_step_is_told_from_one_that_does_not(
+def test_a_trainer_that_keeps_a_tensor_a_step_is_distinguished_from_one_that_does_not(
     tmp_path: Path, kept: str, state: str
 ) -> None:
     """64 KiB a step in the example trainer, at ten milliseconds a step: each start's growth is 62.5 MiB in 1,000 steps and
@@ -158,8 +158,8 @@ def test_a_trainer_that_keeps_a_tensor_a_step_is_told_from_one_that_does_not(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_soak_makes_laps_until_its_time_is_over(tmp_path: Path) -> None:
-    """Faults at random moments, a lap after the other, each compared with the same unbroken run."""
+def test_a_soak_starts_runs_until_its_time_is_over(tmp_path: Path) -> None:
+    """Faults at random moments, a run after the other, each compared with the same baseline run."""
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("{seed: 4, faults: [{fault: kill}, {fault: kill, point: updating}, {fault: slow, for_s: 0.5}]}")
     output = tmp_path / "out"
@@ -197,8 +197,8 @@ def on_nodes(nnodes: str, steps: int) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
 def test_every_fault_of_two_nodes_costs_no_step_and_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example: a slow cable is no fault; a partition, a lost node and a killed launcher are saved; all is compared with an
-    unbroken run on two nodes; no namespace is left."""
+    """The example: a slow cable is not a fault; a partition, a lost node and a killed launcher are saved; all is compared with an
+    unbroken run on two nodes; no namespace remains."""
     output = tmp_path / "out"
     words = ["run", str(ROOT / "examples" / "chaos" / "nodes.yaml"), "--output", str(output)]
     assert main([*words, "--", *on_nodes("2", 500)]) == 0, capsys.readouterr().out[-6000:]

@@ -27,7 +27,7 @@ def test_an_installed_copy_has_its_commands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     shutil.rmtree(source)
     environ = {**os.environ, "PYTHONPATH": str(target)}
-    for words, told in (
+    for words, reported in (
         ([str(target / "bin" / "ttp"), "ckpt", "--help"], "ttp ckpt"),
         ([str(target / "bin" / "ttprun"), "--help"], "--ttp-ot"),
         ([sys.executable, "-m", "ttp.trainer", "--help"], "gpt_tiny"),
@@ -36,4 +36,4 @@ def test_an_installed_copy_has_its_commands(tmp_path: Path) -> None:
         done = subprocess.run(
             words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.returncode == 0 and told in done.stdout, (words, done.stdout, done.stderr)
+        assert done.returncode == 0 and reported in done.stdout, (words, done.stdout, done.stderr)

@@ -1,4 +1,4 @@
-"""`ttp chaos run` that is interrupted: it says what it waits for, a second Ctrl-C ends it at once, and nothing is left behind."""
+"""`ttp chaos run` that is interrupted: it says what it waits for, a second Ctrl-C ends it at once, and nothing remains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ time.sleep(1000)
 
 
 class Harness:
-    """`ttp chaos run` as a process. Use as a context manager: leaving it kills what is left."""
+    """`ttp chaos run` as a process. Use as a context manager: leaving it kills what remains."""
 
     def __init__(self, output: Path, scenario: str, *command: str) -> None:
         file = output.parent / "scenario.yaml"
@@ -67,11 +67,11 @@ class Harness:
     def text(self) -> str:
         return " ".join(self.log.read_text(errors="replace").split())
 
-    def until(self, wanted: str) -> None:
+    def until(self, expected: str) -> None:
         """Wait until the harness has said this."""
         deadline = time.monotonic() + WAIT_S
-        while wanted not in self.text:
-            assert time.monotonic() < deadline and self.process.poll() is None, f"no {wanted!r}: {self.text}"
+        while expected not in self.text:
+            assert time.monotonic() < deadline and self.process.poll() is None, f"no {expected!r}: {self.text}"
             time.sleep(0.02)
 
     def await_file(self, path: Path, text: str = "") -> None:
@@ -120,7 +120,7 @@ def test_a_second_one_ends_a_job_that_does_not_leave_at_once(
 
 
 def test_a_single_one_lets_the_job_save_its_step_and_leave(tmp_path: Path) -> None:
-    """The example trainer: it is told what is waited for, and the step in flight is there afterwards."""
+    """The example trainer: it is reported what is waited for, and the step in flight is there afterwards."""
     output = tmp_path / "out"
     script = str(ROOT / "examples" / "own_trainer" / "train.py")
     command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", "2", script]

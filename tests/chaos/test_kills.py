@@ -43,8 +43,8 @@ def told_by_the_launcher(job: TrainingJob, words: str) -> list[str]:
     return [line for line in lines if line.startswith("[ttprun") and words in line]
 
 
-def assert_equal(hurt: TrainingJob, whole: TrainingJob) -> None:
-    verdict = compare(hurt.metrics(), whole.metrics(), hurt.final(), whole.final())
+def assert_equal(faulted: TrainingJob, whole: TrainingJob) -> None:
+    verdict = compare(faulted.metrics(), whole.metrics(), faulted.final(), whole.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
 
 
@@ -71,12 +71,12 @@ def test_journals_of_killed_ranks_replay_to_the_same_decisions(
     for path in paths:
         compared = replay_compare(path)
         assert compared.difference == ""
-        assert compared.told, path
+        assert compared.recorded, path
     for path in paths[:-1]:
-        hurt = [line for line in replay_compare(path).again if line.event in DECISIONS]
-        assert [name for name in DECISIONS if name in {line.event for line in hurt}] == DECISIONS
-        (decided,) = [line for line in hurt if line.event == "decided"]
-        (published,) = [line for line in hurt if line.event == "published"]
+        faulted = [line for line in replay_compare(path).again if line.event in DECISIONS]
+        assert [name for name in DECISIONS if name in {line.event for line in faulted}] == DECISIONS
+        (decided,) = [line for line in faulted if line.event == "decided"]
+        (published,) = [line for line in faulted if line.event == "published"]
         assert decided.fields["step"] == published.fields["step"]
     assert replay([str(paths[0]), "--sent"]) == 0
     printed = capsys.readouterr().out
@@ -93,26 +93,26 @@ def test_journals_of_killed_ranks_replay_to_the_same_decisions(
     ],
 )
 def test_every_data_parallel_size_survives_a_kill(tmp_path: Path, whole_job: RunJob, ranks: int, victim: int) -> None:
-    """Even sizes by halves, odd ones by the ring; rank 0 is no exception."""
-    hurt = run_to_end(tmp_path / "hurt", ranks, faults=f"kill:rank={victim},step=7,point=updating")
-    assert published_steps(hurt)[0] in (6, 7)
-    assert_equal(hurt, whole_job(ranks))
+    """Even sizes by halves, odd ones by the ring; rank 0 is not an exception."""
+    faulted = run_to_end(tmp_path / "faulted", ranks, faults=f"kill:rank={victim},step=7,point=updating")
+    assert published_steps(faulted)[0] in (6, 7)
+    assert_equal(faulted, whole_job(ranks))
 
 
 def test_an_exception_and_then_a_silent_rank_are_persisted_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
-    """The rank that raised is still a holder, and its traceback is told. SIGSTOP sends nothing and closes nothing: only the
-    lease tells."""
+    """The rank that raised is still a holder, and its traceback is reported. SIGSTOP sends nothing and closes nothing: only the
+    lease shows it."""
     faults = "raise:rank=1,step=5,point=backward,round=0;stop:rank=1,step=9,point=ready,round=1"
-    hurt = run_to_end(tmp_path / "hurt", 2, faults=faults)
-    raised, silent = published_steps(hurt)
+    faulted = run_to_end(tmp_path / "faulted", 2, faults=faults)
+    raised, silent = published_steps(faulted)
     assert raised == 4 and silent in (8, 9)
-    assert "fault injected at backward" in (hurt.output_dir / "log" / "rank_1" / "error.log").read_text()
-    console = hurt.console_tail(10_000)
+    assert "fault injected at backward" in (faulted.output_dir / "log" / "rank_1" / "error.log").read_text()
+    console = faulted.console_tail(10_000)
     assert "--- fault in start 0: an exception ---" in console and "raise InjectedFault(" in console
     assert "cause   InjectedFault: rank 1, step 5: fault injected at backward" in console
     assert "rank 1: stopped, and can save nothing any more: killed" in console
     assert "did not leave on SIGTERM" not in console
-    assert_equal(hurt, whole_job(2))
+    assert_equal(faulted, whole_job(2))
 
 
 @pytest.mark.long
@@ -122,32 +122,32 @@ def test_an_update_longer_than_a_freeze_waits_is_saved_when_it_is_the_last_holde
     """Rank 1 dies behind step 9 while rank 0 is in the middle of its update for 8 s: the step is waited for, and not lost."""
     begun = "slow:rank=0,step=9,point=updating,for=8;slow:rank=1,step=9,point=updating,for=1"  # rank 0 has the record by then
     faults = f"{begun};kill:rank=1,step=9,point=done"
-    hurt = run_to_end(tmp_path / "hurt", 2, faults=faults)
-    assert [line["ranks"] for line in hurt.journals()[0] if line["event"] == "awaiting_updates"] == [[0]]
-    assert published_steps(hurt) == [9]
-    assert_equal(hurt, whole_job(2))
+    faulted = run_to_end(tmp_path / "faulted", 2, faults=faults)
+    assert [line["ranks"] for line in faulted.journals()[0] if line["event"] == "awaiting_updates"] == [[0]]
+    assert published_steps(faulted) == [9]
+    assert_equal(faulted, whole_job(2))
 
 
 def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_job: RunJob) -> None:
     """Ranks 0 and 2 hold the same half of the shards: the job says so and goes on from the periodic checkpoint."""
-    hurt = killed_together(tmp_path / "hurt", 4, (0, 2), 9, "--training_config.save_interval=6")
-    refused = [line for journal in hurt.journals() for line in journal if line.get("event") == "refused"]
+    faulted = killed_together(tmp_path / "faulted", 4, (0, 2), 9, "--training_config.save_interval=6")
+    refused = [line for journal in faulted.journals() for line in journal if line.get("event") == "refused"]
     assert len(refused) == 1
     reason = str(refused[0]["reason"])
     assert "shard" in reason and "0" in reason and "2" in reason
-    (told,) = told_by_the_launcher(hurt, "the ranks leave")
-    assert reason in told and f"the job goes on from {hurt.output_dir}/checkpoints/iter_0000006" in told
-    resumes = [line for line in hurt.metrics() if line.get("event") == "resume"]
+    (reported,) = told_by_the_launcher(faulted, "the ranks leave")
+    assert reason in reported and f"the job goes on from {faulted.output_dir}/checkpoints/iter_0000006" in reported
+    resumes = [line for line in faulted.metrics() if line.get("event") == "resume"]
     assert [int(line["from_step"]) for line in resumes] == [6]
-    assert_equal(hurt, whole_job(4))
+    assert_equal(faulted, whole_job(4))
 
 
 @pytest.mark.long
-def test_the_launcher_says_why_nothing_was_saved_although_no_rank_is_left(tmp_path: Path) -> None:
-    hurt = killed_together(tmp_path / "hurt", 2, (0, 1), 9, "--training_config.save_interval=6")
-    assert [int(line["from_step"]) for line in hurt.metrics() if line.get("event") == "resume"] == [6]
-    (told,) = told_by_the_launcher(hurt, "the ranks leave")
-    assert "no dying-gasp checkpoint: all ranks are dead" in told
+def test_the_launcher_says_why_nothing_was_saved_although_no_rank_remains(tmp_path: Path) -> None:
+    faulted = killed_together(tmp_path / "faulted", 2, (0, 1), 9, "--training_config.save_interval=6")
+    assert [int(line["from_step"]) for line in faulted.metrics() if line.get("event") == "resume"] == [6]
+    (reported,) = told_by_the_launcher(faulted, "the ranks leave")
+    assert "no dying-gasp checkpoint: all ranks are dead" in reported
 
 
 def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None:

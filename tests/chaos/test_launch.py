@@ -38,7 +38,7 @@ if start == "0":
 
 
 def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(tmp_path: Path) -> None:
-    """Nobody is sent SIGTERM; the second start has every rank; one line tells each transition."""
+    """No rank is sent SIGTERM; the second start has every rank; one line reports each transition."""
     with Launch(tmp_path, HELD, "--nproc-per-node", "3") as job:
         assert job.wait() == 0, job.text
         assert job.notes("persisted") == ["persisted-0-0", "persisted-2-0"]
@@ -194,7 +194,7 @@ if "leave" not in sys.argv:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    """Workers, their deaf children, and a controller in a session of its own that nobody has published."""
+    """Workers, their deaf children, and a controller in a session of its own that was not published."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2") as job:
         job.await_notes("begun-0-0", "begun-1-0")
         assert len(job.marked()) >= 5
@@ -322,10 +322,10 @@ def test_without_ttp_it_is_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_bad_setting_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """One line with the variable, its value and what is wanted; no traceback."""
+    """One line with the variable, its value and what is expected; no traceback."""
     with Launch(tmp_path, "note('begun')", environ={"TTP_OT": "soon"}) as job:
         assert job.wait() == 2
-        assert job.text.strip().splitlines()[-1] == "ttprun: error: TTP_OT is 'soon': wanted a number"
+        assert job.text.strip().splitlines()[-1] == "ttprun: error: TTP_OT: got 'soon', expected a number"
         assert job.notes("begun") == []
 
 
@@ -427,7 +427,7 @@ time.sleep(600)
 """
 
 
-def test_the_controller_is_told_of_deaths_and_leads_the_workers_at_a_signal(tmp_path: Path) -> None:
+def test_the_controller_is_informed_of_deaths_and_leads_the_workers_at_a_signal(tmp_path: Path) -> None:
     """The launcher finds it in the workers' store at each start. Ctrl-C becomes its notice, SIGTERM, and the workers have a
     fault's time to persist, more than --shutdown-timeout; then the controller is asked to leave."""
     driver = tmp_path / "driver.py"
@@ -471,8 +471,8 @@ if start == "0":
 """
 
 
-def test_the_real_controller_hears_of_a_death_and_ends_with_the_job(tmp_path: Path) -> None:
-    """Through the store, the launcher's link and the controller's own journal; none is left, whichever rank died."""
+def test_the_real_controller_learns_of_a_death_and_ends_with_the_job(tmp_path: Path) -> None:
+    """Through the store, the launcher's link and the controller's own journal; none remains, whichever rank died."""
     with Launch(tmp_path, CONTROLLED, "--nproc-per-node", "2") as job:
         assert job.wait() == 0, job.text
         assert job.notes("controller") == ["controller-0-0", "controller-0-1"]

@@ -42,18 +42,18 @@ def shell(tmp_path: Path, line: str, *arguments: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def assert_a_kill_was_survived(tmp_path: Path, told: str) -> None:
-    assert (tmp_path / "status").read_text() == "0\n", told
+def assert_a_kill_was_survived(tmp_path: Path, reported: str) -> None:
+    assert (tmp_path / "status").read_text() == "0\n", reported
     begun = sorted(path.name for path in tmp_path.glob("begun-*"))
-    assert begun == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"], told
+    assert begun == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"], reported
     lines = read_jsonl(tmp_path / "story.jsonl")
     assert [line["event"] for line in lines if line["event"] in ("fault", "end")] == ["fault", "end"]
     assert lines[-1]["result"] == "succeeded" and lines[-1]["faults"] == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("print",)], ids=["silent workers", "workers that print"])
-def test_a_kill_is_survived_when_nobody_reads_any_more(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """`| head -1` has gone before the fault: restart, story and exit status are as ever. Workers that print fail by it once, and
+def test_a_kill_is_survived_when_nothing_reads_any_more(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """`| head -1` has gone before the fault: restart, report and exit status are as ever. Workers that print fail by it once, and
     their next start prints to /dev/null."""
     line = '{ "$@" 2>&1; echo $? >"$S"; } | { head -1; touch "${S%status}go"; }'
     done = shell(tmp_path, line, *arguments)
@@ -61,13 +61,13 @@ def test_a_kill_is_survived_when_nobody_reads_any_more(tmp_path: Path, arguments
 
 
 def test_a_log_on_a_full_disk_costs_the_log_alone(tmp_path: Path) -> None:
-    """Nothing that is printed arrives; the job, its restart and its story are as ever."""
+    """Nothing that is printed arrives; the job, its restart and its report are as ever."""
     (tmp_path / "go").touch()
     done = shell(tmp_path, '"$@" >/dev/full 2>&1; echo $? >"$S"')
     assert_a_kill_was_survived(tmp_path, done.stdout + done.stderr)
 
 
-def test_a_launcher_without_any_descriptor_has_a_story(tmp_path: Path) -> None:
+def test_a_launcher_without_any_descriptor_has_a_report(tmp_path: Path) -> None:
     """stdout and stderr were closed before it began: no file of its own takes their numbers."""
     (tmp_path / "go").touch()
     done = shell(tmp_path, '"$@" >&- 2>&-; echo $? >"$S"', "print")

@@ -141,19 +141,19 @@ def test_kills_within_an_update_and_an_evaluation_change_no_bit(folder: Path, na
     more = ["--epochs", "3", "--log_every", "1", *(["--masked"] if name == "roberta-base" else [])]
     arguments = f"--model_name_or_path {name} --batch_size 1"
     whole = train(folder, f"ttprun --nproc_per_node=2 main_hf.py {arguments}", *more, "--save_dir", "whole")
-    hurt = train(
+    faulted = train(
         folder,
         f"ttprun --nproc_per_node=2 killed_in_an_evaluation.py {arguments}",
         *more,
-        *("--save_dir", "hurt"),
+        *("--save_dir", "faulted"),
         faults="kill:rank=1,step=29,point=updating,round=1",
     )
-    assert (folder / "killed").exists() and len(re.findall(r"restarting \(", hurt)) == 2
-    assert re.search(r"lost +0 steps;", hurt), hurt
-    wanted, found = losses(whole), losses(hurt)
-    assert len(wanted) == 39 and len(found) >= 37  # the line of the step in flight may be missing
-    assert all(wanted[place] == loss for place, loss in found.items())
-    assert validations(hurt) == validations(whole) and set(validations(whole)) == {"0", "1", "2"}
+    assert (folder / "killed").exists() and len(re.findall(r"restarting \(", faulted)) == 2
+    assert re.search(r"lost +0 steps;", faulted), faulted
+    expected, found = losses(whole), losses(faulted)
+    assert len(expected) == 39 and len(found) >= 37  # the line of the step in flight may be missing
+    assert all(expected[place] == loss for place, loss in found.items())
+    assert validations(faulted) == validations(whole) and set(validations(whole)) == {"0", "1", "2"}
 
 
 def test_what_must_be_corrected_is_one_line_and_no_restart(folder: Path) -> None:

@@ -38,13 +38,13 @@ def run(*command: str, folder: Path = ROOT, **environ: str) -> subprocess.Comple
 
 
 def make(*words: str, folder: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `make` in the folder with this Python; the checkout's environment is left as it is."""
+    """Run `make` in the folder with this Python; the checkout's environment remains as it is."""
     options = ("-f", str(ROOT / "Makefile"), "-o", ".venv/.installed", f"PY={sys.executable}")
     return run("make", *options, *words, folder=folder, **environ)
 
 
-def test_a_benchmark_tells_whether_its_limit_was_kept() -> None:
-    """One of them, alone; on a loaded machine the limit may be missed, and that is told, too."""
+def test_a_benchmark_reports_whether_its_limit_was_kept() -> None:
+    """One of them, alone; on a loaded machine the limit may be missed, and that is reported, too."""
     done = make("bench", "BENCH=gate")
     assert done.returncode in (0, 2) and "== gate" in done.stdout, done.stdout + done.stderr
     missed = done.returncode != 0
@@ -52,7 +52,7 @@ def test_a_benchmark_tells_whether_its_limit_was_kept() -> None:
 
 
 def test_every_benchmark_has_its_small_size() -> None:
-    """One that is new is run by nobody."""
+    """One that is new is not run."""
     assert sorted(SIZES) == [f"benchmarks.{name}" for name in names()]
 
 
@@ -78,10 +78,10 @@ def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> N
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for told in (
+    for reported in (
         "seeds 5 to 24: 20 jobs",
         "left at 300 situations: kill + raise",
         "fuzz: seed 5, 1 cases a test",
         "1 kills, 1 without a lost step",
     ):
-        assert told in done.stdout, done.stdout
+        assert reported in done.stdout, done.stdout

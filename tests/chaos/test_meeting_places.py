@@ -73,10 +73,10 @@ def test_a_place_that_never_answers_ends_the_launcher_in_time(tmp_path: Path) ->
     ],
     ids=["mistyped", "dead"],
 )
-def test_a_place_that_is_not_reached_is_told_with_the_reason_long_before_the_end(
+def test_a_place_that_is_not_reached_is_reported_with_the_reason_long_before_the_end(
     tmp_path: Path, place: str, why: str
 ) -> None:
-    """It goes on trying as long as it was told to, and ends with the same reason in a line."""
+    """It goes on trying as long as it is configured to, and ends with the same reason in a line."""
     place = place.format(port=free_port())
     with Launch(tmp_path, "", *C10D, place, "--rdzv-conf", "join_timeout=45,is_host=0") as job:
         job.until(lambda: f"waiting for 2 nodes to meet at {place} (this is one of them)" in job.text, "waiting line")
@@ -87,7 +87,7 @@ def test_a_place_that_is_not_reached_is_told_with_the_reason_long_before_the_end
     assert "Traceback" not in job.text
 
 
-def test_a_static_job_whose_node_0_is_not_reached_is_told_why(tmp_path: Path) -> None:
+def test_a_static_job_whose_node_0_is_not_reached_names_the_reason(tmp_path: Path) -> None:
     """Soon, and in a line at the end of --rdzv-conf timeout."""
     port = str(free_port())
     options = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", port)

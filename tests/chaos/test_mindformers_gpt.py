@@ -137,7 +137,7 @@ def test_the_script_takes_a_rank_table_and_several_nodes(folder: Path) -> None:
     assert "rank table" in run(folder, "xx.yaml", *SMALL, few, RANK_TABLE_FILE=str(table))
     more = ("--training_config.training_iters=4", "--parallel_config.tensor_model_parallel_size=2")
     text = run(folder, "xx.yaml", *SMALL, *more, NNODES="1", NODE_RANK="0", ASCEND_RT_VISIBLE_DEVICES="4,5")
-    assert "dp 1 | pp 1 | tp 2 | sp False | vpp None" in text and "going on after step 2" in text
+    assert "dp 1 | pp 1 | tp 2 | sp False | vpp None" in text and "at step 2" in text
 
 
 @pytest.mark.long

@@ -18,29 +18,29 @@ from tests.chaos.megatron import ROOT, STEPS, Run, assert_same_training, odd_tra
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    for name in ("whole", "hurt"):
+    for name in ("whole", "faulted"):
         (tmp_path / name).mkdir()
-    return tmp_path / "whole", tmp_path / "hurt"
+    return tmp_path / "whole", tmp_path / "faulted"
 
 
 def test_two_ranks_go_on_from_the_checkpoint_that_the_trainers_handlers_wrote(folders: tuple[Path, Path]) -> None:
     """Rank 1 dies when it has updated step 13; the save handler runs on rank 0, and the step after is the same bits. The job that
-    is hurt was started by the launch script, and prints the patch's lines."""
+    is under faults was started by the launch script, and prints the patch's lines."""
     whole = Run(folders[0], 2)
-    hurt = Run(folders[1], 2, faults="kill:rank=1,step=13,point=done", script=True)
-    published = hurt.events()["published"]
+    faulted = Run(folders[1], 2, faults="kill:rank=1,step=13,point=done", script=True)
+    published = faulted.events()["published"]
     step = published["step"]
     assert isinstance(step, int) and step in (12, 13)  # 12: rank 0 had not got the record yet
     assert published["rank"] == 0
-    assert_same_training(hurt, whole, step)
-    printed = [f"rank 0 successfully saved checkpoint at iteration {step:7d} to {hurt.save}"]
-    printed += [f"saving checkpoint at iteration {saved:7d} to {hurt.save}" for saved in (step, STEPS)]
+    assert_same_training(faulted, whole, step)
+    printed = [f"rank 0 successfully saved checkpoint at iteration {step:7d} to {faulted.save}"]
+    printed += [f"saving checkpoint at iteration {saved:7d} to {faulted.save}" for saved in (step, STEPS)]
     printed += [f"optimizer current step has been set to {begun}" for begun in (0, step)]
-    assert [line for line in printed if line not in hurt.text] == [], hurt.text
-    assert "refresh optimizer step" not in hurt.text, "the optimizer counts every iteration"
-    names = {path.name for path in hurt.save.iterdir()}
+    assert [line for line in printed if line not in faulted.text] == [], faulted.text
+    assert "refresh optimizer step" not in faulted.text, "the optimizer counts every iteration"
+    names = {path.name for path in faulted.save.iterdir()}
     assert names == {f"iter_{step:07d}", f"iter_{STEPS:07d}", "latest_checkpointed_iteration.txt"}
-    assert "barrier: the optimizer's own all-reduce" in whole.text and "its training thread did not" not in hurt.text
+    assert "barrier: the optimizer's own all-reduce" in whole.text and "its training thread did not" not in faulted.text
 
 
 @pytest.mark.long
@@ -51,32 +51,34 @@ def test_three_ranks_save_a_step_that_one_had_rolled_forward(folders: tuple[Path
     whole = Run(folders[0], 3, trainer=trainer)
     begun = "slow:rank=0,step=13,point=record,for=4;slow:rank=1,step=13,point=updating,for=1"  # rank 2 has it by then
     faults = f"{begun};kill:rank=1,step=13,point=done"
-    hurt = Run(folders[1], 3, faults=faults, trainer=trainer)
-    events = hurt.events()
+    faulted = Run(folders[1], 3, faults=faults, trainer=trainer)
+    events = faulted.events()
     assert events["published"]["rank"] == 0 and events["published"]["step"] == 13
-    assert_same_training(hurt, whole, 13)
-    assert "its training thread did not" not in hurt.text
+    assert_same_training(faulted, whole, 13)
+    assert "its training thread did not" not in faulted.text
 
 
 @pytest.mark.long
 def test_four_ranks_with_local_copies_in_bf16_meet_three_faults(folders: tuple[Path, Path]) -> None:
     """Shards of other ranks are in the file; a periodic checkpoint lies between faults; rank 0 dies in an update, another in the gather, and a third is
-    told to leave."""
+    with a preemption notice."""
     arguments = ("--bf16", "--local-copy-os", "--save-interval", "8")
     whole = Run(folders[0], 4, *arguments)
     faults = "kill:rank=0,step=6,point=updating;kill:rank=2,step=11,point=gathering,round=1;term:rank=1,step=15,point=backward,round=2"
-    hurt = Run(folders[1], 4, *arguments, faults=faults)
-    first, second = (hurt.events(start)["published"]["step"] for start in (0, 1))
+    faulted = Run(folders[1], 4, *arguments, faults=faults)
+    first, second = (faulted.events(start)["published"]["step"] for start in (0, 1))
     assert first in (5, 6) and second in (10, 11)
-    assert hurt.events(2)["published"]["step"] == 15  # told to leave: the step in flight is finished first
-    assert hurt.events()["published"]["rank"] != 0
+    assert (
+        faulted.events(2)["published"]["step"] == 15
+    )  # with a preemption notice: the step in flight is finished first
+    assert faulted.events()["published"]["rank"] != 0
     assert isinstance(second, int)
     assert "local copy: every rank keeps the state of the step before" in whole.text
-    missing = sorted(set(whole.lines) - set(hurt.lines))
-    assert missing in ([], [first]), f"{missing}\n{hurt.text}"
-    assert all(whole.lines[step] == line for step, line in hurt.lines.items()), hurt.text
-    assert (hurt.save / "iter_0000008").is_dir()
-    weights = hurt.final_weights()
+    missing = sorted(set(whole.lines) - set(faulted.lines))
+    assert missing in ([], [first]), f"{missing}\n{faulted.text}"
+    assert all(whole.lines[step] == line for step, line in faulted.lines.items()), faulted.text
+    assert (faulted.save / "iter_0000008").is_dir()
+    weights = faulted.final_weights()
     assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
 
 
@@ -90,12 +92,12 @@ def test_three_kills_around_the_spanning_collective_of_three_ranks(folders: tupl
         "kill:rank=2,step=9,point=record,round=1",
         "kill:rank=0,step=14,point=record,round=2",
     )
-    hurt = Run(folders[1], 3, faults=";".join(faults), trainer=trainer)
-    steps = [hurt.events(start)["published"]["step"] for start in range(3)]
+    faulted = Run(folders[1], 3, faults=";".join(faults), trainer=trainer)
+    steps = [faulted.events(start)["published"]["step"] for start in range(3)]
     assert steps[0] == 4 and steps[1] in (8, 9) and steps[2] in (13, 14)
-    assert all(whole.lines[step] == line for step, line in hurt.lines.items()), hurt.text
-    assert hurt.text.count("successfully loaded checkpoint") == 3
-    weights = hurt.final_weights()
+    assert all(whole.lines[step] == line for step, line in faulted.lines.items()), faulted.text
+    assert faulted.text.count("successfully loaded checkpoint") == 3
+    weights = faulted.final_weights()
     assert all(torch.equal(weights[name], value) for name, value in whole.final_weights().items())
 
 
@@ -104,14 +106,14 @@ def test_a_save_rank_that_dies_in_its_handler_is_followed_by_another(folders: tu
     """Rank 0, the first save rank, is killed while it publishes: another rank's handlers write the same step."""
     whole = Run(folders[0], 4)
     faults = "kill:rank=3,step=9,point=done;kill:rank=0,step=9,point=publish,call=3"
-    hurt = Run(folders[1], 4, faults=faults)
-    published = hurt.events()["published"]
+    faulted = Run(folders[1], 4, faults=faults)
+    published = faulted.events()["published"]
     if (
         published["step"] == 9
     ):  # else no survivor had the record of step 9, and there was no publish of it to be killed in
         assert published["rank"] != 0
     assert isinstance(published["step"], int)
-    assert_same_training(hurt, whole, published["step"])
+    assert_same_training(faulted, whole, published["step"])
 
 
 @pytest.mark.long
@@ -153,7 +155,7 @@ def test_the_documents_loop_is_short_and_compiles() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_documents_loop_goes_on_bit_for_bit(folders: tuple[Path, Path], ranks: int) -> None:
     """Copied and run as the page says: the losses after a kill are those of the unbroken run."""
-    told: list[dict[tuple[str, str], str]] = []
+    reported: list[dict[tuple[str, str], str]] = []
     for folder, faults in zip(folders, ("", "kill:rank=1,step=13,point=done"), strict=True):
         (folder / "loop.py").write_text(the_documents_loop())
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults, "TTP_CONTROLLER_PORT": "0"}
@@ -164,9 +166,11 @@ def test_the_documents_loop_goes_on_bit_for_bit(folders: tuple[Path, Path], rank
         assert done.returncode == 0, done.stdout + done.stderr
         # Not whole lines: two ranks that print at once may share one.
         found = re.findall(r"rank (\d+) iteration (\d+) loss ([-+.e\d]+)", done.stdout)
-        told.append({(rank, iteration): loss for rank, iteration, loss in found})
+        reported.append({(rank, iteration): loss for rank, iteration, loss in found})
         assert ("restarting" in done.stderr) == bool(faults), done.stderr
-    whole, hurt = told
+    whole, faulted = reported
     assert len(whole) == 40 * ranks
-    assert all(hurt[key] == whole[key] for key in hurt) and {key for key in whole if int(key[1]) > 13} <= set(hurt)
+    assert all(faulted[key] == whole[key] for key in faulted) and {key for key in whole if int(key[1]) > 13} <= set(
+        faulted
+    )
     assert {path.name for path in folders[1].glob("iter_*")} <= {"iter_0000012", "iter_0000013"}

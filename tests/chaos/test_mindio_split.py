@@ -28,9 +28,9 @@ def assert_same_lines_and_weights(killed: Run, whole: Run, parts: set[str] = PAR
     assert sorted(whole.lines) == list(range(1, STEPS + 1)), whole.text
     for step, line in killed.lines.items():
         assert line == whole.lines[step], f"step {step}\n{killed.text}"
-    wanted, got = whole.final_weights(), killed.final_weights()
-    assert {name.split()[0] for name in wanted} == parts and set(got) == set(wanted)
-    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    expected, got = whole.final_weights(), killed.final_weights()
+    assert {name.split()[0] for name in expected} == parts and set(got) == set(expected)
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 def assert_saved_by_every_rank_but(killed: Run, step: int, dead: int) -> None:
@@ -42,7 +42,7 @@ def assert_saved_by_every_rank_but(killed: Run, step: int, dead: int) -> None:
 
 def test_a_split_model_goes_on_bit_for_bit_after_kills_at_every_phase(folders: tuple[Path, Path]) -> None:
     """TP 2 x PP 2 x DP 2: ranks of all model parts die, rank 0 among them, in the backward pass, READY, with the record, in the update, DONE
-    and in the gather; each fault is saved by every rank that is left, one file for each model part."""
+    and in the gather; each fault is saved by every rank that remains, one file for each model part."""
     whole = Run(folders[0], 8, *SPLIT)
     deaths = [(3, 3, "backward"), (0, 5, "updating"), (6, 8, "ready")]
     faults = [f"kill:rank={rank},step={step},point={point},round={n}" for n, (rank, step, point) in enumerate(deaths)]
@@ -107,13 +107,13 @@ def test_the_examples_chunks_and_experts_are_the_models(
     folders: tuple[Path, Path], arguments: tuple[str, ...], unsplit: tuple[str, ...]
 ) -> None:
     """Without dropout a model that is not split so has the same losses and norms."""
-    told = [
+    reported = [
         Run(folder, 4, *given, "--hidden-dropout", "0", "--train-iters", "5").lines
         for folder, given in zip(folders, (arguments, unsplit), strict=True)
     ]
-    assert sorted(told[0]) == list(range(1, 6))
-    for step, line in told[0].items():
-        for one, other in zip(line[2:], told[1][step][2:], strict=True):
+    assert sorted(reported[0]) == list(range(1, 6))
+    for step, line in reported[0].items():
+        for one, other in zip(line[2:], reported[1][step][2:], strict=True):
             assert float.fromhex(one) == pytest.approx(float.fromhex(other), rel=1e-5)
 
 
@@ -165,8 +165,8 @@ def test_an_odd_number_of_data_parallel_ranks(folders: tuple[Path, Path], tmp_pa
     whole = Run(folders[0], 6, *odd, trainer=trainer)
     killed = Run(folders[1], 6, *odd, faults="kill:rank=0,step=9,point=done", trainer=trainer)
     assert killed.published() in (8, 9)
-    wanted, got = whole.final_weights(), killed.final_weights()
-    assert {name.split()[0] for name in wanted} == {"mp_rank_00", "mp_rank_01"}
-    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    expected, got = whole.final_weights(), killed.final_weights()
+    assert {name.split()[0] for name in expected} == {"mp_rank_00", "mp_rank_01"}
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
     assert all(whole.lines[step] == line for step, line in killed.lines.items()), killed.text
     assert set(re.findall(r"num zeros: \d+", killed.text)) <= set(re.findall(r"num zeros: \d+", whole.text)) != set()

@@ -83,7 +83,7 @@ def published(job: Observed, start: int) -> list[int]:
 
 
 def assert_whole(job: NodesJob, reference: Observed) -> None:
-    """Every step and the final weights are the unbroken job's bits; nothing is left behind."""
+    """Every step and the final weights are the unbroken job's bits; nothing remains."""
     verdict = compare(job.metrics(), reference.metrics(), job.final(), reference.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
     assert job.leftovers() == []
@@ -94,7 +94,7 @@ def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: Mak
     """2 nodes x 2 ranks: a rank is killed; then the node without rank 0; then the node with rank 0, the active controller
     and the rendezvous store. Each lost node is started again; no committed step is lost, all bits are the unbroken job's."""
     a, b = nodes(2)
-    with NodesJob(tmp_path / "hurt", (a, b), overrides=arguments(*STEPS)) as job:
+    with NodesJob(tmp_path / "faulted", (a, b), overrides=arguments(*STEPS)) as job:
         before = []
         train_a_little(job, 0)
         before.append(job.kill(3).after_step)
@@ -120,13 +120,13 @@ def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: Mak
 
 
 @pytest.mark.long
-def test_a_rank_killed_among_three_nodes_costs_nothing_and_is_told_rightly(
+def test_a_rank_killed_among_three_nodes_costs_nothing_and_is_reported_rightly(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
-    """3 nodes x 2 ranks. The story names the rank, its process and node, the cause, the step and where it lies; the launcher
-    of rank 0's node tells it on its console, the others do not; what is said of every start is said once."""
+    """3 nodes x 2 ranks. The report names the rank, its process and node, the cause, the step and where it lies; the launcher
+    of rank 0's node reports it on its console, the others do not; what is said of every start is said once."""
     three = nodes(3)
-    with NodesJob(tmp_path / "hurt", three, overrides=arguments(*STEPS)) as job:
+    with NodesJob(tmp_path / "faulted", three, overrides=arguments(*STEPS)) as job:
         train_a_little(job, 0)
         teller, victim = job.node_of_rank(0), 3
         node = job.node_of_rank(victim)
@@ -153,8 +153,8 @@ def test_a_rank_killed_among_three_nodes_costs_nothing_and_is_told_rightly(
     assert fault["steps_lost"] == 0 and victim not in fault["saved"]["ranks"]
     assert (story[3]["result"], story[3]["starts"], story[3]["faults"]) == ("succeeded", 2, 1)
     assert (story[3]["saved_steps"], story[3]["steps_lost"]) == ([step], 0)
-    told = [each for each in three if "--- fault in start 0" in job.console(each)]
-    assert told == [teller]
+    logged = [each for each in three if "--- fault in start 0" in job.console(each)]
+    assert logged == [teller]
     assert f"rank {victim} on node {node.name} (pid {killed.pid})" in job.console(teller)
     assert f"step {step} in {path}" in job.console(teller)
     assert_whole(job, whole_job(6, *STEPS))
@@ -167,7 +167,7 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_the_lost_one_in_again(tmp_pa
     size from that checkpoint."""
     three = nodes(3)
     options = arguments(*MORE_STEPS)
-    with NodesJob(tmp_path / "hurt", three, nnodes="2:3", overrides=options) as job:
+    with NodesJob(tmp_path / "faulted", three, nnodes="2:3", overrides=options) as job:
         train_a_little(job, 0)
         step, lost = job.last_step(), job.node_of_rank(0)
         lost.power_off()
@@ -197,12 +197,12 @@ def assert_stretch(
         shutil.copytree(job.output_dir / "checkpoints" / name, output / "checkpoints" / name)
     with TrainingJob(output, ranks=ranks, overrides=options) as reference:
         reference.wait_for_step(last)
-        wanted = by_step(reference.metrics())
+        expected = by_step(reference.metrics())
     found = [line for line in job.metrics() if "loss" in line and after < int(line["step"]) <= last]
     assert sorted({int(line["step"]) for line in found}) == list(range(after + 1, last + 1))
     for line in found:
         step = int(line["step"])
-        assert (line["loss"], line["grad_norm"]) == (wanted[step]["loss"], wanted[step]["grad_norm"]), step
+        assert (line["loss"], line["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"]), step
 
 
 @pytest.mark.long
@@ -210,7 +210,7 @@ def test_a_pulled_cable_leaves_both_sides_right_and_one_publishes(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
     """The cable of the node with rank 0 is pulled: each side has a controller and a holder of everything. A step is
-    published once; nobody trains alone; with the cable back in all go on, and lose nothing."""
+    published once; no rank trains alone; with the cable back in all continue, and lose nothing."""
     a, b = nodes(2)
     with NodesJob(tmp_path / "cut", (a, b), overrides=arguments(*STEPS)) as job:
         train_a_little(job, 0)
@@ -257,7 +257,7 @@ def test_a_node_cut_off_and_back_finds_the_others_where_they_went(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_node_lost_while_its_ranks_are_starting_is_told_and_the_others_go_on(
+def test_a_node_lost_while_its_ranks_are_starting_is_reported_and_the_others_go_on(
     tmp_path: Path, nodes: MakeNodes
 ) -> None:
     """3 nodes, `--nnodes 2:3`: the node with rank 0 and both stores is lost after the rendezvous, before any rank is known to
@@ -265,7 +265,7 @@ def test_a_node_lost_while_its_ranks_are_starting_is_told_and_the_others_go_on(
     three = nodes(3)
     options, patient = arguments(*STEPS), RENDEZVOUS.replace("last_call_timeout=4", "last_call_timeout=20")
     launcher = ("--rdzv-conf", patient)  # all three are there at the first start, however slow one is
-    with NodesJob(tmp_path / "hurt", three, nnodes="2:3", overrides=options, launcher=launcher) as job:
+    with NodesJob(tmp_path / "faulted", three, nnodes="2:3", overrides=options, launcher=launcher) as job:
         first = ": ranks 0-1 of 6 on this node"
         job.wait_for(lambda: any(first in job.console(node) for node in three), "a start of six ranks", 120)
         lost = next(node for node in three if first in job.console(node))
@@ -281,8 +281,8 @@ def test_a_node_lost_while_its_ranks_are_starting_is_told_and_the_others_go_on(
 
 
 @pytest.mark.long
-def test_a_slow_cable_is_no_fault(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
-    """Steps that take twenty times as long for a while, through a cable of 2 Mbit/s: nobody is suspected."""
+def test_a_slow_cable_is_not_a_fault(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
+    """Steps that take twenty times as long for a while, through a cable of 2 Mbit/s: no rank is suspected."""
     a, b = nodes(2)
     with NodesJob(tmp_path / "slow", (a, b), overrides=arguments(*STEPS)) as job:
         train_a_little(job, 0, 20)
@@ -327,7 +327,7 @@ def spaces_of(pid: int) -> list[str]:
     return [line for line in listed.splitlines() if line.startswith(f"ttp-{pid}-")]
 
 
-def test_a_test_run_that_is_told_to_end_removes_its_nodes(tmp_path: Path) -> None:
+def test_a_test_run_that_is_signalled_to_end_removes_its_nodes(tmp_path: Path) -> None:
     """SIGTERM to pytest, in the middle of a test that has made some."""
     command = [sys.executable, "-c", UNDER_PYTEST, str(tmp_path)]
     harness = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()})
@@ -399,7 +399,7 @@ def test_a_delay_makes_packets_late_in_each_direction(
     nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch, netem: bool
 ) -> None:
     """On a connection that lives on: a small packet and many at once, while the delay is there, is changed and is gone; by netem
-    where the kernel has it, and by the process that does without. Nothing of that process is left."""
+    where the kernel has it, and by the process that does without. Nothing of that process remains."""
     a, b = nodes(2)
     if not netem:
 

@@ -1,4 +1,4 @@
-"""A fault that nobody can end well, on two nodes: one deadline bounds it on both, however many stages it has."""
+"""A fault that cannot end well, on two nodes: one deadline bounds it on both, however many stages it has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command_line(pid: int) -> bytes:
 @pytest.mark.timeout(600)
 def test_two_launchers_have_one_deadline_when_nothing_is_decided(tmp_path: Path) -> None:
     """One rank is killed, all others and the controllers are stopped for good. The dead rank's launcher holds its other rank until
-    TTP_OT has passed, and only then the other launcher hears that it must start again: nothing is left for its ranks."""
+    TTP_OT has passed, and only then the other launcher learns that it must start again: nothing remains for its ranks."""
     assert UNLED_S <= TIMEOUT_S < UNLED_S + LEASE_S
     environ = {"TTP_OT": f"{TIMEOUT_S:g}", "TTP_LEASE_S": f"{LEASE_S:g}"}
     with contextlib.ExitStack() as stack:

@@ -47,20 +47,20 @@ def train(
 
 def steps_of(text: str) -> dict[int, set[str]]:
     """Return what was printed of each step, once or, where a rank was killed between update and print, twice."""
-    told: dict[int, set[str]] = {}
+    reported: dict[int, set[str]] = {}
     for step, rest in re.findall(r"step (\d+): (loss.*)", text):
-        told.setdefault(int(step), set()).add(rest)
-    return told
+        reported.setdefault(int(step), set()).add(rest)
+    return reported
 
 
-def compare(whole: str, hurt: str) -> None:
+def compare(whole: str, faulted: str) -> None:
     """Every step that a killed run prints is that of the unbroken one; the step in flight may have no line."""
-    wanted, got = steps_of(whole), steps_of(hurt)
-    faults = len(re.findall(r"restarting \(", hurt))
-    assert wanted and max(wanted) == max(got) and len(wanted) - len(got) <= faults
+    expected, got = steps_of(whole), steps_of(faulted)
+    faults = len(re.findall(r"restarting \(", faulted))
+    assert expected and max(expected) == max(got) and len(expected) - len(got) <= faults
     for step, lines in got.items():
-        assert lines == wanted[step], f"step {step}: {lines}, the unbroken run has {wanted[step]}"
-    finals = [re.findall(r"final .*", text) for text in (whole, hurt)]
+        assert lines == expected[step], f"step {step}: {lines}, the unbroken run has {expected[step]}"
+    finals = [re.findall(r"final .*", text) for text in (whole, faulted)]
     assert finals[0] == finals[1]
 
 
@@ -78,7 +78,7 @@ def without_ttp(text: str) -> str:
 
 
 def test_the_shortest_form_is_an_import_and_three_lines() -> None:
-    """What is left without them knows nothing of ttp; the document shows the same lines."""
+    """What remains without them knows nothing of ttp; the document shows the same lines."""
     lines = marked(SHORTEST)
     assert len(lines) == 4 and lines[0] == "import ttp  # TTP"
     tree = ast.parse(without_ttp(SHORTEST))
@@ -106,9 +106,9 @@ def test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits(tmp_path:
     steps = ("--steps", "24") if "nanogpt" in name else ("--epochs", "3")
     whole = train(tmp_path / "whole", 2, name, *steps)
     assert len(steps_of(whole)) == 24
-    hurt = train(tmp_path / "hurt", 2, name, *steps, faults=faults)
-    compare(whole, hurt)
-    validations = [set(re.findall(r"after step \d+: .*", text)) for text in (whole, hurt)]
+    faulted = train(tmp_path / "faulted", 2, name, *steps, faults=faults)
+    compare(whole, faulted)
+    validations = [set(re.findall(r"after step \d+: .*", text)) for text in (whole, faulted)]
     assert validations[0] == validations[1] and bool(validations[0]) == ("nanogpt" in name)
 
 
@@ -116,17 +116,17 @@ def test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits(tmp_path:
 def test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp(tmp_path: Path) -> None:
     """Rank 1 is killed in the middle, rank 0 in the next start when it is about to save the weights: every loss, and those weights, are
     what the plain form has under torchrun."""
-    plain, hurt = tmp_path / "plain.py", tmp_path / "hurt.py"
+    plain, faulted = tmp_path / "plain.py", tmp_path / "faulted.py"
     plain.write_text(without_ttp(SHORTEST))
     dies = 'os.kill(os.getpid(), 9 * (os.environ["TTP_ROUND_ID"] == "1"))'
-    hurt.write_text(SHORTEST.replace("torch.save(", f"import os; {dies}; torch.save("))
-    told = [
+    faulted.write_text(SHORTEST.replace("torch.save(", f"import os; {dies}; torch.save("))
+    reported = [
         train(tmp_path / "whole", 2, str(plain), "--steps", "40", launcher="torch.distributed.run"),
-        train(tmp_path / "saved", 2, str(hurt), "--steps", "40", faults="kill:rank=1,step=21,point=updating"),
+        train(tmp_path / "saved", 2, str(faulted), "--steps", "40", faults="kill:rank=1,step=21,point=updating"),
     ]
-    assert sorted(steps_of(told[0])) == list(range(1, 41))
-    assert "restarting (2 of 3 restarts)" in told[1]
-    compare(*told)
+    assert sorted(steps_of(reported[0])) == list(range(1, 41))
+    assert "restarting (2 of 3 restarts)" in reported[1]
+    compare(*reported)
     weights = [torch.load(tmp_path / name / "model.pt") for name in ("whole", "saved")]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
@@ -137,7 +137,8 @@ def test_plain_ddp_survives_the_death_of_rank_0(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 2, "ddp/train.py", "--epochs", "3")
     assert "barrier mode" in whole
     compare(
-        whole, train(tmp_path / "hurt", 2, "ddp/train.py", "--epochs", "3", faults="kill:rank=0,step=21,point=updating")
+        whole,
+        train(tmp_path / "faulted", 2, "ddp/train.py", "--epochs", "3", faults="kill:rank=0,step=21,point=updating"),
     )
 
 
@@ -147,7 +148,7 @@ def test_an_average_of_the_weights_survives_with_them(tmp_path: Path, point: str
     """Rank 1 of 3 dies before, within and right behind an update: the average in the end has the unbroken run's bits."""
     arguments = ("ddp/train.py", "--epochs", "3", "--ema", "0.9")
     whole = train(tmp_path / "whole", 3, *arguments)
-    compare(whole, train(tmp_path / "hurt", 3, *arguments, faults=f"kill:rank=1,step=21,point={point}"))
+    compare(whole, train(tmp_path / "faulted", 3, *arguments, faults=f"kill:rank=1,step=21,point={point}"))
 
 
 @pytest.mark.long
@@ -166,7 +167,7 @@ def test_ddp_survives_with_any_optimizer(tmp_path: Path, optimizer: str, clip: s
     whole = train(tmp_path / "whole", 2, "ddp/train.py", *arguments)
     assert ("norm mode" if clip != "0" else "barrier mode") in whole
     faults = f"kill:rank={rank},step=16,point={point}"
-    compare(whole, train(tmp_path / "hurt", 2, "ddp/train.py", *arguments, faults=faults))
+    compare(whole, train(tmp_path / "faulted", 2, "ddp/train.py", *arguments, faults=faults))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -178,9 +179,9 @@ def test_hsdp_survives_the_death_of_a_rank(tmp_path: Path, rank: int, point: str
     whole = train(tmp_path / "whole", 4, "hsdp/train.py", *arguments)
     assert re.search(r"any 1 of 4 ranks; 4 of 6 pairs", whole), whole
     faults = f"kill:rank={rank},step=9,point={point}"
-    compare(whole, train(tmp_path / "hurt", 4, "hsdp/train.py", *arguments, faults=faults))
-    saved = read_by_torch_alone(next((tmp_path / "hurt").glob("iter_000000[89]")))  # the dying gasp, of three ranks
-    last = [read_by_torch_alone(tmp_path / name / "iter_0000014") for name in ("whole", "hurt")]
+    compare(whole, train(tmp_path / "faulted", 4, "hsdp/train.py", *arguments, faults=faults))
+    saved = read_by_torch_alone(next((tmp_path / "faulted").glob("iter_000000[89]")))  # the dying gasp, of three ranks
+    last = [read_by_torch_alone(tmp_path / name / "iter_0000014") for name in ("whole", "faulted")]
     assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
     assert all(
         value.shape == last[0][name].shape and not torch.equal(value, last[0][name]) for name, value in saved.items()
@@ -212,7 +213,7 @@ ttp.protect(model, torch.optim.SGD(model.parameters(), lr=0.1), save_dirs=[os.en
 
 @pytest.mark.long
 def test_replicas_that_differ_before_the_first_step_are_refused(tmp_path: Path) -> None:
-    """Weights that every rank has drawn for itself: a checkpoint put together of them would be nobody's."""
+    """Weights that every rank has drawn for itself: a checkpoint put together of them would be that of no rank."""
     script = tmp_path / "train.py"
     script.write_text(UNEQUAL)
     done = subprocess.run(
@@ -231,7 +232,7 @@ def test_replicas_that_differ_before_the_first_step_are_refused(tmp_path: Path) 
 def test_the_trainer_of_transformers_survives_the_death_of_a_rank(tmp_path: Path) -> None:
     """Its callback is all that was added; gradients are accumulated over two passes, and the data goes on where it stood."""
     whole = train(tmp_path / "whole", 2, "huggingface/trainer.py", "--steps", "20")
-    hurt = train(
-        tmp_path / "hurt", 2, "huggingface/trainer.py", "--steps", "20", faults="kill:rank=0,step=15,point=updating"
+    faulted = train(
+        tmp_path / "faulted", 2, "huggingface/trainer.py", "--steps", "20", faults="kill:rank=0,step=15,point=updating"
     )
-    compare(whole, hurt)
+    compare(whole, faulted)

@@ -53,7 +53,9 @@ def test_a_job_on_nodes_with_their_own_disks_loses_nothing(tmp_path: Path, nodes
     ranks' files only; a restart says what it moves; all bits are the unbroken job's."""
     a, b = nodes(2)
     environ = {"TTP_SHARED_DIRS": "False"}
-    with NodesJob(tmp_path / "hurt", (a, b), overrides=arguments(*STEPS), own_checkpoints=True, environ=environ) as job:
+    with NodesJob(
+        tmp_path / "faulted", (a, b), overrides=arguments(*STEPS), own_checkpoints=True, environ=environ
+    ) as job:
         before = []
         train_a_little(job, 0)
         before.append(job.kill(3).after_step)
@@ -97,7 +99,7 @@ def test_fewer_nodes_gather_what_they_have_and_share_it_with_one_that_comes(tmp_
     options = arguments(*MORE_STEPS, "--training_config.save_interval=450")
     environ = {"TTP_SHARED_DIRS": "False"}
     with NodesJob(
-        tmp_path / "hurt", three, nnodes="2:3", overrides=options, own_checkpoints=True, environ=environ
+        tmp_path / "faulted", three, nnodes="2:3", overrides=options, own_checkpoints=True, environ=environ
     ) as job:
         train_a_little(job, 0)
         step, lost = job.last_step(), job.node_of_rank(5)
@@ -128,10 +130,12 @@ def test_fewer_nodes_gather_what_they_have_and_share_it_with_one_that_comes(tmp_
 def test_ranks_without_a_controller_leave_a_piece_of_one_checkpoint_on_each_node(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
-    """The only controller is killed, and one rank is told to leave: all four save the step, and both nodes go on behind it."""
+    """The only controller is killed, and one rank gets a preemption notice: all four save the step, and both nodes go on behind it."""
     a, b = nodes(2)
     environ = {"TTP_SHARED_DIRS": "False", "TTP_STANDBYS": "0"}
-    with NodesJob(tmp_path / "hurt", (a, b), overrides=arguments(*STEPS), own_checkpoints=True, environ=environ) as job:
+    with NodesJob(
+        tmp_path / "faulted", (a, b), overrides=arguments(*STEPS), own_checkpoints=True, environ=environ
+    ) as job:
         train_a_little(job, 0)
         (controller,) = job.controller_pids().values()
         os.kill(controller, signal.SIGKILL)

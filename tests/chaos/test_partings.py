@@ -1,4 +1,4 @@
-"""A node that goes: what the others hear of it, and that it does not close the rendezvous for them when it alone is broken."""
+"""A node that goes: what the others learn of it, and that it does not close the rendezvous for them when it alone is broken."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def place(port: int) -> tuple[str, ...]:
 
 @pytest.mark.long
 def test_a_node_that_alone_is_broken_leaves_and_the_others_go_on(tmp_path: Path) -> None:
-    """After so many broken rounds it says why and goes; the others, whose ranks wait for its, hear of it and meet again."""
+    """After so many broken rounds it says why and goes; the others, whose ranks wait for its, learn of it and meet again."""
     driver = tmp_path / "driver.py"
     driver.write_text(BROKEN)
     port, nodes = free_port(), []
@@ -64,7 +64,7 @@ def test_a_node_that_alone_is_broken_leaves_and_the_others_go_on(tmp_path: Path)
         for number, program in enumerate((TTPRUN, TTPRUN, (str(driver),))):
             launch = Launch(tmp_path, WAITING, "--nnodes", "2:3", *options, program=program, name=f"node{number}")
             nodes.append(stack.enter_context(launch))
-            # The first one has the store: were it the broken one's, its leaving would be told as the loss of the store.
+            # The first one has the store: were it the broken one's, its leaving would be reported as the loss of the store.
             launch.until(lambda: listens(port), "a store")
         assert nodes[2].wait() == 1
         assert "the rendezvous was complete and broke (wait timeout after 60000ms)" in nodes[2].text
@@ -100,10 +100,10 @@ def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path
         nodes[1].says(" of 2 on this node")
         with_one = 1 if ": rank 1 of 2 on this node" in nodes[1].text else 0
         assert nodes[with_one].wait() == 1
-        (tmp_path / "refused").touch()  # the store may be gone by now: it was kept until the other had heard
+        (tmp_path / "refused").touch()  # the store may be gone by now: it was kept until the other had received
         other = nodes[1 - with_one]
         assert other.wait() == 1
-        # It has heard of it before its own worker ended, or hears of it as it wants to meet the other again.
+        # It has learned of it before its own worker ended, or learns of it as it wants to meet the other again.
         assert "the job has failed on another node: " in other.text or "the job 'j' is over" in other.text
         assert "rank 1: exit code 2; exit code 2 says that the configuration is wrong" in other.text
         for node in nodes:
@@ -116,7 +116,7 @@ from ttp.launch.main import main
 neighbours.LOST_S = 4.0
 main()
 """
-"""ttprun with less patience for a node of which nothing is heard."""
+"""ttprun with less patience for a node of which nothing is received."""
 
 FOR_GOOD = """
 world = os.environ["WORLD_SIZE"]
@@ -135,8 +135,10 @@ def start_of_three(folder: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_store", [True, False])
-def test_a_node_lost_before_its_ranks_are_known_is_told_and_the_others_go_on(tmp_path: Path, has_store: bool) -> None:
-    """Its launcher and rank are stopped: nothing is heard of them, and nothing is closed. The others do not wait for torch's
+def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on(
+    tmp_path: Path, has_store: bool
+) -> None:
+    """Its launcher and rank are stopped: nothing is received from them, and nothing is closed. The others do not wait for torch's
     half an hour, whether the workers' store was there or elsewhere."""
     driver = tmp_path / "driver.py"
     driver.write_text(LOST)

@@ -1,4 +1,4 @@
-"""Two launchers on one host, told by nothing but a rank table who they are."""
+"""Two launchers on one host, which know only from a rank table who they are."""
 
 from __future__ import annotations
 

@@ -120,13 +120,13 @@ def test_the_batch_script_names_two_meeting_points(stand_in: Path) -> None:
     """The first two nodes, each with the job's port; one node alone is named once."""
     text = (EXAMPLES / "slurm" / "train.sbatch").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("ENDPOINTS=")]
-    for nodes, wanted in (("a,b,c", "a:5,b:5"), ("a", "a:5")):
+    for nodes, expected in (("a,b,c", "a:5,b:5"), ("a", "a:5")):
         environ = os.environ | {"SLURM_JOB_NODELIST": nodes, "MASTER_PORT": "5"}
         environ |= {"PATH": f"{stand_in}:{os.environ['PATH']}"}
         shell = subprocess.run(
             ["bash", "-c", f"{line}\necho $ENDPOINTS"], env=environ, capture_output=True, text=True, check=True
         )
-        assert shell.stdout == f"{wanted}\n"
+        assert shell.stdout == f"{expected}\n"
 
 
 @pytest.mark.long
@@ -164,9 +164,9 @@ def test_a_slurm_job_that_is_taken_away_is_saved_and_requeued(stand_in: Path, re
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_sigterm_then_sigkill_after_a_grace_period_saves_the_step_in_flight(tmp_path: Path, whole_job: RunJob) -> None:
-    """What Kubernetes sends to the launcher, and Slurm to every process: SIGTERM, and SIGKILL to all that is left when the grace
-    is over. Nothing is left by then, and the next launcher ends up where an unbroken job does."""
-    output = tmp_path / "hurt"
+    """What Kubernetes sends to the launcher, and Slurm to every process: SIGTERM, and SIGKILL to all that remains when the grace
+    is over. Nothing remains by then, and the next launcher ends up where an unbroken job does."""
+    output = tmp_path / "faulted"
     for everybody in (False, True):
         with start(output, 2) as job:
             job.wait_for_step(60 if not everybody else 120)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="watches /proc"
 def test_a_node_whose_ranks_are_stopped_ends_with_a_job_that_has_failed_on_another(
     tmp_path: Path, backend: str
 ) -> None:
-    """Nothing dies there, nobody waits to be taken in, and the controller's word reaches no rank: only the launcher hears it."""
+    """Nothing dies there, no rank waits to be taken in, and the controller's word reaches no rank: only the launcher receives it."""
     with contextlib.ExitStack() as stack:
         first, second, pids = train_on_two(stack, tmp_path, "--max-restarts", "0", backend=backend)
         for pid in pids[2:]:
@@ -70,7 +70,7 @@ session.close()
 
 
 def test_ranks_that_were_sent_away_may_take_their_time_for_work_of_their_own(tmp_path: Path) -> None:
-    """Longer than ranks have to leave where one has left: nobody here has, and nobody stands still."""
+    """Longer than ranks have to leave where one has left: no rank here has, and none stalls."""
     with Launch(tmp_path, STOPS_EARLY, "--nproc-per-node", "2", "--max-restarts", "0") as job:
         assert job.wait() == 0, job.text
         assert "the ranks leave" in job.text, "the controller has not sent anybody away"

@@ -89,7 +89,7 @@ class Training:
 
 
 def test_a_killed_rank_comes_back_and_a_cancelled_job_is_saved(tmp_path: Path) -> None:
-    """On two nodes of Slurm's; `scancel` tells every process of the step, and the saved job is not requeued."""
+    """On two nodes of Slurm's; `scancel` signals every process of the step, and the saved job is not requeued."""
     with Slurm() as slurm:
         training = Training(slurm, tmp_path)
         training.go_on()

@@ -59,7 +59,7 @@ def test_a_launcher_that_is_killed_and_started_again_joins_the_next_start(tmp_pa
 
 @pytest.mark.parametrize("restarts", ["1", "0"])
 def test_a_node_that_has_succeeded_goes_along_with_node_0s_restart(tmp_path: Path, restarts: str) -> None:
-    """It hears of it though node 0 meets it again at once; where no restart is left, both end and say why."""
+    """It learns of it though node 0 meets it again at once; where no restart remains, both end and say why."""
     port = free_port()
     with contextlib.ExitStack() as stack:
         first, second = [

@@ -118,13 +118,13 @@ def test_a_split_encoder_decoder_survives_kills_bit_for_bit(
     words = (pairs, "4", *SMALL, *layout[1:])
     faults = "kill:rank=3,step=3,point=backward,round=0;kill:rank=1,step=5,point=updating,round=1;kill:rank=0,step=8,point=ready,round=2"
     run(tmp_path / "whole", "run.sh", *words, **settings)
-    text = run(tmp_path / "hurt", "run.sh", *words, faults=faults, **settings)
+    text = run(tmp_path / "faulted", "run.sh", *words, faults=faults, **settings)
     assert len(re.findall(r"restarting \(", text)) == 3, text
-    whole, hurt = (tmp_path / which / "output" / "train" for which in ("whole", "hurt"))
-    wanted, found = losses(whole), losses(hurt)
-    assert found == wanted and all(len(bits) == 1 for bits in found.values()) and len(found) == STEPS
-    assert final(hurt) == final(whole)
-    first, again = (printed(tmp_path / which / "device0" / "train.log0") for which in ("whole", "hurt"))
+    whole, faulted = (tmp_path / which / "output" / "train" for which in ("whole", "faulted"))
+    expected, found = losses(whole), losses(faulted)
+    assert found == expected and all(len(bits) == 1 for bits in found.values()) and len(found) == STEPS
+    assert final(faulted) == final(whole)
+    first, again = (printed(tmp_path / which / "device0" / "train.log0") for which in ("whole", "faulted"))
     assert len(again) >= STEPS - 3 and again.items() <= first.items()
 
 

@@ -1,4 +1,4 @@
-"""Trainers that do not use `ttp_to_persist`: an exception that ends a rank is held for all the same, and a good end is no fault."""
+"""Trainers that do not use `ttp_to_persist`: an exception that ends a rank is held for all the same, and a good end is not a fault."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def fail():
 
 def story(folder: Path) -> dict[str, list[dict[str, object]]]:
     """Return the lines for machines by event."""
-    told: dict[str, list[dict[str, object]]] = {}
+    reported: dict[str, list[dict[str, object]]] = {}
     for line in (folder / "save" / "ttp_log" / "story.jsonl").read_text().splitlines():
-        told.setdefault(json.loads(line)["event"], []).append(json.loads(line))
-    return told
+        reported.setdefault(json.loads(line)["event"], []).append(json.loads(line))
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_exception_without_the_decorator_loses_nothing(tmp_path: Path, run: s
 
 
 def test_close_is_the_end_of_a_trainer_without_the_decorator(tmp_path: Path) -> None:
-    """Rank 1 comes to it later: rank 0 waits for it, and nobody takes anybody for dead."""
+    """Rank 1 comes to it later: rank 0 waits for it, and no rank is taken for dead."""
     run = 'train()\nif rank == 1:\n    await_file("go")\nelse:\n    note("closing")\nguard.close()\nnote("closed")\n'
     with Launch(tmp_path, TRAINER + RAISES_NOT + run, "--nproc-per-node", "2") as job:
         job.await_notes("closing-0-0")
@@ -90,8 +90,8 @@ def test_close_is_the_end_of_a_trainer_without_the_decorator(tmp_path: Path) -> 
     assert "fault" not in story(tmp_path)
 
 
-def test_ranks_that_end_without_a_word_are_no_fault(tmp_path: Path) -> None:
-    """All have exit code 0; how it should have been said is told. Without the last line a rank aborts now and then (docs/limits.md)."""
+def test_ranks_that_end_without_a_word_are_not_at_fault(tmp_path: Path) -> None:
+    """All have exit code 0; how it should have been said is reported. Without the last line a rank aborts now and then (docs/limits.md)."""
     run = "train()\ndist.destroy_process_group()\n"
     with Launch(tmp_path, TRAINER + RAISES_NOT + run, "--nproc-per-node", "2") as job:
         assert job.wait() == 0, job.text

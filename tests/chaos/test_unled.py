@@ -1,4 +1,4 @@
-"""Nobody can lead the survivors: the only controller was killed, or there never was one. The job does not wait as if somebody
+"""No rank can lead the survivors: the only controller was killed, or there never was one. The job does not wait as if somebody
 could."""
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ if start == "0":
 """
 
 
-def test_a_script_that_never_calls_ttp_is_told_so_and_restarted_soon(tmp_path: Path) -> None:
-    """The survivor has no reason to leave by itself: it is not held for a checkpoint that nobody can write."""
+def test_a_script_that_never_calls_ttp_is_reported_so_and_restarted_soon(tmp_path: Path) -> None:
+    """The survivor has no reason to leave by itself: it is not held for a checkpoint that no rank can write."""
     with Launch(tmp_path, UNPROTECTED, "--nproc-per-node", "2") as job:
         assert job.wait() == 0
         assert job.text.count("no rank has called ttp.start so far: nothing protects this start") == 1

@@ -51,10 +51,12 @@ def test_the_number_is_the_same_under_every_layout_and_after_a_kill(tmp_path: Pa
     assert sorted(ours) == sorted({*range(3, STEPS + 1, 3), STEPS})
     for step, loss in ours.items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(theirs[step]), rel=2e-4), step
-    hurt = run(tmp_path / "hurt", axes, *EVALUATED, faults=f"kill:rank={axes.ranks - 1},step=7,point=backward,round=0")
-    assert published_steps(hurt)[0] == 6
-    assert_equal(hurt, whole)
-    assert validation(hurt) == ours
+    faulted = run(
+        tmp_path / "faulted", axes, *EVALUATED, faults=f"kill:rank={axes.ranks - 1},step=7,point=backward,round=0"
+    )
+    assert published_steps(faulted)[0] == 6
+    assert_equal(faulted, whole)
+    assert validation(faulted) == ours
 
 
 LONG = (
@@ -74,24 +76,24 @@ def wait_for_checkpoints(job: TrainingJob, count: int) -> None:
 def test_a_rank_killed_while_it_evaluates_costs_no_step_and_no_number(tmp_path: Path, axes: Axes) -> None:
     """The step before is saved, and the next start evaluates it again: the same bits. Rank 0, which notes the loss, and the last."""
     whole = run(tmp_path / "whole", axes, *LONG)
-    with TrainingJob(tmp_path / "hurt", ranks=axes.ranks, overrides=arguments(*overrides(axes), *LONG)) as hurt:
+    with TrainingJob(tmp_path / "faulted", ranks=axes.ranks, overrides=arguments(*overrides(axes), *LONG)) as faulted:
         for start, (step, rank) in enumerate([(4, 0), (8, axes.ranks - 1)]):
-            hurt.wait_for_step(step)
-            assert step not in validation(hurt), "the evaluation was over: it is too short"
-            hurt.kill(rank)
-            wait_for_checkpoints(hurt, start + 1)
-        status = hurt.wait(280)
-    assert status == 0, hurt.console_tail(80)
-    assert published_steps(hurt)[:2] == [4, 8]
-    assert_equal(hurt, whole)
-    assert validation(hurt) == validation(whole)
+            faulted.wait_for_step(step)
+            assert step not in validation(faulted), "the evaluation was over: it is too short"
+            faulted.kill(rank)
+            wait_for_checkpoints(faulted, start + 1)
+        status = faulted.wait(280)
+    assert status == 0, faulted.console_tail(80)
+    assert published_steps(faulted)[:2] == [4, 8]
+    assert_equal(faulted, whole)
+    assert validation(faulted) == validation(whole)
 
 
 def test_what_a_killed_rank_of_a_split_model_leaves_generates_in_transformers(tmp_path: Path) -> None:
     """dp 2 x tp 2: the dying gasp alone, exported, has our logits there, and goes on from a prompt."""
-    hurt = run(tmp_path / "hurt", Axes(data=2, tensor=2), faults="kill:rank=3,step=5,point=updating,round=0")
-    step = published_steps(hurt)[0]
-    gasp = hurt.output_dir / "checkpoints" / f"iter_{step:07d}"
+    faulted = run(tmp_path / "faulted", Axes(data=2, tensor=2), faults="kill:rank=3,step=5,point=updating,round=0")
+    step = published_steps(faulted)[0]
+    gasp = faulted.output_dir / "checkpoints" / f"iter_{step:07d}"
     assert convert(["to-hf", str(gasp), str(tmp_path / "hf")]) == 0
     trained = open_trained(str(gasp))
     assert trained.checkpoint.cause not in ("periodic", "requested")
@@ -99,7 +101,7 @@ def test_what_a_killed_rank_of_a_split_model_leaves_generates_in_transformers(tm
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokens_BT = torch.randint(256, (2, trained.config.seq_length), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        wanted = model(tokens_BT)
-        torch.testing.assert_close(theirs(tokens_BT).logits, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+        expected = model(tokens_BT)
+        torch.testing.assert_close(theirs(tokens_BT).logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
     made = theirs.generate(tokens_BT[:1, :4], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert made.shape == (1, 12)

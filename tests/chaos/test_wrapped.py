@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 @pytest.mark.long
 def test_ranks_behind_shells_save_at_a_kill_and_at_a_notice(tmp_path: Path) -> None:
-    """The rank's own process is the one that is watched, told and named, and the shell's exit code is the rank's."""
+    """The rank's own process is the one that is watched, reported and named, and the shell's exit code is the rank's."""
     wrapper = tmp_path / "wrap.sh"
     wrapper.write_text(f"'{sys.executable}' \"$@\"\nexit $?\n")
     steps = "--training_config.training_iters=4000"
@@ -29,8 +29,8 @@ def test_ranks_behind_shells_save_at_a_kill_and_at_a_notice(tmp_path: Path) -> N
         job.wait_for(lambda: len(job.journals()) > 1, "the next start", 120)
         job.wait_for_step(job.last_step() + 3)
         second = dict(job.pids())
-        told = f"rank 0 is process {second[0]}, started by its worker"
-        job.wait_for(lambda: told in job.console_tail(400), "pids", 60)
+        reported = f"rank 0 is process {second[0]}, started by its worker"
+        job.wait_for(lambda: reported in job.console_tail(400), "pids", 60)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(200) == 1
     console = (job.output_dir / "console.log").read_text()

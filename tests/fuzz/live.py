@@ -65,8 +65,8 @@ class LiveStream:
 class LiveController:
     """The running controller and what it has come to."""
 
-    def __init__(self, driver: Driver, channel: Any, journal: Journal, story: Path) -> None:
-        self._driver, self._journal, self._story = driver, journal, story
+    def __init__(self, driver: Driver, channel: Any, journal: Journal, events: Path) -> None:
+        self._driver, self._journal, self._events = driver, journal, events
         self.channel = channel
         self.ended = asyncio.Event()
         """The driver has finished: as a job does, or because it was asked to."""
@@ -98,7 +98,7 @@ class LiveController:
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of the journal so far."""
         assert self._journal.wait_written(LONG_S)
-        return [json.loads(line) for line in self._story.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in self._events.read_text(encoding="utf-8").splitlines()]
 
 
 def envelope(messages: Sequence[Upward]) -> bytes:

@@ -95,16 +95,16 @@ def a_journal() -> tuple[list[str], list[str]]:
 
 @given(st.randoms(use_true_random=True))
 def test_a_journal_is_replayed_or_refused_in_one_line(rng: random.Random) -> None:
-    """Its story and its inputs, a value of any kind in some line."""
+    """Its report and its inputs, a value of any kind in some line."""
     files = [list(lines) for lines in a_journal()]
     lines = rng.choice(files)
     place = rng.randrange(len(lines))
     lines[place] = json.dumps(changed(json.loads(lines[place]), rng))
-    told, error = io.StringIO(), io.StringIO()
+    reported, error = io.StringIO(), io.StringIO()
     with tempfile.TemporaryDirectory(prefix="ttp_fuzz_") as folder:
         path = Path(folder) / "journal_0.jsonl"
         for name, content in zip((path, path.with_name(f"{path.name}.inputs")), files, strict=True):
             name.write_text("\n".join([*content, ""]))
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(error):
+        with contextlib.redirect_stdout(reported), contextlib.redirect_stderr(error):
             status = replay_main([str(path)])
     assert status in (0, 1, 2) and error.getvalue().count("\n") == (status == 2)

@@ -103,7 +103,7 @@ async def attack(stage: Stage, folder: Path, rng: random.Random) -> None:
 
 
 async def judge(controller: LiveController, streams: list[LiveStream]) -> None:
-    """Every stream ends, and a new one is still greeted and heard, unless the job has come to its end."""
+    """Every stream ends, and a new one is still greeted and received, unless the job has come to its end."""
     codes = [await stream.end() for stream in streams]
     assert set(codes) <= ENDINGS, codes
     if not controller.ended.is_set():

@@ -169,7 +169,7 @@ def test_a_processor_takes_a_message_or_refuses_it_unchanged(name: str, rng: ran
             if isinstance(effect, WriteShare | PublishCheckpoint):
                 assert bench.state.standing is not RankMode.TRAINING, "an order is carried out while its rank trains"
         deadline = bench.deadline()
-        assert deadline is None or deadline == deadline, "a deadline that is no number"
+        assert deadline is None or deadline == deadline, "a deadline that is not a number"
 
 
 def test_every_kind_of_message_is_drawn() -> None:

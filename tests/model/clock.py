@@ -41,7 +41,7 @@ def later_processor(state: ProcessorState, seconds: float) -> ProcessorState:
         answer_by=ago(state.answer_by, seconds),
         notice_by=ago(state.notice_by, seconds),
         place_since=ago(state.place_since, seconds),
-        heard=ago(state.heard, seconds),
+        received_s=ago(state.received_s, seconds),
         seen=ago(state.seen, seconds),
     )
 

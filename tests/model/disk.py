@@ -101,7 +101,7 @@ def faults_of(disk: Disk, root: str, step: int, groups: tuple[str, ...]) -> str:
         mine = sorted((part.index, part.count) for part, _ in pieces if part.group_id == group)
         count = mine[0][1] if mine else 1
         if mine != [(index, count) for index in range(count)]:
-            return f"I5: step {step}, {group}: parts {mine}, wanted each once"
+            return f"I5: step {step}, {group}: parts {mine}, expected each once"
     if any(state != (step, True) for _, state in pieces):
         return f"I3: step {step}: its bytes are not those of a fault-free run"
     return ""

@@ -30,7 +30,7 @@ def named_pair(text: str) -> Pair:
     for pair in PAIRS:
         if sorted(pair) == sorted(text.split("+")):
             return pair
-    raise argparse.ArgumentTypeError(f"{text!r}: wanted two of {', '.join(FAULTS)}, as in {'+'.join(PAIRS[1])}")
+    raise argparse.ArgumentTypeError(f"{text!r}: expected two of {', '.join(FAULTS)}, as in {'+'.join(PAIRS[1])}")
 
 
 def shape_of(pair: Pair, calm_steps: int) -> Shape:

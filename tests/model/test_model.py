@@ -128,7 +128,7 @@ def test_a_pair_is_named_in_whichever_order() -> None:
     """So that a search that takes long can be run in parts."""
     assert named_pair("hang+kill") == named_pair("kill+hang") == ("kill", "hang")
     assert {named_pair("+".join(pair)) for pair in PAIRS} == set(PAIRS)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"'kill': wanted two of kill, stop"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'kill': expected two of kill, stop"):
         named_pair("kill")
 
 

@@ -76,8 +76,8 @@ def our_logits(output: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def assert_same_logits(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+def assert_same_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("family", [{}, GPT2, MIXTRAL], ids=["llama", "gpt2", "mixtral"])
@@ -122,7 +122,7 @@ def test_a_dying_gasp_is_a_model_of_transformers_that_generates(
 @pytest.mark.parametrize(
     "shape", ["gpt2-3-heads", "llama-gqa2", "llama-gqa4-tied", "llama-some-biases", "mixtral-1-of-3"]
 )
-def test_their_model_becomes_a_checkpoint_that_training_goes_on_from(
+def test_their_model_becomes_a_checkpoint_that_training_continues_from(
     tmp_path: Path, make_theirs: MakeTheirs, shape: str
 ) -> None:
     """Imported, the same logits; exported again, the same bits; and the first loss is theirs on the same text."""
@@ -131,15 +131,15 @@ def test_their_model_becomes_a_checkpoint_that_training_goes_on_from(
     assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES]) == 0
     tokens_BT = torch.randint(307, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = theirs(tokens_BT).logits
-    assert_same_logits(our_logits(tmp_path / "ours", tokens_BT), wanted)
+        expected = theirs(tokens_BT).logits
+    assert_same_logits(our_logits(tmp_path / "ours", tokens_BT), expected)
 
     assert convert(["to-hf", str(tmp_path / "ours" / "checkpoints"), str(tmp_path / "again")]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
     assert before.keys() <= after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(bool(after[name].any()) for name in after.keys() - before.keys())  # biases that they have not
-    assert_same_logits(their_logits(tmp_path / "again", tokens_BT), wanted)
+    assert_same_logits(their_logits(tmp_path / "again", tokens_BT), expected)
 
     run(tmp_path / "ours", 2, {"training_config.device": "cpu"}, config=str(tmp_path / "ours" / "config.yaml"))
     lines = read_lines(tmp_path / "ours" / "metrics.jsonl")
@@ -185,22 +185,22 @@ def spoil_config(**changes: Any) -> Spoil:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "wanted"),
+    ("spoil", "expected"),
     [
-        (spoil_config(model_type="bloom"), "model_type is 'bloom': wanted one of gpt2, llama, mixtral"),
-        (spoil_config(hidden_act="relu"), "hidden_act is 'relu': wanted 'silu'"),
+        (spoil_config(model_type="bloom"), "model_type: got 'bloom', expected one of gpt2, llama, mixtral"),
+        (spoil_config(hidden_act="relu"), "hidden_act: got 'relu', expected 'silu'"),
         (
             spoil_config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
-            "rope_type is 'llama3': wanted default",
+            "rope_type: got 'llama3', expected default",
         ),
-        (spoil_config(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25: wanted 1"),
+        (spoil_config(partial_rotary_factor=0.25), "partial_rotary_factor: got 0.25, expected 1"),
         (
             spoil_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-            "partial_rotary_factor is 0.5: wanted 1",
+            "partial_rotary_factor: got 0.5, expected 1",
         ),
         (spoil_config(num_hidden_layers=3), "no 'model.layers.2.input_layernorm.weight'"),
         (spoil_config(num_hidden_layers=1), "weights that this architecture has not: model.layers.1"),
-        (spoil_config(intermediate_size=81), "feed_forward.down.weight' has shape (48, 80), wanted (48, 81)"),
+        (spoil_config(intermediate_size=81), "feed_forward.down.weight' has shape (48, 80), expected (48, 81)"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
         (lambda folder: _put(folder / "config.json", b"[]"), "config.json holds no mapping"),
@@ -219,31 +219,31 @@ def spoil_config(**changes: Any) -> Spoil:
     ],
 )
 def test_what_cannot_be_imported_is_refused_and_leaves_nothing(
-    tmp_path: Path, make_theirs: MakeTheirs, capsys: pytest.CaptureFixture[str], spoil: Spoil, wanted: str
+    tmp_path: Path, make_theirs: MakeTheirs, capsys: pytest.CaptureFixture[str], spoil: Spoil, expected: str
 ) -> None:
     """With the name of the key or weight, and status 2."""
     make_theirs("llama").save_pretrained(tmp_path / "theirs")
     spoil(tmp_path / "theirs")
     assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), *BYTES]) == 2
-    assert wanted.replace("{folder}", str(tmp_path / "theirs")) in capsys.readouterr().err
+    assert expected.replace("{folder}", str(tmp_path / "theirs")) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "change", "wanted"),
+    ("shape", "change", "expected"),
     [
-        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1: wanted 0.0"),
-        ("gpt2", {"resid_pdrop": 0.2}, "embd_pdrop is 0.0: wanted 0.2"),
-        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01: wanted 0"),
+        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop: got 0.1, expected 0.0"),
+        ("gpt2", {"resid_pdrop": 0.2}, "embd_pdrop: got 0.0, expected 0.2"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise: got 0.01, expected 0"),
     ],
 )
 def test_noise_without_a_counterpart_is_refused_by_name(
-    make_theirs: MakeTheirs, shape: str, change: dict[str, float], wanted: str
+    make_theirs: MakeTheirs, shape: str, change: dict[str, float], expected: str
 ) -> None:
     """A training that went on with less of it would be another one."""
     theirs = make_theirs(shape).config.to_dict()
     from_hf_config(theirs)
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         from_hf_config({**theirs, **change})
 
 
@@ -285,7 +285,7 @@ def test_a_folder_that_is_not_empty_is_refused_before_anything_is_read(
 def test_an_architecture_that_they_have_not_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A LayerNorm with rotations is nobody's; a folder that is not empty is left alone; no checkpoint is no model."""
+    """A LayerNorm with rotations is not supported; a folder that is not empty is left alone; no checkpoint is not a model."""
     run(tmp_path / "run", 1, {**SMALL, "model_config.normalization": "LayerNorm", "training_config.save_interval": 1})
     assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
     assert "nearest is llama: normalization is 'LayerNorm', it has 'RMSNorm'" in capsys.readouterr().err

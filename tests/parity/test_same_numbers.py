@@ -35,12 +35,12 @@ def test_the_same_weights_give_the_same_logits_and_loss(make_theirs: MakeTheirs,
     config, ours = ours_of(theirs)
     tokens_BT = tokens_of(config)
     with torch.no_grad():
-        wanted = theirs(tokens_BT, labels=tokens_BT)
+        expected = theirs(tokens_BT, labels=tokens_BT)
         logits_BTV = ours(tokens_BT)
-    assert wanted.logits.abs().max() > 0.5
-    torch.testing.assert_close(logits_BTV, wanted.logits, rtol=0, atol=2e-5 * float(wanted.logits.abs().max()))
+    assert expected.logits.abs().max() > 0.5
+    torch.testing.assert_close(logits_BTV, expected.logits, rtol=0, atol=2e-5 * float(expected.logits.abs().max()))
     loss = token_loss(logits_BTV[:, :-1], tokens_BT[:, 1:])
-    assert float(loss) == pytest.approx(float(wanted.loss), rel=1e-5)
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-5)
     assert count_parameters(config) == sum(parameter.numel() for parameter in ours.parameters())
 
 
@@ -53,14 +53,14 @@ def test_the_same_weights_give_the_same_gradients(make_theirs: MakeTheirs, shape
     torch.autograd.backward(theirs(tokens_BT, labels=tokens_BT).loss)
     torch.autograd.backward(token_loss(ours(tokens_BT)[:, :-1], tokens_BT[:, 1:]))
     found = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
-    wanted = from_hf({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
-    assert_gradients(found, wanted)
+    expected = from_hf({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
+    assert_gradients(found, expected)
 
 
-def assert_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-    for name, gradient in wanted.items():
+def assert_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
         if name.endswith("bias") and not bool(gradient.any()):
             continue  # a bias that they have not
         difference = float((found[name] - gradient).abs().max())
@@ -91,8 +91,8 @@ def test_the_balance_loss_of_one_layer_is_theirs(make_theirs: MakeTheirs) -> Non
     torch.autograd.backward(made.loss)
     torch.autograd.backward(token_loss(ours(tokens_BT)[:, :-1], tokens_BT[:, 1:]))
     found = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
-    wanted = from_hf({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
-    assert_gradients(found, wanted)
+    expected = from_hf({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
+    assert_gradients(found, expected)
 
 
 def test_the_balance_loss_of_several_layers_is_the_mean_of_theirs() -> None:

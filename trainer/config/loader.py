@@ -81,7 +81,7 @@ def read_yaml(name: str) -> dict[str, Any]:
         near = _nearest(name, presets())
         raise ConfigError(f"{where}: no such file, and no such preset{near} ({', '.join(presets())})") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{where}: wanted sections ({', '.join(_types(Config))}), got {_kind(tree)}")
+        raise ConfigError(f"{where}: got {_kind(tree)}, expected sections ({', '.join(_types(Config))})")
     return tree
 
 
@@ -112,14 +112,14 @@ def parse_overrides(args: Sequence[str]) -> list[tuple[str, str]]:
         key, equals, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or not key:
             raise ConfigError(
-                f"argument {arg!r}: wanted --section.key value, as in --training_config.training_iters 200"
+                f"argument: got {arg!r}, expected --section.key value, as in --training_config.training_iters 200"
             )
         if "." not in key:
             near = _nearest(key, ["config", "help", *(path for path, *_ in describe())])
-            raise ConfigError(f"argument {arg!r}: wanted --config or --section.key{near}; see --help")
+            raise ConfigError(f"argument: got {arg!r}, expected --config or --section.key{near}; see --help")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"argument {arg!r}: wanted a value after it")
+                raise ConfigError(f"argument {arg!r}: expected a value after it")
             text = rest.pop(0)
         overrides.append((key, text))
     return overrides
@@ -155,10 +155,10 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
     cls: Any = Config
     at = ""
     for name in parents:
-        wanted = _types(cls)
-        if name not in wanted:
-            raise _unknown(name, at, wanted)
-        inner = _dataclass_in(wanted[name])
+        expected = _types(cls)
+        if name not in expected:
+            raise _unknown(name, at, expected)
+        inner = _dataclass_in(expected[name])
         if inner is None:
             raise ConfigError(f"{at}{name} is a value: it has no key {last!r}")
         if not isinstance(tree.get(name), dict):
@@ -174,23 +174,23 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _build(cls: Any, tree: Mapping[Any, Any], at: str) -> Any:
-    wanted = _types(cls)
+    expected = _types(cls)
     for key in tree:
-        if key not in wanted:
-            raise _unknown(str(key), at, wanted)
+        if key not in expected:
+            raise _unknown(str(key), at, expected)
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in tree:
-            raise ConfigError(f"{at}{field.name} is missing: wanted {_words(wanted[field.name])}")
-    return cls(**{key: _convert(value, wanted[key], f"{at}{key}") for key, value in tree.items()})
+            raise ConfigError(f"{at}{field.name} is missing, expected {_words(expected[field.name])}")
+    return cls(**{key: _convert(value, expected[key], f"{at}{key}") for key, value in tree.items()})
 
 
-def _convert(value: Any, wanted: Any, key: str) -> Any:
-    """Return `value` as type `wanted`. An integer is taken for a float; nothing else changes its type."""
-    inner = _dataclass_in(wanted)
+def _convert(value: Any, expected: Any, key: str) -> Any:
+    """Return `value` as type `expected`. An integer is taken for a float; nothing else changes its type."""
+    inner = _dataclass_in(expected)
     if inner is not None and isinstance(value, dict):
         return _build(inner, value, f"{key}.")
-    for option in _options(wanted):
+    for option in _options(expected):
         if option is types.NoneType and value is None:
             return None
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -208,18 +208,18 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
     if isinstance(value, str):
         if reason := REFUSED.get((key, value)):
             raise ConfigError(f"{key} is {value!r}: {reason}")
-        near = _nearest(value, [str(choice) for choice in get_args(wanted) if isinstance(choice, str)])
-    raise ConfigError(f"{key} is {_kind(value)}: wanted {_words(wanted)}{near}")
+        near = _nearest(value, [str(choice) for choice in get_args(expected) if isinstance(choice, str)])
+    raise ConfigError(f"{key}: got {_kind(value)}, expected {_words(expected)}{near}")
 
 
-def _unknown(name: str, at: str, wanted: Mapping[str, Any]) -> ConfigError:
-    near = _nearest(name, list(wanted))
+def _unknown(name: str, at: str, expected: Mapping[str, Any]) -> ConfigError:
+    near = _nearest(name, list(expected))
     elsewhere = {path: path.rpartition(".")[2] for path, *_ in describe()}  # right name, wrong section?
-    closest = _nearest(name, [*wanted, *elsewhere.values()])
+    closest = _nearest(name, [*expected, *elsewhere.values()])
     if closest != near:
         homes = [path for path, last in elsewhere.items() if closest == f"; did you mean {last}?"]
         near = f"; did you mean {' or '.join(homes)}?"
-    near = near or f"; there are {', '.join(wanted)}"
+    near = near or f"; there are {', '.join(expected)}"
     return ConfigError(f"{at}{name}: no such key{near}")
 
 
@@ -233,31 +233,31 @@ def _types(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def _dataclass_in(wanted: Any) -> Any | None:
+def _dataclass_in(expected: Any) -> Any | None:
     """Return the dataclass in `X` or `X | None`, if there is one."""
-    return next((option for option in _options(wanted) if dataclasses.is_dataclass(option)), None)
+    return next((option for option in _options(expected) if dataclasses.is_dataclass(option)), None)
 
 
-def _options(wanted: Any) -> tuple[Any, ...]:
-    return get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
+def _options(expected: Any) -> tuple[Any, ...]:
+    return get_args(expected) if get_origin(expected) in (Union, types.UnionType) else (expected,)
 
 
 def _kind(value: Any) -> str:
     return "null" if value is None else f"{checked.shown(value)} ({type(value).__name__})"
 
 
-def _words(wanted: Any) -> str:
-    if len(_options(wanted)) > 1:
-        return " or ".join(_words(option) for option in _options(wanted))
-    if get_origin(wanted) is Literal:
-        return " or ".join(str(choice) for choice in get_args(wanted))
-    if get_origin(wanted) is tuple and get_args(wanted)[-1] is Ellipsis:
-        return f"[{_words(get_args(wanted)[0])}, ...]"
-    if get_origin(wanted) is tuple:
-        return f"[{', '.join(_words(option) for option in get_args(wanted))}]"
-    if dataclasses.is_dataclass(wanted):
-        return f"keys ({', '.join(_types(wanted))})"
-    return {types.NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "text"}[wanted]
+def _words(expected: Any) -> str:
+    if len(_options(expected)) > 1:
+        return " or ".join(_words(option) for option in _options(expected))
+    if get_origin(expected) is Literal:
+        return " or ".join(str(choice) for choice in get_args(expected))
+    if get_origin(expected) is tuple and get_args(expected)[-1] is Ellipsis:
+        return f"[{_words(get_args(expected)[0])}, ...]"
+    if get_origin(expected) is tuple:
+        return f"[{', '.join(_words(option) for option in get_args(expected))}]"
+    if dataclasses.is_dataclass(expected):
+        return f"keys ({', '.join(_types(expected))})"
+    return {types.NoneType: "null", bool: "true or false", int: "an integer", float: "a number", str: "text"}[expected]
 
 
 # --- documentation ---
@@ -266,13 +266,13 @@ def _words(wanted: Any) -> str:
 def _describe(cls: Any, at: str) -> Iterator[tuple[str, str, str, str]]:
     docs = _field_docs(cls)
     for field in dataclasses.fields(cls):
-        wanted = _types(cls)[field.name]
-        inner = _dataclass_in(wanted)
+        expected = _types(cls)[field.name]
+        inner = _dataclass_in(expected)
         if inner is not None:
             yield from _describe(inner, f"{at}{field.name}.")
             continue
         default = "required" if field.default is dataclasses.MISSING else _yaml_text(field.default)
-        yield f"{at}{field.name}", _words(wanted), default, docs.get(field.name, "")
+        yield f"{at}{field.name}", _words(expected), default, docs.get(field.name, "")
 
 
 def _yaml_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a training run is told: five frozen sections, each checked where it is defined.
+"""The configuration of a training run: five frozen sections, each checked where it is defined.
 
 Owns the keys, their types, defaults, ranges and the checks across keys. Never reads a file, the command line or the
 environment (`loader.py` does), and never imports torch.
@@ -27,10 +27,10 @@ MOST_FEED_FORWARDS = 100_000
 DType = Literal["float32", "bfloat16", "float16"]
 
 
-def check(ok: bool, key: str, value: object, wanted: str) -> None:
-    """Raise ConfigError naming the key, its value and what was wanted, unless `ok`."""
+def check(ok: bool, key: str, value: object, expected: str) -> None:
+    """Raise ConfigError naming the key, its value and what was expected, unless `ok`."""
     if not ok:
-        raise ConfigError(f"{key} is {value!r}: wanted {wanted}")
+        raise ConfigError(f"{key}: got {value!r}, expected {expected}")
 
 
 def _positive(value: float) -> bool:
@@ -200,7 +200,7 @@ class ParallelConfig:
             )
         if self.sequence_parallel and tp == 1:
             raise ConfigError(
-                "parallel_config.sequence_parallel is true without tensor parallelism: wanted false, or"
+                "parallel_config.sequence_parallel is true without tensor parallelism, expected false, or"
                 " tensor_model_parallel_size of 2 or more"
             )
         return dp
@@ -216,7 +216,7 @@ class ParallelConfig:
                 true = "true, and "
             raise ConfigError(
                 f"{asked}, and {same_experts} ranks have the same experts (data {dp} / expert {self.expert_model_parallel_size}):"
-                f" wanted {true}optimizer_replicas 2 or a divisor of {same_experts}"
+                f" expected {true}optimizer_replicas 2 or a divisor of {same_experts}"
             )
         if not use_distributed_optimizer:
             return dp
@@ -224,7 +224,7 @@ class ParallelConfig:
             return 1
         if replicas > dp or (dp % replicas and replicas != 2):
             raise ConfigError(
-                f"parallel_config.optimizer_replicas is {replicas}: wanted 2, or a divisor of the data-parallel size, {dp}"
+                f"parallel_config.optimizer_replicas: got {replicas}, expected 2, or a divisor of the data-parallel size, {dp}"
             )
         return replicas
 
@@ -295,11 +295,11 @@ class ModelConfig:
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise ConfigError(
-                f"{at}hidden_size is {self.hidden_size}: wanted a multiple of num_attention_heads, {heads}, or a head_dim"
+                f"{at}hidden_size: got {self.hidden_size}, expected a multiple of num_attention_heads, {heads}, or a head_dim"
             )
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ConfigError(
-                f"{at}hidden_size / num_attention_heads is {self.head_size}: wanted an even size, rope rotates pairs;"
+                f"{at}hidden_size / num_attention_heads: got {self.head_size}, expected an even size, rope rotates pairs;"
                 " change either, set an even head_dim, or set position_embedding_type: absolute"
             )
         self._check_groups(at)
@@ -307,8 +307,8 @@ class ModelConfig:
         check(experts is None or experts >= 1, at + "num_experts", experts, "1 or more, or null for none")
         feed_forwards, most = self.num_layers * (experts or 1), MOST_FEED_FORWARDS
         check(feed_forwards <= most, at + "num_layers x num_experts", feed_forwards, f"at most {most}")
-        wanted = f"1 to num_experts, {experts}"
-        check(1 <= chosen <= (experts or chosen), at + "num_experts_per_token", chosen, wanted)
+        expected = f"1 to num_experts, {experts}"
+        check(1 <= chosen <= (experts or chosen), at + "num_experts_per_token", chosen, expected)
         coefficient = self.router_aux_loss_coef
         check(
             math.isfinite(coefficient) and coefficient >= 0,
@@ -318,7 +318,7 @@ class ModelConfig:
         )
         if self.params_dtype not in ("float32", self.compute_dtype):
             raise ConfigError(
-                f"{at}params_dtype is {self.params_dtype!r} and compute_dtype {self.compute_dtype!r}: wanted float32"
+                f"{at}params_dtype: got {self.params_dtype!r} and compute_dtype {self.compute_dtype!r}, expected float32"
                 " parameters, or both the same"
             )
         if self.fp16_lm_cross_entropy and self.compute_dtype != "float16":
@@ -335,7 +335,7 @@ class ModelConfig:
                     f"{at}num_query_groups is {groups}, but group_query_attention is off: turn it on, or say null"
                 )
         elif groups is None or groups < 1 or heads % groups:
-            raise ConfigError(f"{at}num_query_groups is {groups}: wanted a divisor of num_attention_heads, {heads}")
+            raise ConfigError(f"{at}num_query_groups: got {groups}, expected a divisor of num_attention_heads, {heads}")
 
     @property
     def head_size(self) -> int:
@@ -400,8 +400,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         at = "optimizer_config.learning_rate_scheduler_kwargs."
         check(self.warmup_steps >= 0, at + "warmup_steps", self.warmup_steps, "0 or more")
-        steps, wanted = self.decay_steps, f"more than the {self.warmup_steps} warmup_steps, which it includes, or null"
-        check(steps is None or steps > self.warmup_steps, at + "decay_steps", steps, wanted)
+        steps, expected = (
+            self.decay_steps,
+            f"more than the {self.warmup_steps} warmup_steps, which it includes, or null",
+        )
+        check(steps is None or steps > self.warmup_steps, at + "decay_steps", steps, expected)
         end = self.end_learning_rate
         check(math.isfinite(end) and end >= 0, at + "end_learning_rate", end, "a finite number, 0 or more")
 
@@ -443,14 +446,14 @@ class OptimizerConfig:
         schedule = self.learning_rate_scheduler_kwargs
         if schedule is not None and schedule.end_learning_rate > rate:
             raise ConfigError(
-                f"{at}learning_rate_scheduler_kwargs.end_learning_rate is {schedule.end_learning_rate!r}: wanted at most"
+                f"{at}learning_rate_scheduler_kwargs.end_learning_rate: got {schedule.end_learning_rate!r}, expected at most"
                 f" {at}learning_rate, {rate!r}"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """All that a run is told. The world size is checked when it is known (`ParallelConfig.data_parallel_size`)."""
+    """The whole configuration of a run. The world size is checked when it is known (`ParallelConfig.data_parallel_size`)."""
 
     model_config: ModelConfig
     training_config: TrainingConfig = field(default_factory=TrainingConfig)
@@ -461,8 +464,8 @@ class Config:
     def __post_init__(self) -> None:
         vocab, data = self.model_config.vocab_size, self.dataset_config
         if data.tokenizer is None and data.dataset_dir is None:
-            wanted = f"{BYTE_VALUES} or more: the text is read as bytes"
-            check(vocab >= BYTE_VALUES, "model_config.vocab_size", vocab, wanted)
+            expected = f"{BYTE_VALUES} or more: the text is read as bytes"
+            check(vocab >= BYTE_VALUES, "model_config.vocab_size", vocab, expected)
         if self.training_config.eval_interval is not None and data.validation_share == 0:
             raise ConfigError(
                 f"training_config.eval_interval is {self.training_config.eval_interval}, and dataset_config.validation_share is 0:"

@@ -106,7 +106,7 @@ class _Section:
         self.notes.append(f"{self.name}.{key}: {checked.shown(value)} {what}")
 
     def finish(self, ours: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """Return the keys that are left, where the section is one of ours too. Raises ConfigError for others."""
+        """Return the remaining keys, where the section is one of ours too. Raises ConfigError for others."""
         if ours is None:
             for key in self._given:
                 near = difflib.get_close_matches(str(key), self._known, n=1)

@@ -72,7 +72,7 @@ class OpenedText(Generic[S]):
     held_out: S | None
     """For the validation loss; None: nothing is held out."""
     tokenizer: str | None
-    """BYTES, the path of the tokenizer, or None for ids of which nobody said what they stand for."""
+    """BYTES, the path of the tokenizer, or None for ids of unknown meaning."""
 
 
 class Sequences:
@@ -153,7 +153,7 @@ def open_text(config: Config) -> tuple[Tokens, str | None]:
     tokenizer = open_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > vocab:
         raise ConfigError(
-            f"model_config.vocab_size is {vocab}: wanted {tokenizer.vocab_size} or more, the tokenizer {tokenizer.name} has so many"
+            f"model_config.vocab_size: got {vocab}, expected {tokenizer.vocab_size} or more, the tokenizer {tokenizer.name} has so many"
             " ids"
         )
     if data.tokenizer is None and (root is None or not is_saved_dataset(root)):
@@ -172,7 +172,7 @@ def open_sequences(config: Config) -> OpenedText[Sequences]:
     kept = count - (max(1, int(count * data.validation_share)) if data.validation_share else 0)
     if kept == 0:
         raise DatasetError(
-            f"{tokens.name} has one sequence of {model.seq_length} tokens: nothing is left to train on when it is held out; set"
+            f"{tokens.name} has one sequence of {model.seq_length} tokens: nothing remains to train on when it is held out; set"
             " dataset_config.validation_share: 0, or name a longer text"
         )
     training = Sequences(
@@ -190,7 +190,7 @@ def open_sequences(config: Config) -> OpenedText[Sequences]:
 
 
 def _manual_file(cache_dir: Path) -> Path:
-    """Return Python's manual as a text file in the cache: a tokenizer reads files."""
+    """Return Python's manual as a file of text in the cache: a tokenizer reads files."""
     text = manual()
     path = cache_dir / f"{text.name}-{text.fingerprint()}.txt"
     if not path.exists():

@@ -148,11 +148,11 @@ class IndexedWriter:
 def _read_header(index: Path, body: npt.NDArray[Any]) -> tuple[np.dtype[Any], int, int]:
     """Return the tokens' type and the numbers of sequences and document ends."""
     if len(body) < _HEADER.size or bytes(body[: len(_MAGIC)]) != _MAGIC:
-        raise DatasetError(f"{index}: does not begin with {_MAGIC!r}: wanted an index of Megatron's indexed data set")
+        raise DatasetError(f"{index}: does not begin with {_MAGIC!r}, expected an index of Megatron's indexed data set")
     _, version, code, count, documents = _HEADER.unpack(bytes(body[: _HEADER.size]))
     if version != _VERSION or code not in _TYPES:
         raise DatasetError(
-            f"{index}: version {version}, type code {code}: wanted version {_VERSION} and one of {_TYPES}; prepare it again"
+            f"{index}: got version {version}, type code {code}, expected version {_VERSION} and one of {_TYPES}; prepare it again"
         )
     return np.dtype(_TYPES[code]).newbyteorder("<"), count, documents
 

@@ -38,8 +38,8 @@ _BATCH_BYTES = 4 << 20
 _ROWS = 1000
 """Rows of a saved data set read at a time."""
 
-Told = Callable[[float], None]
-"""Hears which share of the work is done."""
+Progress = Callable[[float], None]
+"""Called with the share of the work that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def is_saved_dataset(root: Path) -> bool:
     )
 
 
-def write_tokens(prefix: Path, root: Path, tokenizer: Tokenizer, column: str, told: Told) -> int:
+def write_tokens(prefix: Path, root: Path, tokenizer: Tokenizer, column: str, progress: Progress) -> int:
     """Tokenize a text or data set into PREFIX.bin and PREFIX.idx; return the number of tokens."""
     writer = IndexedWriter(prefix, token_type(tokenizer.vocab_size))
     try:
@@ -75,7 +75,7 @@ def write_tokens(prefix: Path, root: Path, tokenizer: Tokenizer, column: str, to
                 if piece.ends_document and tokenizer.end_of_text is not None:
                     ids.append(tokenizer.end_of_text)
                 writer.add(ids, ends_document=piece.ends_document)
-            told(batch[-1].done)
+            progress(batch[-1].done)
         writer.finish()
     finally:
         writer.abandon()
@@ -113,7 +113,7 @@ def pieces(root: Path, column: str) -> Iterator[TextPiece]:
             with open(path, encoding="utf-8", newline="") as file:
                 yield from _of_file(file, done, size, total)
         except UnicodeDecodeError as exc:
-            raise DatasetError(f"{path}: is no UTF-8 text ({exc}); convert it, or take it out of the folder") from None
+            raise DatasetError(f"{path}: is not UTF-8 ({exc}); convert it, or take it out of the folder") from None
         except OSError as exc:
             raise DatasetError(f"{path}: cannot be read ({exc.strerror})") from None
         done += size
@@ -152,7 +152,7 @@ def _rows_of(found: Any, root: Path, column: str) -> Iterator[TextPiece]:
     if not hasattr(found, "column_names") or isinstance(found, dict):
         if "train" not in found:
             raise DatasetError(
-                f"{root}: has the splits {', '.join(found)}: wanted train; name the folder of one of them"
+                f"{root}: got the splits {', '.join(found)}, expected train; name the folder of one of them"
             )
         found = found["train"]
     if column not in found.column_names:
@@ -169,7 +169,7 @@ def _rows_of(found: Any, root: Path, column: str) -> Iterator[TextPiece]:
                 yield TextPiece(content, True, number / len(found))
             else:
                 raise DatasetError(
-                    f"{root}: row {number - 1} of the column {column!r} is {type(content).__name__}: wanted text or token ids; set"
+                    f"{root}: row {number - 1} of the column {column!r}: got {type(content).__name__}, expected strings or token ids; set"
                     " dataset_config.text_column"
                 )
     if nulls:

@@ -28,7 +28,7 @@ from ttp.inputs.input_file import read_json
 
 from . import prepare
 from .megatron_indexed import IndexedTokens
-from .prepare import Told, is_saved_dataset, unfinished_beside
+from .prepare import Progress, is_saved_dataset, unfinished_beside
 from .tokenizer import Tokenizer
 from .tokens import list_files
 
@@ -112,7 +112,7 @@ def _noted(home: Path, files: Mapping[str, Path], asked_ns: int) -> dict[str, li
     """Return the noted entries [size, mtime_ns, inode, when it was hashed, hash] of the files that are still what they were."""
     try:
         noted = read_json(home, _MOST_NOTE_BYTES)
-    except (OSError, ValueError):  # there is none, or it is no note
+    except (OSError, ValueError):  # there is none, or it is not a note
         return {}
     known = {}
     for name, path in files.items():
@@ -135,7 +135,7 @@ def _note(home: Path, known: Mapping[str, list[Any]]) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def _hash_all(files: Mapping[str, Path], said: Told) -> dict[str, list[Any]]:
+def _hash_all(files: Mapping[str, Path], said: Progress) -> dict[str, list[Any]]:
     total, done = sum(_identity(path)[0] for path in files.values()), 0
     found: dict[str, list[Any]] = {}
     for name, path in files.items():
@@ -177,7 +177,7 @@ def _content_files(root: Path) -> list[Path]:
 # --- preparing ---
 
 
-def _prepare_into(home: Path, root: Path, tokenizer: Tokenizer, column: str, said: Told) -> None:
+def _prepare_into(home: Path, root: Path, tokenizer: Tokenizer, column: str, said: Progress) -> None:
     for left in home.parent.glob(f"{home.name}_tmp_*"):
         if _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -230,10 +230,10 @@ def _runs(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _turn(path: Path, what: str) -> Iterator[Told]:
+def _turn(path: Path, what: str) -> Iterator[Progress]:
     """Wait until no other process does the same; give how to say what is done.
 
-    The lock's file says how far its holder is. Where the file system knows no locks nobody waits, and each works for itself.
+    The lock's file says how far its holder is. Where the file system has no locks no process waits, and each works for itself.
     """
     with open(path, "a+b", buffering=0) as file:
         tell = _tenths(f"waiting for another rank that is {what}")
@@ -255,7 +255,7 @@ def _turn(path: Path, what: str) -> Iterator[Told]:
             own(share)
             if locked and share >= noted + 0.001:
                 noted = share
-                with contextlib.suppress(OSError):  # a full disk: who waits hears nothing, and still waits
+                with contextlib.suppress(OSError):  # a full disk: a waiting process sees no progress, and still waits
                     file.truncate(0)
                     file.write(f"{share:.3f}".encode())
 
@@ -263,7 +263,7 @@ def _turn(path: Path, what: str) -> Iterator[Told]:
 
 
 @contextlib.contextmanager
-def _alone(what: str) -> Iterator[Told]:
+def _alone(what: str) -> Iterator[Progress]:
     yield _tenths(what)
 
 
@@ -274,14 +274,14 @@ def _share_in(path: Path) -> float:
         return 0.0
 
 
-def _tenths(what: str) -> Told:
+def _tenths(what: str) -> Progress:
     """Return what says in the log each new tenth that is done."""
-    told = -1
+    logged = -1
 
     def tell(share: float) -> None:
-        nonlocal told
-        if int(10 * share) > told:
-            told = int(10 * share)
+        nonlocal logged
+        if int(10 * share) > logged:
+            logged = int(10 * share)
             log.info("%s: %d %%", what, round(100 * share))
 
     return tell

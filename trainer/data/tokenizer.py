@@ -27,7 +27,7 @@ _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "
 _OWN_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece")
 """How the names of a tokenizer's files begin, in a folder that may have a model too."""
 _VOCABULARIES = ("tokenizer.", "vocab", "spiece", "sentencepiece")
-"""How the names of those begin without which the others are no tokenizer."""
+"""How the names of those begin without which the others are not a tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -58,7 +58,7 @@ class Bytes:
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; what is no UTF-8, and ids beyond a byte, show as the replacement character."""
+        """Return the text; what is not UTF-8, and ids beyond a byte, show as the replacement character."""
         return bytes(token if token < BYTE_VALUES else 0xFF for token in ids).decode(errors="replace")
 
     def fingerprint(self) -> str:
@@ -74,7 +74,7 @@ class FromFile:
         try:
             self._tokenizer = library.Tokenizer.from_file(str(file))
         except Exception as exc:  # the library raises bare Exception for a file it cannot read
-            raise ConfigError(f"dataset_config.tokenizer: {file} is no tokenizer.json: {exc}") from None
+            raise ConfigError(f"dataset_config.tokenizer: {file} is not a tokenizer.json: {exc}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._file = file

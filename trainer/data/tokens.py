@@ -22,7 +22,7 @@ from ttp.errors import DatasetError
 from .megatron_indexed import IndexedTokens, prefix_of
 
 END_OF_TEXT = 0
-"""What stands between two files that are read as bytes: no text has this byte."""
+"""What stands between two files that are read as bytes: it occurs in no string."""
 
 _SNIFFED_BYTES = 1 << 16
 
@@ -100,7 +100,7 @@ class ArrayTokens:
         except (OSError, ValueError) as exc:
             raise DatasetError(f"{path}: cannot be read as an array of token ids: {exc}") from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DatasetError(f"{path}: is {array.dtype} of shape {array.shape}: wanted integers in one dimension")
+            raise DatasetError(f"{path}: got {array.dtype} of shape {array.shape}, expected integers in one dimension")
         self.size = len(array)
         self._array: npt.NDArray[Any] = array
 
@@ -161,7 +161,7 @@ def token_files(root: Path, raw_dtype: str) -> Tokens | None:
     if root.is_file():
         if root.suffix == ".idx":
             raise DatasetError(
-                f"{root}: the file with the tokens is missing: wanted {root.with_suffix('.bin').name} beside it; copy it there,"
+                f"{root}: the file with the tokens is missing, expected {root.with_suffix('.bin').name} beside it; copy it there,"
                 " or prepare the text again"
             )
         return ArrayTokens(root, raw_dtype) if root.suffix in (".npy", ".bin") else None
@@ -182,7 +182,7 @@ def token_files(root: Path, raw_dtype: str) -> Tokens | None:
 
 
 def list_files(root: Path) -> list[Path]:
-    """Return `root`, or every file below it but hidden ones, sorted by path. Raises DatasetError when one is no text."""
+    """Return `root`, or every file below it but hidden ones, sorted by path. Raises DatasetError when one is not text."""
     try:
         if root.is_file():
             files = [root]
@@ -201,7 +201,7 @@ def list_files(root: Path) -> list[Path]:
     for path in files:
         if b"\0" in _read_range(path, 0, _SNIFFED_BYTES, short=True):
             raise DatasetError(
-                f"{path}: holds zero bytes, so it is no text; take it out of the folder, or choose another"
+                f"{path}: holds zero bytes, so it is not text; take it out of the folder, or choose another"
             )
     return files
 

@@ -41,7 +41,7 @@ class PipelineStage:
 
 
 def stages(num_layers: int, count: int) -> tuple[PipelineStage, ...]:
-    """Divide the layers into `count` stages as evenly as can be; the first ones get what is left over."""
+    """Divide the layers into `count` stages as evenly as can be; the first ones get the remainder."""
     each, more = divmod(num_layers, count)
     return stages_that_stop_at([each * (i + 1) + min(i + 1, more) for i in range(count)])
 

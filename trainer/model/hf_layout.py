@@ -36,21 +36,21 @@ class TensorRow:
 
 def family_of(config: ModelConfig) -> str:
     """Return the model type that is this architecture. Raises ConfigError that says what stands in the way."""
-    wanted: dict[str, object]
+    expected: dict[str, object]
     rope: dict[str, object] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu"}
     if config.position_embedding_type == "absolute":
-        family, wanted = "gpt2", {"normalization": "LayerNorm", "use_bias": True, "num_experts": None}
+        family, expected = "gpt2", {"normalization": "LayerNorm", "use_bias": True, "num_experts": None}
         if config.activation == "swiglu":
-            wanted["activation"] = "gelu or gelu_tanh"
+            expected["activation"] = "gelu or gelu_tanh"
         if config.kv_heads != config.num_attention_heads:
-            wanted["num_query_groups"] = None
+            expected["num_query_groups"] = None
         if config.head_size * config.num_attention_heads != config.hidden_size:
-            wanted["head_dim"] = None
+            expected["head_dim"] = None
     elif config.num_experts is None:
-        family, wanted = "llama", rope
+        family, expected = "llama", rope
     else:
-        family, wanted = "mixtral", rope | {"use_bias": False}
-    differing = [f"{name} is {getattr(config, name)!r}, it has {value!r}" for name, value in wanted.items()
+        family, expected = "mixtral", rope | {"use_bias": False}
+    differing = [f"{name} is {getattr(config, name)!r}, it has {value!r}" for name, value in expected.items()
                  if getattr(config, name) != value]  # fmt: skip
     if differing:
         raise ConfigError(
@@ -115,7 +115,9 @@ def from_hf_config(theirs: Mapping[str, Any]) -> ModelConfig:
     """Return our configuration of their config.json. Raises ConfigError naming what we have no counterpart for."""
     family = theirs.get("model_type")
     if type(family) is not str or family not in FAMILIES:
-        raise ConfigError(f"config.json: model_type is {checked.shown(family)}: wanted one of {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"config.json: model_type: got {checked.shown(family)}, expected one of {', '.join(FAMILIES)}"
+        )
     _check_types(theirs)
     return _from_gpt2(theirs) if family == "gpt2" else _from_llama(theirs, family == "mixtral")
 
@@ -185,11 +187,11 @@ def _from_llama(theirs: Mapping[str, Any], mixture: bool) -> ModelConfig:
     length = theirs.get("max_position_embeddings", 4096 * 32 if mixture else 2048)
     window = theirs.get("sliding_window")
     if window is not None and window < length:
-        raise ConfigError(f"config.json: sliding_window is {window}: wanted null, or {length} or more")
+        raise ConfigError(f"config.json: sliding_window: got {window}, expected null, or {length} or more")
     rotation = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     kind = rotation.get("rope_type", rotation.get("type", "default"))
     if kind != "default":
-        raise ConfigError(f"config.json: the rope_type is {checked.shown(kind)}: wanted default, without scaling")
+        raise ConfigError(f"config.json: the rope_type: got {checked.shown(kind)}, expected default, without scaling")
     for place in (theirs, rotation):  # of transformers 4 and 5
         _expect(place, "partial_rotary_factor", (1, None), 1)
     heads = theirs.get("num_attention_heads", 32)
@@ -222,10 +224,12 @@ def _from_llama(theirs: Mapping[str, Any], mixture: bool) -> ModelConfig:
     )
 
 
-def _expect(theirs: Mapping[str, Any], name: str, wanted: tuple[Any, ...], default: Any) -> None:
+def _expect(theirs: Mapping[str, Any], name: str, expected: tuple[Any, ...], default: Any) -> None:
     value = theirs.get(name, default)
-    if value not in wanted:
-        raise ConfigError(f"config.json: {name} is {checked.shown(value)}: wanted {' or '.join(map(repr, wanted))}")
+    if value not in expected:
+        raise ConfigError(
+            f"config.json: {name}: got {checked.shown(value)}, expected {' or '.join(map(repr, expected))}"
+        )
 
 
 # --- weights ---

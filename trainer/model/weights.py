@@ -25,7 +25,7 @@ class Trained:
     checkpoint: ttp.Checkpoint
     config: ModelConfig
     tokenizer: str | None
-    """tokenizer.BYTES, the path of a tokenizer, or None: trained on ids of which nobody said what they stand for."""
+    """tokenizer.BYTES, the path of a tokenizer, or None: trained on ids of unknown meaning."""
 
 
 def open_trained(path: str) -> Trained:
@@ -55,11 +55,11 @@ def put_weights(model: GPT, weights: Mapping[str, torch.Tensor], whose: str) -> 
     parameters = dict(model.named_parameters())
     for name in sorted(parameters.keys() | weights.keys()):
         if name not in weights or name not in parameters:
-            wanted = "is missing" if name not in weights else "is none of this model's"
-            raise CheckpointMismatch(f"{whose}: {name!r} {wanted}: the weights are another model's")
+            expected = "is missing" if name not in weights else "is not one of this model's"
+            raise CheckpointMismatch(f"{whose}: {name!r} {expected}: the weights are another model's")
         if parameters[name].shape != weights[name].shape:
             raise CheckpointMismatch(
-                f"{whose}: {name!r} has shape {tuple(weights[name].shape)}, wanted {tuple(parameters[name].shape)}"
+                f"{whose}: {name!r} has shape {tuple(weights[name].shape)}, expected {tuple(parameters[name].shape)}"
             )
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])

@@ -69,7 +69,7 @@ class Passes:
     @torch.no_grad()
     def evaluate(self, held_out: Samples, first: int, stop: int) -> float:
         """Return the sum over tokens of their losses, as `run` does, for a step's number of held-out sequences from position `first`
-        on; those from `stop` on fill the batch and count for nothing. Leaves weights, gradients and random numbers as they are."""
+        on; those from `stop` on fill the batch and do not count. Leaves weights, gradients and random numbers as they are."""
         self._losses.clear()
         if self._schedule is not None and self._evaluating is None:
             self._evaluating = self._build_schedule()
@@ -116,7 +116,7 @@ class Passes:
         return ScheduleInterleaved1F1B(stages, count, **options)
 
     def _stage(self, chunk: Transformer, number: int) -> PipelineStage:
-        """Chunk `number` of a rank is stage number x ranks + rank: shapes are told, so that none need be sent."""
+        """Chunk `number` of a rank is stage number x ranks + rank: shapes are known, so that none need be sent."""
         model, pipeline = self.config.model_config, self.mesh.pipeline
         count = len(self.chunks) * pipeline.size
         batch = self.config.dataset_config.batch_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import runpy
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,12 +72,15 @@ _TAKES = ("network", "layer_id", "offset", "parallel_config", "layers")
 def place_layers(
     place: PipelineFunc, parallel: TransformerOpParallelConfig, encoder_layers: int, decoder_layers: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the stage of each layer, and which layers are recomputed. Raises ConfigError for a stage that is no integer."""
+    """Return the stage of each layer, and which layers are recomputed. Raises ConfigError for a stage that is not an integer."""
     placed = []
     for offset, count in ((0, encoder_layers), (encoder_layers, decoder_layers)):
         for layer_id in range(count):
             layer = PlacedLayer()
-            place(layer, layer_id, offset, parallel, encoder_layers + decoder_layers)
+            try:
+                place(layer, layer_id, offset, parallel, encoder_layers + decoder_layers)
+            except Exception as error:
+                raise _raised(error) from error
             stage: object = layer.pipeline_stage
             if not isinstance(stage, int):
                 raise ConfigError(
@@ -88,11 +92,21 @@ def place_layers(
     )
 
 
+def _raised(error: Exception) -> ConfigError:
+    """Name an exception of the user's file and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
+    return ConfigError(f"pipeline_func: {place} raised {type(error).__name__}: {error}. Correct it")
+
+
 def load_pipeline_func(path: str) -> PipelineFunc:
     """Return the function `pipeline_func` of a Python file. Raises ConfigError."""
     if not Path(path).is_file():
         raise ConfigError(f"--pipeline_func: got {path}, expected a Python file. Correct the path")
-    names: dict[str, Any] = runpy.run_path(path)
+    try:
+        names: dict[str, Any] = runpy.run_path(path)
+    except Exception as error:
+        raise _raised(error) from error
     found = names.get("pipeline_func")
     if not callable(found):
         raise ConfigError(

@@ -96,26 +96,26 @@ def check_stages(config: Config) -> None:
     experts, divided = config.model_config.num_experts, config.parallel_config.expert_model_parallel_size
     if divided > 1 and (experts is None or experts % divided):
         raise ConfigError(
-            f"model_config.num_experts is {experts}: wanted a multiple of parallel_config.expert_model_parallel_size, {divided}"
+            f"model_config.num_experts: got {experts}, expected a multiple of parallel_config.expert_model_parallel_size, {divided}"
         )
     if chunks > 1 and ranks == 1:
         raise ConfigError(
-            f"parallel_config.virtual_pipeline_model_parallel_size is {chunks} without a pipeline: wanted null, or"
+            f"parallel_config.virtual_pipeline_model_parallel_size: got {chunks} without a pipeline, expected null, or"
             " pipeline_model_parallel_size of 2 or more"
         )
     check_encoder_decoder(config)
     if layers < ranks * chunks and _given_stages(config) is None:
         raise ConfigError(
-            f"model_config.num_layers is {layers}: wanted at least one layer for each of {ranks} x {chunks} pipeline stages"
+            f"model_config.num_layers: got {layers}, expected at least one layer for each of {ranks} x {chunks} pipeline stages"
         )
     if micro_batches < ranks:
         raise ConfigError(
-            f"dataset_config.micro_batch_num is {micro_batches}: wanted at least one micro-batch for each of the pipeline's"
+            f"dataset_config.micro_batch_num: got {micro_batches}, expected at least one micro-batch for each of the pipeline's"
             f" {ranks} stages"
         )
     if ranks > 1 and chunks > 1 and micro_batches % ranks:
         raise ConfigError(
-            f"dataset_config.micro_batch_num is {micro_batches}: wanted a multiple of the pipeline's {ranks} ranks, for an"
+            f"dataset_config.micro_batch_num: got {micro_batches}, expected a multiple of the pipeline's {ranks} ranks, for an"
             " interleaved schedule"
         )
 
@@ -135,6 +135,6 @@ def hash_weights(chunks: Sequence[Transformer], mesh: Mesh) -> str:
         speaks = mesh.expert_data.is_first and mesh.tensor.is_first
         everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, mine if speaks else {})
-        for told in everyone:
-            mine |= told
+        for theirs in everyone:
+            mine |= theirs
     return hashlib.sha256("\n".join(f"{name} {mine[name]}" for name in sorted(mine)).encode()).hexdigest()

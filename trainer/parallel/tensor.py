@@ -54,7 +54,7 @@ def check_divides(config: Config) -> None:
         # torch 2.13 ends in an assertion there, or, with another plan of the same block, in gradients that are too small.
         raise ConfigError(
             f"training_config.compile is true with model_config.num_experts {model.num_experts} and"
-            f" parallel_config.tensor_model_parallel_size {ranks}: torch does not compile such blocks rightly; wanted compile: false, or"
+            f" parallel_config.tensor_model_parallel_size {ranks}: torch does not compile such blocks correctly, expected compile: false, or"
             " one tensor-parallel rank"
         )
     shared = {
@@ -67,7 +67,7 @@ def check_divides(config: Config) -> None:
     for name, value in shared.items():
         if value % ranks:
             raise ConfigError(
-                f"model_config.{name} is {value}: wanted a multiple of parallel_config.tensor_model_parallel_size, {ranks};"
+                f"model_config.{name}: got {value}, expected a multiple of parallel_config.tensor_model_parallel_size, {ranks};"
                 " change either"
             )
     rows = {"vocab_size": model.vocab_size}

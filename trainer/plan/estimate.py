@@ -351,7 +351,7 @@ def _apart(dp: int, tp: int, pp: int, ep: int, replicas: int, devices: int) -> b
 
 
 def survived(plan: RunPlan, world_size: int) -> str:
-    """Return what the layout survives, in words."""
+    """Return what the layout survives, as text."""
     fewest = min(plan.replicas, plan.expert_replicas)
     if fewest == 1:
         return "a death loses the steps since the last checkpoint"
@@ -399,7 +399,7 @@ def lines(plan: RunPlan, disk_bytes_per_s: float, world_size: int, limit: str | 
 
 
 def gib(nbytes: float) -> str:
-    """Return a size in words; of a small model in smaller units."""
+    """Return a size as text; of a small model in smaller units."""
     if nbytes >= GIB / 10 or nbytes == 0:
         return f"{nbytes / GIB:.2f} GiB"
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.2f} KiB"

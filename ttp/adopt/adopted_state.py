@@ -3,7 +3,7 @@
 Owns every look into the user's model and optimizer. Reads their memory in place and never keeps a copy, buffers apart: a
 forward pass changes those at any time, so those of the newest update and of the one in flight are kept beside them.
 
-A tensor that is no DTensor is whole on this rank. A DTensor is a block, known by its mesh and placements; ranks with equal
+A tensor that is not a DTensor is whole on this rank. A DTensor is a block, known by its mesh and placements; ranks with equal
 blocks are replicas of each other.
 """
 
@@ -163,7 +163,7 @@ class AdoptedState:
         if buffer is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
             now = "is not there" if buffer is None else f"has shape {tuple(buffer.shape)} and {buffer.dtype}"
             raise ConfigError(
-                f"buffer {name} {now}: wanted shape {tuple(kept.shape)} and {kept.dtype}, as when ttp.protect was called; keep"
+                f"buffer {name} {now}, expected shape {tuple(kept.shape)} and {kept.dtype}, as when ttp.protect was called; keep"
                 " it as it is, or register it with persistent=False"
             )
         return _local(buffer)
@@ -176,7 +176,7 @@ class AdoptedState:
                 if id(param) not in self._names:
                     raise ConfigError(
                         f"param group {index} of {type(self._optimizer).__name__} has a parameter of shape"
-                        f" {tuple(param.shape)} that is not the model's: wanted the model's parameters only; build the optimizer"
+                        f" {tuple(param.shape)} that is not the model's, expected the model's parameters only; build the optimizer"
                         " after fully_shard and after the model is on its device"
                     )
 
@@ -186,7 +186,7 @@ class AdoptedState:
         for name, buffer in self._module.named_buffers():
             if _place(buffer) != _WHOLE and clean_name(name) in keys:
                 raise ConfigError(
-                    f"buffer {name} is split over ranks ({_place(buffer)}): wanted buffers that are whole on every rank;"
+                    f"buffer {name}: got one split over ranks ({_place(buffer)}), expected buffers that are whole on every rank;"
                     " register it with persistent=False, or make it a parameter"
                 )
         return {key: name for key, name in found.items() if key in keys}
@@ -220,12 +220,12 @@ class AdoptedState:
         for entry in self._entries():
             if not torch.is_tensor(entry.tensor):
                 raise ConfigError(
-                    f"{entry.key} is a {type(entry.tensor).__name__}: wanted an optimizer whose state is tensors, as torch's are"
+                    f"{entry.key}: got a {type(entry.tensor).__name__}, expected an optimizer whose state is tensors, as torch's are"
                 )
             if not _local(entry.tensor).is_contiguous():
                 raise ConfigError(
                     f"{entry.key} of shape {tuple(entry.tensor.shape)} does not lie in memory row by row (channels_last?):"
-                    " wanted contiguous parameters; call model.to(memory_format=torch.contiguous_format)"
+                    " expected contiguous parameters; call model.to(memory_format=torch.contiguous_format)"
                 )
             if isinstance(entry.owner, DTensor) and entry.tensor.dim() and entry.tensor.shape != entry.owner.shape:
                 raise LayoutError(
@@ -239,18 +239,18 @@ class AdoptedState:
         self._group_ids = {place: tiling.address_hash(tensors) for place, tensors in held.items()}
         shapes = {entry.key: list(entry.tensor.shape) for entry in self._entries()}
         names = [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
-        told = exchange_json([sorted(self._group_ids.values()), shapes, names], self.device)
+        gathered = exchange_json([sorted(self._group_ids.values()), shapes, names], self.device)
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._counted = {
             group
             for group in self._group_ids.values()
-            if next(other for other, (groups, _, _) in enumerate(told) if group in groups) == rank
+            if next(other for other, (groups, _, _) in enumerate(gathered) if group in groups) == rank
         }
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Key and whole shape of every tensor of the job's state."""
         self.group_names: list[list[str]] = [[] for _ in names]
         """The names of all parameters by param group."""
-        for _, other_shapes, other_names in told:
+        for _, other_shapes, other_names in gathered:
             self.shapes |= {key: tuple(shape) for key, shape in other_shapes.items()}
             for known, others in zip(self.group_names, other_names, strict=True):
                 known += [name for name in others if name not in known]
@@ -354,7 +354,7 @@ def check_optimizer(optimizer: Any, split: bool) -> None:
     """Raise ConfigError for an optimizer whose update is not local maths on state that can be read in place."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"the optimizer is a {name}: wanted a torch.optim.Optimizer")
+        raise ConfigError(f"the optimizer: got a {name}, expected a torch.optim.Optimizer")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigError(
             f"{name} wraps another optimizer and has no hooks of its own: give ttp.protect the optimizer within (accelerate's"
@@ -362,7 +362,7 @@ def check_optimizer(optimizer: Any, split: bool) -> None:
         )
     if name in ("LBFGS", "SparseAdam"):
         raise ConfigError(
-            f"{name} cannot be protected: its update is no local maths on dense gradients that another thread could finish;"
+            f"{name} cannot be protected: its update is not local maths on dense gradients, which another thread could finish;"
             " use AdamW, SGD, Adafactor or another of torch's"
         )
     if name == "ZeroRedundancyOptimizer":
@@ -372,6 +372,6 @@ def check_optimizer(optimizer: Any, split: bool) -> None:
         )
     if split and name in ("Adafactor", "Muon"):
         raise ConfigError(
-            f"{name} sends while it updates parameters that are split over ranks: wanted an update without collectives;"
+            f"{name} communicates while it updates parameters that are split over ranks, expected an update without collectives;"
             " use AdamW, SGD or another element-wise optimizer"
         )

@@ -34,23 +34,23 @@ class Averages:
         for name, average in averages.items():
             if not name or "." in name:
                 raise ConfigError(
-                    f"averages: the name {name!r} is empty or has a dot: wanted a word, as in {{'ema': ...}}"
+                    f"averages: got the name {name!r}, expected a name without a dot, as in {{'ema': ...}}"
                 )
             if not (hasattr(average, "update_parameters") and hasattr(average, "state_dict")):
                 raise ConfigError(
-                    f"averages[{name!r}] is a {type(average).__name__}: wanted torch.optim.swa_utils.AveragedModel, or an"
+                    f"averages[{name!r}]: got a {type(average).__name__}, expected torch.optim.swa_utils.AveragedModel, or an"
                     " object with update_parameters(model) and state_dict()"
                 )
             for key, value in average.state_dict().items():
                 if not torch.is_tensor(value) or value.device.type != device.type:
                     what = f"on {value.device}" if torch.is_tensor(value) else f"a {type(value).__name__}"
                     raise ConfigError(
-                        f"averages[{name!r}]: {key} is {what}: wanted tensors on {device}; keep counters as tensors too"
+                        f"averages[{name!r}]: {key}: got {what}, expected tensors on {device}; keep counters as tensors too"
                     )
         self._tensors = dict(self._live())
         if sorted(map(_address, self._tensors.values())) != sorted(_address(value) for _, value in self._live()):
             raise ConfigError(
-                "averages: state_dict() returns copies: wanted the tensors that update_parameters changes"
+                "averages: state_dict() returns copies, expected the tensors that update_parameters changes"
             )
         self._versions = self._now()
 
@@ -75,7 +75,7 @@ class Averages:
             other = live.get(key)
             if other is None or _address(other) != _address(tensor):
                 raise ConfigError(
-                    f"{key} is another tensor than when ttp.protect was called: wanted it changed in place"
+                    f"{key}: got another tensor than when ttp.protect was called, expected the same one, changed in place"
                 )
         changed = [key for key, version in self._now().items() if version != self._versions[key]]
         if changed:

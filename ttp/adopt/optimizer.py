@@ -55,10 +55,10 @@ class AdoptedOptimizer:
         optimizer: Optimizer,
         clip: ClipNorm | None = None,
         averages: Mapping[str, Average] | None = None,
-        tells_norm: bool = False,
+        norm_needed: bool = False,
         on_nonfinite: str = "warn",
     ) -> None:
-        """A collective over WORLD. `tells_norm`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
+        """A collective over WORLD. `norm_needed`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
         Raises ConfigError, LayoutError for what cannot be protected."""
         check_optimizer(optimizer, split=any(hasattr(param, "device_mesh") for param in model.parameters()))
         self.optimizer = optimizer
@@ -67,7 +67,7 @@ class AdoptedOptimizer:
         self._numbers = PassNumbers()
         self._rank = world()[0]
         self._warned = False
-        self._tells_norm = clip is not None or tells_norm
+        self._norm_needed = clip is not None or norm_needed
         self.current_step = 0
         self.last_record: CommitRecord | None = None
         self.on_point: Callable[[str, int], None] | None = None
@@ -122,18 +122,18 @@ class AdoptedOptimizer:
             self._numbers.forget()  # zero_grad without a step: GradScaler has left it out
 
     def _check_whole(self) -> None:
-        """Give the gate back where the optimizer's own update raised and the trainer went on: no hook tells of that."""
+        """Give the gate back where the optimizer's own update raised and the trainer continued: no hook reports that."""
         step, self._updating = self._updating, 0
         if step:
             self._tracker.fail_update(step)
             raise ProtocolError(
                 f"the optimizer's update of step {step} raised, and the trainer went on: its state is half of that step's; let"
-                " the exception leave train, the job goes on from a whole state then"
+                " the exception leave train, the job then continues from a whole state"
             )
 
     @contextlib.contextmanager
     def _in_collective(self) -> Iterator[None]:
-        """This thread may wait for other ranks: it is no suspect of a hang."""
+        """This thread may wait for other ranks: it is not suspected of a hang."""
         self._tracker.waiting = True
         try:
             yield
@@ -156,13 +156,13 @@ class AdoptedOptimizer:
         """Compare the bits that replicas hold and say what differs (a collective over WORLD)."""
         labels = {group.group_id: group.label for group in self._state.shard_groups()}
         bits = self._state.bits()
-        told = self.exchange([bits, labels])
+        reported = self.exchange([bits, labels])
         found = []
-        for group, bits in sorted({pair for sums, _ in told for pair in sums.items()}):
-            others = [rank for rank, (sums, _) in enumerate(told) if sums.get(group, bits) != bits]
-            same = [rank for rank, (sums, _) in enumerate(told) if sums.get(group) == bits]
+        for group, bits in sorted({pair for sums, _ in reported for pair in sums.items()}):
+            others = [rank for rank, (sums, _) in enumerate(reported) if sums.get(group, bits) != bits]
+            same = [rank for rank, (sums, _) in enumerate(reported) if sums.get(group) == bits]
             if others and min(same) < min(others):
-                found.append(f"{told[same[0]][1][group]} has other bits on ranks {same} than on ranks {others}")
+                found.append(f"{reported[same[0]][1][group]} has other bits on ranks {same} than on ranks {others}")
         return found
 
     def learning_rates(self) -> list[float]:
@@ -227,7 +227,7 @@ class AdoptedOptimizer:
         self._point("updating", step)
         try:
             self._end()
-        except BaseException:  # an average's own update raised: no state of this step is left here
+        except BaseException:  # an average's own update raised: this rank has no state of this step
             self._updating = 0
             self._tracker.fail_update(step)
             raise
@@ -255,7 +255,7 @@ class AdoptedOptimizer:
         """Refuse a step that a roll forward could not repeat, or whose norm would be another."""
         if kwargs.get("closure") is not None or any(callable(arg) for arg in args if not isinstance(arg, Optimizer)):
             raise ConfigError(
-                "optimizer.step was called with a closure, which runs the model within the update: wanted backward before"
+                "optimizer.step: got a closure, which runs the model within the update, expected backward before"
                 " step(), and step() without arguments"
             )
         if self.clip is not None and getattr(self.optimizer, "grad_scale", None) is not None:
@@ -266,7 +266,7 @@ class AdoptedOptimizer:
 
     def _agree(self, step: int) -> tuple[CommitRecord, Ending]:
         """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
-        squares = self._own_squares() if self._tells_norm else torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = self._own_squares() if self._norm_needed else torch.zeros((), dtype=torch.float64, device=self.device)
         squares = squares + self._numbers.zero_or_nan(self.device)  # the collective then reports an overflow
         agreed = self._spanning.agree(step, squares, self._tracker.notice, self._tracker.unled, None)
         total = math.inf if agreed.overflow else math.sqrt(agreed.squares)
@@ -284,7 +284,7 @@ class AdoptedOptimizer:
                 f"step {step}: {self._numbers.where(self._rank)}: expected finite numbers (on_nonfinite='stop'). The state is that of step"
                 f" {step - 1}; correct the data or the learning rate, or resume from an older checkpoint"
             )
-        done = "the step is skipped" if skipped else "training goes on with it"
+        done = "the step is skipped" if skipped else "training continues with it"
         if self._numbers.are_finite():
             return
         if not self._warned:
@@ -315,7 +315,7 @@ class AdoptedOptimizer:
         if self._torn or self._ready != record.step or self.current_step != record.step - 1:
             raise ProtocolError(
                 f"update of step {record.step}: the state is {self._torn or f'that of step {self.current_step}'} and gradients are"
-                f" ready for step {self._ready}; wanted state {record.step - 1} and gradients of {record.step}"
+                f" ready for step {self._ready}, expected state {record.step - 1} and gradients of {record.step}"
             )
         self._torn = f"in the middle of the update of step {record.step}"
         self._record = record
@@ -439,7 +439,7 @@ class AdoptedOptimizer:
     def _check_held(self, step: int | None) -> None:
         if self._torn or step not in (None, self.current_step):
             state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
-            raise CheckpointError(f"this rank {state}; step {step or 'newest'} was wanted; take another holder")
+            raise CheckpointError(f"this rank {state}, expected step {step or 'newest'}; take another holder")
 
 
 def _world() -> Any:

@@ -50,8 +50,8 @@ _ROUNDS_ANEW = (
 )
 
 _MODES = {
-    "norm": "the all-reduce of the gradient norm tells that all ranks are ready; clipping is done by ttp",
-    "barrier": "one all-reduce of 64 bytes before each optimizer.step() tells that all ranks are ready",
+    "norm": "the all-reduce of the gradient norm shows that all ranks are ready; ttp clips",
+    "barrier": "one all-reduce of 64 bytes before each optimizer.step() shows that all ranks are ready",
 }
 
 
@@ -94,9 +94,9 @@ def protect(
     check_joined("ttp.protect")
     for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
         if not isinstance(number, numbers.Real) or number < 0 or number % 1:  # 1e3 is what a YAML file may say
-            raise ConfigError(f"{name} is {number!r}: wanted a number of steps, or 0 for never")
+            raise ConfigError(f"{name}: got {number!r}, expected a number of steps, or 0 for never")
     if clip is not None and not isinstance(clip, ClipNorm):
-        raise ConfigError(f"clip is {clip!r}: wanted ttp.ClipNorm(max_norm), or None")
+        raise ConfigError(f"clip: got {clip!r}, expected ttp.ClipNorm(max_norm), or None")
     if on_nonfinite not in ("warn", "skip", "stop"):
         raise ConfigError(f"invalid on_nonfinite: got {on_nonfinite!r}, expected 'warn', 'skip' or 'stop'")
     if on_data_mismatch not in CHOICES:
@@ -108,10 +108,10 @@ def protect(
             got = checked.shown(objects)
             raise ConfigError(f"invalid {name}: got {got}, expected a mapping of names to objects, {{'name': object}}")
     if hasattr(schedulers, "step"):
-        raise ConfigError(f"schedulers is a {type(schedulers).__name__}: wanted a list of schedulers, [scheduler]")
+        raise ConfigError(f"schedulers: got a {type(schedulers).__name__}, expected a list of schedulers, [scheduler]")
     # The chaos harness judges by the bits of each step: in barrier mode there are no others.
     judged = bool((settings or Settings.from_env()).chaos)
-    adopted = AdoptedOptimizer(model, optimizer, clip, averages, tells_norm=judged, on_nonfinite=on_nonfinite)
+    adopted = AdoptedOptimizer(model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite)
     try:
         host = HostObjects(schedulers, state or {})
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
@@ -172,10 +172,10 @@ class Guard:
             self._give_back(point)
             if self.session.rank == 0:
                 kept = "the optimizer's settings (lr and the like) are the checkpoint's, not the script's"
-                show(logging.INFO, f"going on after step {point.step} of {point.path}; {kept}")
+                show(logging.INFO, f"resumed from {point.path} at step {point.step}; {kept}")
         elif different := adopted.differing():
             raise ConfigError(
-                f"before the first step, {different[0]}: wanted the same weights on replicas; seed all ranks alike"
+                f"before the first step, {different[0]}, expected the same weights on replicas; seed all ranks alike"
             )
         adopted.on_ready = self._take
         adopted.on_step_end = self._step_ended
@@ -326,7 +326,7 @@ class Guard:
                 self.session.save(periodic=True)
             except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
                 if self.session.rank == 0:
-                    show(logging.ERROR, f"{error}; training goes on without this checkpoint")
+                    show(logging.ERROR, f"{error}; training continues without this checkpoint")
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

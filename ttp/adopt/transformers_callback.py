@@ -120,7 +120,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         )
         if self.guard.step != state.global_step:
             raise ConfigError(
-                f"the newest checkpoint is of step {self.guard.step}, the Trainer stands at step {state.global_step}: call"
+                f"the newest checkpoint is of step {self.guard.step}, the Trainer is at step {state.global_step}: call"
                 " trainer.train(resume_from_checkpoint=callback.checkpoint(trainer))"
             )
         if self._progress.passes:
@@ -154,7 +154,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     def _say_one_pass(self, where: str) -> None:
         """The Trainer would skip as many batches of the first pass, and train on others. Raises DataMismatch."""
         if self._options.get("on_data_mismatch", "error") == "error":
-            raise DataMismatch(f"{where}. {_ONE_PASS}; or go on with other data by on_data_mismatch='warn'")
+            raise DataMismatch(f"{where}. {_ONE_PASS}; or continue with other data by on_data_mismatch='warn'")
         show(logging.WARNING, f"{where}. {_ONE_PASS}")
 
     def _pause_before_more(self, control: Any) -> None:

@@ -1,6 +1,6 @@
 """How a trainer uses its guard, as far as that can be seen from here: what it would lose without noticing is said, once, on rank 0.
 
-Owns three warnings: of batches that nobody counts, of a schedule that ttp does not know, and of a job that ends with nothing saved. Changes nothing and decides nothing. Where it
+Owns three warnings: of batches fetched outside guard.batches, of a schedule that ttp does not know, and of a job that ends with nothing saved. Changes nothing and decides nothing. Where it
 cannot be known whether a trainer looks after itself, nothing is said (its place in the data), or the words are right either way (its weights).
 """
 
@@ -94,7 +94,7 @@ class Usage:
         self._ended = True
         written = self._session.holder.checkpoint != self._found or self._newest_step <= self._on_disk()
         goes_on = self._save_interval > 0 and self._resumed is not None  # the steps since the newest are the interval's
-        # After an exception others may have saved the step, and the controller tells what became of it.
+        # After an exception others may have saved the step, and the controller reports the outcome.
         raised = self._session.raised or self._session.exception_on_its_way() is not None
         if self._steps and not (written or goes_on or raised or self._saves_itself):
             self._warn(self._unsaved())
@@ -125,7 +125,7 @@ class Usage:
         what = "the interrupted epoch" if self._counts_epochs else "the whole loop"
         return (
             f"the first {_KNOWN_AFTER} steps of this start took no batch from guard.batches(loader) or guard.enumerate(loader):"
-            f" {restart} {what} at its first batch again; wanted `for batch in guard.batches(loader)` within `for epoch in"
+            f" {restart} {what} at its first batch again, expected `for batch in guard.batches(loader)` within `for epoch in"
             " guard.epochs(count)`, or `for step in range(guard.step + 1, last + 1)` where data is a function of the step; a trainer"
             " that keeps its place by itself says so by reading guard.step before its first step"
         )

@@ -123,7 +123,7 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=above_zero("minutes", 1e6), help="begin no job after so long")
     parser.add_argument("--kinds", help="only these kinds of cells, separated by commas")
     parser.add_argument(
-        "--seed", type=whole(most=checked.INT64_MAX), default=0, help="of the order, and of all that is left to chance"
+        "--seed", type=whole(most=checked.INT64_MAX), default=0, help="of the order, and of all random choices"
     )
     parser.add_argument("--table", action="store_true", help="print what has been run so far, and run nothing")
 
@@ -148,10 +148,10 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
             soak=soak,
             unbroken=unbroken,
             compare=not args.no_compare,
-            told=screen.told,
+            on_progress=screen.on_progress,
             patience=patience,
         ):
-            content = write_result(campaign) if campaign.laps else {}
+            content = write_result(campaign) if campaign.runs else {}
     assert campaign is not None
     show_summary(console, campaign)
     report = write_report(content, output / "report.html")
@@ -165,7 +165,7 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
             f"[yellow]{content['not_reached']} of {content['faults']} faults did not happen[/]: give the job more steps"
         )
         return PARTLY
-    console.print(f"[bold green]HELD[/]: {content['faults']} faults, {content['fired']} blows")
+    console.print(f"[bold green]HELD[/]: {content['faults']} faults, {content['fired']} injections")
     return GOOD
 
 
@@ -180,11 +180,11 @@ def _soak(args: argparse.Namespace) -> Soak | None:
     rate = 60.0 if args.faults_per_hour is None else args.faults_per_hour
     if match is None or not float(match[1]):
         raise ConfigError(
-            f"--duration is {checked.shown(args.duration)}: wanted seconds, or a number with s, m, h or d (30m)"
+            f"--duration: got {checked.shown(args.duration)}, expected seconds, or a number with s, m, h or d (30m)"
         )
     lasts_s = float(match[1]) * _UNITS[match[2]]
     if lasts_s > MOST_S:
-        raise ConfigError(f"--duration is {checked.shown(args.duration)}: wanted at most {MOST_S:g} s")
+        raise ConfigError(f"--duration: got {checked.shown(args.duration)}, expected at most {MOST_S:g} s")
     return Soak(lasts_s, rate)
 
 
@@ -215,7 +215,7 @@ def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard
     console.print(f"{len(matrix.cells(nodes=args.nodes))} cells, {todo} to run now; output {output}")
     good, beginning = True, matrix.read_lines(output)
     with Screen(console) as screen:
-        for campaign in matrix.run_matrix(plan, screen.told, patience):
+        for campaign in matrix.run_matrix(plan, screen.on_progress, patience):
             content = result_of(campaign)
             good = good and bool(content["good"])
             console.print(f"{campaign.scenario.name}: {'held' if content['good'] else '[red]VIOLATED[/]'}")
@@ -223,7 +223,7 @@ def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard
                 show_summary(console, campaign)
     run = matrix.read_lines(output)[len(beginning) :]
     console.print(
-        f"{sum(line['happened'] for line in run)} of {todo} cells were run, {sum(line['blows'] for line in run)} blows"
+        f"{sum(line['happened'] for line in run)} of {todo} cells were run, {sum(line['blows'] for line in run)} injections"
     )
     print(matrix.table(matrix.read_lines(output), nodes=args.nodes))
     return GOOD if good else BAD
@@ -232,11 +232,11 @@ def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard
 def _plan(args: argparse.Namespace, output: Path) -> matrix.MatrixPlan:
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", args.shard)
     if match is None or not int(match[1]) < int(match[2]):
-        raise ConfigError(f"--shard is {checked.shown(args.shard)}: wanted I/N with I from 0 to N - 1")
+        raise ConfigError(f"--shard: got {checked.shown(args.shard)}, expected I/N with I from 0 to N - 1")
     kinds = tuple(args.kinds.split(",")) if args.kinds else ()
     known = dict.fromkeys(cell.kind for cell in matrix.cells(nodes=args.nodes))
     if unknown := [kind for kind in kinds if kind not in known]:
-        raise ConfigError(f"--kinds has {unknown[0]!r}: wanted some of {', '.join(known)}")
+        raise ConfigError(f"--kinds: got {unknown[0]!r}, expected some of {', '.join(known)}")
     return matrix.MatrixPlan(
         output=output,
         repeat=args.repeat,
@@ -253,12 +253,12 @@ def _plan(args: argparse.Namespace, output: Path) -> matrix.MatrixPlan:
 def _draw(console: Console, args: argparse.Namespace) -> int:
     try:
         content = checked.mapping(read_json(args.result, MOST_RESULT_BYTES), "content")
-        wanted = {"incidents", "verdicts", "curves", "name"} - set(content)
-        if wanted:
-            raise ValueError(f"no {', '.join(sorted(wanted))}")
+        expected = {"incidents", "verdicts", "curves", "name"} - set(content)
+        if expected:
+            raise ValueError(f"no {', '.join(sorted(expected))}")
         body = page(content)
     except OSError as error:
-        raise ConfigError(f"{args.result}: {error.strerror}; wanted the result.json of a campaign") from None
+        raise ConfigError(f"{args.result}: {error.strerror}, expected the result.json of a campaign") from None
     except (
         ValueError,
         TypeError,
@@ -267,7 +267,7 @@ def _draw(console: Console, args: argparse.Namespace) -> int:
         ArithmeticError,
     ) as error:  # of a shape that no campaign writes
         raise ConfigError(
-            f"{args.result}: {' '.join(str(error).split()) or type(error).__name__}; wanted the result.json of a campaign"
+            f"{args.result}: {' '.join(str(error).split()) or type(error).__name__}, expected the result.json of a campaign"
         ) from None
     output = args.output or args.result.parent / "report.html"
     try:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kill_step = rng.randint(max(2, args.steps // 6), max(3, args.steps * 2 // 3))
     fraction = rng.random()
     if not 0 <= victim < args.ranks:
-        console.print(f"--kill-rank is {victim}: wanted 0 to {args.ranks - 1}, the ranks of this demo")
+        console.print(f"--kill-rank: got {victim}, expected 0 to {args.ranks - 1}, the ranks of this demo")
         return 2
     console.print(f"[bold]TTP demo[/]: {args.config} on {args.ranks} ranks, {args.steps} steps; demo seed {seed}")
     console.print(f"will SIGKILL rank {victim} during step {kill_step}, {fraction:.0%} into the step\n")
@@ -86,19 +86,19 @@ def _run(args: Any, console: Console, output: Path, victim: int, kill_step: int,
     if args.text:
         overrides += ["--dataset_config.dataset_dir", str(Path(args.text).resolve())]
 
-    with TrainingJob(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config) as hurt:
-        kill = _train_and_kill(console, hurt, victim, kill_step, fraction)
-        _follow(console, hurt, args.steps, "after the kill")
-        _expect_success(hurt)
+    with TrainingJob(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config) as faulted:
+        kill = _train_and_kill(console, faulted, victim, kill_step, fraction)
+        _follow(console, faulted, args.steps, "after the kill")
+        _expect_success(faulted)
     with TrainingJob(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
         _follow(console, whole, args.steps, "unbroken run")
         _expect_success(whole)
 
-    line = timeline(hurt.journals()[0], hurt.metrics(), kill.unix_s)
-    same = compare(hurt.metrics(), whole.metrics(), hurt.final(), whole.final())
+    line = timeline(faulted.journals()[0], faulted.metrics(), kill.unix_s)
+    same = compare(faulted.metrics(), whole.metrics(), faulted.final(), whole.final())
     lost = lost_steps(line, kill.after_step)
-    leftovers = hurt.leftovers() + whole.leftovers()
-    plot = _plot(hurt, whole, line, output / "loss.png")
+    leftovers = faulted.leftovers() + whole.leftovers()
+    plot = _plot(faulted, whole, line, output / "loss.png")
     return _report(console, kill, line, same, lost, leftovers, plot)
 
 
@@ -130,7 +130,7 @@ def _expect_success(job: TrainingJob) -> None:
         raise JobError(f"{' '.join(job.command)} ended with status {status}\n{job.console_tail()}")
 
 
-def _plot(hurt: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: Path) -> str:
+def _plot(faulted: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
@@ -139,7 +139,7 @@ def _plot(hurt: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: Path
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for job, label, style in ((whole, "unbroken", "-"), (hurt, "killed and resumed", "--")):
+    for job, label, style in ((whole, "unbroken", "-"), (faulted, "killed and resumed", "--")):
         points = sorted((step, float(m["loss_value"])) for step, m in by_step(job.metrics()).items())
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=3 if style == "-" else 1.5)
     if line.step is not None:

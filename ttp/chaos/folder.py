@@ -15,7 +15,7 @@ _MADE = r"lap_\d+|unbroken|unbroken\.json|result\.json|report\.html|killed|loss\
 def empty(output: Path, *, keep: bool = False) -> None:
     """Remove what an earlier run left. `keep`: leave it. Raises ConfigError for a folder with anything else in it."""
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output is {output}: a file; wanted a folder")
+        raise ConfigError(f"--output: got {output}, a file, expected a folder")
     if not output.exists() or keep:
         return
     known = [path for path in output.iterdir() if re.fullmatch(_MADE, path.name)]

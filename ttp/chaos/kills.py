@@ -92,21 +92,21 @@ def run(
     launcher = ["--max-restarts", str(args.kills + 1)]
     with TrainingJob(
         output / "killed", ranks=args.ranks, overrides=overrides, config=args.config, launcher=launcher
-    ) as hurt:
+    ) as faulted:
         kills = []
         for number in range(args.kills):
-            kills.append(_kill_once(hurt, rng, args.ranks, number))
+            kills.append(_kill_once(faulted, rng, args.ranks, number))
             console.print(f"kill {number + 1}: rank {kills[-1].rank} after step {kills[-1].after_step}")
-        _finish(hurt)
+        _finish(faulted)
     with TrainingJob(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
         _finish(whole)
-    metrics = hurt.metrics()
+    metrics = faulted.metrics()
     survived = []
-    for kill, journal in zip(kills, hurt.journals(), strict=False):
+    for kill, journal in zip(kills, faulted.journals(), strict=False):
         line = timeline(journal, metrics, kill.unix_s)
         survived.append(judged(kill, line, journal))
-    same = compare(metrics, whole.metrics(), hurt.final(), whole.final())
-    return survived, same, hurt.leftovers() + whole.leftovers()
+    same = compare(metrics, whole.metrics(), faulted.final(), whole.final())
+    return survived, same, faulted.leftovers() + whole.leftovers()
 
 
 def judged(kill: Kill, line: FaultTimeline, journal: Sequence[Line]) -> Survived:
@@ -135,7 +135,7 @@ def _finish(job: TrainingJob) -> None:
 
 
 def _report(
-    console: Console, survived: list[Survived], same: RunComparison, leftovers: list[str], seed: int, wanted: int
+    console: Console, survived: list[Survived], same: RunComparison, leftovers: list[str], seed: int, expected: int
 ) -> int:
     table = Table(
         "kill", "rank", "last step on record", "published step", "lost", "seen", "frozen", "published", "first new step"
@@ -154,7 +154,7 @@ def _report(
     lost = [entry for entry in survived if entry.lost != 0]
     if alone := sum(entry.alone for entry in survived):
         console.print(f"(+1): a step that only the rank that died knew of, and had written down: {alone} trained again")
-    missing = wanted - len(survived)
+    missing = expected - len(survived)
     if missing:
         console.print(f"[red]{missing} kills without a journal[/]")
     good = same.equal and not lost and not leftovers and not missing

@@ -29,7 +29,7 @@ from ttp.chaos.observed.nodes_job import RENDEZVOUS
 from ttp.chaos.observed.training_job import read_jsonl
 from ttp.chaos.report.result_json import write_result
 from ttp.chaos.run.campaign import Campaign, run_campaign
-from ttp.chaos.run.harness import Told
+from ttp.chaos.run.harness import OnProgress
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED
 from ttp.chaos.verdict.invariants import VIOLATED
 
@@ -172,11 +172,11 @@ class MatrixPlan:
 def ordered(plan: MatrixPlan) -> list[MatrixCase]:
     """Return this shard's cells in their order: shuffled, one of each kind first, then the rest; again for each repeat."""
     rng = random.Random(plan.seed)
-    wanted = [cell for cell in cells(nodes=plan.nodes) if not plan.kinds or cell.kind in plan.kinds]
-    rng.shuffle(wanted)
+    expected = [cell for cell in cells(nodes=plan.nodes) if not plan.kinds or cell.kind in plan.kinds]
+    rng.shuffle(expected)
     seen: set[str] = set()
-    first = [cell for cell in wanted if not (cell.kind in seen or seen.add(cell.kind))]  # type: ignore[func-returns-value]
-    rest = [cell for cell in wanted if cell not in first]
+    first = [cell for cell in expected if not (cell.kind in seen or seen.add(cell.kind))]  # type: ignore[func-returns-value]
+    rest = [cell for cell in expected if cell not in first]
     index, count = plan.shard
     return ([*first, *rest] * plan.repeat)[index::count]
 
@@ -224,7 +224,7 @@ def command(*, nodes: bool = False) -> list[str]:
 
 
 def run_matrix(
-    plan: MatrixPlan, told: Told = lambda *_: None, patience: InterruptGuard | None = None
+    plan: MatrixPlan, on_progress: OnProgress = lambda *_: None, patience: InterruptGuard | None = None
 ) -> Iterator[Campaign]:
     """Run jobs until no cell is open or the time is over; yield each job's campaign when its cells are on record."""
     plan.output.mkdir(parents=True, exist_ok=True)
@@ -246,11 +246,11 @@ def run_matrix(
         folder = plan.output / f"job_{number}"
         given = unbroken if unbroken.exists() else None
         asked = command(nodes=plan.nodes)
-        laps = run_campaign(scenario, asked, folder, unbroken=given, told=told, patience=patience)
-        campaign = next(laps)
+        runs = run_campaign(scenario, asked, folder, unbroken=given, on_progress=on_progress, patience=patience)
+        campaign = next(runs)
         if given is None:  # at once: a run that is interrupted now need not make it again
             (folder / "unbroken.json").replace(unbroken)
-        for _ in laps:
+        for _ in runs:
             pass
         write_result(campaign)
         _put_down(plan.output, number, batch, campaign)
@@ -260,7 +260,7 @@ def run_matrix(
 
 def _put_down(output: Path, job: int, batch: Sequence[MatrixCase], campaign: Campaign) -> None:
     """Add the job's cells to the file."""
-    wrong = [f"{v.name}: {v.text}" for lap in campaign.laps for v in lap.verdicts if v.state == VIOLATED]
+    wrong = [f"{v.name}: {v.text}" for lap in campaign.runs for v in lap.verdicts if v.state == VIOLATED]
     with open(output / "cells.jsonl", "a", encoding="utf-8") as file:
         for cell, incident in zip(batch, campaign.incidents, strict=False):
             line = {
@@ -288,14 +288,14 @@ def table(lines: Sequence[dict[str, Any]], *, nodes: bool = False) -> str:
     for cell in cells(nodes=nodes):
         kinds[cell.kind] = kinds.get(cell.kind, 0) + 1
     rows = [
-        "| fault | cells | run of them | blows | what became of it | unexpected | first new step, median s |",
+        "| fault | cells | run of them | injections | what became of it | unexpected | first new step, median s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     total = [0, 0, 0, 0]
     for kind, count in kinds.items():
         mine = [line for line in lines if line["kind"] == kind and line["blows"]]
         run = len({line["cell"] for line in mine if line["happened"]})
-        blows = sum(line["blows"] for line in mine)
+        injections = sum(line["blows"] for line in mine)
         wrong = sum(not line["as_expected"] for line in mine)
         outcomes: dict[str, int] = {}
         for line in mine:
@@ -303,7 +303,7 @@ def table(lines: Sequence[dict[str, Any]], *, nodes: bool = False) -> str:
         words = ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items())) or "-"
         times = sorted(line["stages_ms"]["first_new_step"] for line in mine if "first_new_step" in line["stages_ms"])
         again = f"{times[len(times) // 2] / 1e3:.1f}" if times else "-"
-        rows.append(f"| {kind} | {count} | {run} | {blows} | {words} | {wrong} | {again} |")
-        total = [total[0] + count, total[1] + run, total[2] + blows, total[3] + wrong]
+        rows.append(f"| {kind} | {count} | {run} | {injections} | {words} | {wrong} | {again} |")
+        total = [total[0] + count, total[1] + run, total[2] + injections, total[3] + wrong]
     rows.append(f"| **all** | {total[0]} | {total[1]} | {total[2]} | | {total[3]} | |")
     return "\n".join(rows)

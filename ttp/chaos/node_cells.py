@@ -13,7 +13,7 @@ from ttp.chaos.faults.scenario import FaultSpec, Moment
 
 NODES, RANKS_PER_NODE = 2, 2
 ROLES = {"first": (0, 1), "last": (3, 2)}
-"""A rank whose node is hit, and its neighbour on that node, which dies first where a dump is wanted: the other node has a holder
+"""A rank whose node is hit, and its neighbour on that node, which dies first where a dump is expected: the other node has a holder
 of every shard."""
 EVENTS = ("freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published")
 FIELDS: dict[str, dict[str, float]] = {

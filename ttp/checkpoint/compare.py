@@ -17,7 +17,7 @@ from ttp.checkpoint.reader import Reader
 WINDOW_ELEMENTS = 32 << 20
 """Of both sides at a time: 128 MiB each in float32, a stored box's size."""
 
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes: equal exactly when the bits are."""
 
 
@@ -43,7 +43,7 @@ class Difference:
     """Elements that differ."""
     numel: int = 0
     largest: float | None = None
-    """Largest difference; None where elements are no numbers or not all finite."""
+    """Largest difference; None where elements are not numbers or not all finite."""
 
     @property
     def place(self) -> str:
@@ -134,7 +134,7 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the places of the elements of two flat tensors of one type whose bits differ: a NaN equals its own bits, and 0.0
     is not -0.0."""
     size = one.element_size()
-    whole = _WHOLE_NUMBERS[min(size, 8)]
+    whole = _INTEGERS[min(size, 8)]
     bits = [tensor.contiguous().view(whole).view(-1, max(size // 8, 1)) for tensor in (one, other)]
     if torch.equal(*bits):
         return torch.empty(0, dtype=torch.int64)

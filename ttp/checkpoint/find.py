@@ -151,11 +151,11 @@ def is_checkpoint(path: Path) -> bool:
 def folder_at(path: Path) -> Path:
     """Return the folder of checkpoints that `path` means: itself, a checkpoint's parent, `checkpoints` of an output folder.
 
-    Raises CheckpointError where it is no folder.
+    Raises CheckpointError where it is not a folder.
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is no directory: expected a checkpoint (iter_0000042) or a folder of checkpoints"
+            f"{path} is not a directory: expected a checkpoint (iter_0000042) or a folder of checkpoints"
         )
     if is_checkpoint(path):
         return path.absolute().parent
@@ -210,7 +210,7 @@ _BESIDE = re.compile(r"iter_\d{7,}_\w.*")
 _MEANINGS = (
     (PRUNED, "half removed; the next prune or start removes it"),
     ("_tmp", "a staging directory; it is being written, or the next start removes it"),
-    ("_broken_", "was broken and moved aside; remove it when it is not needed"),
+    ("_broken_", "was broken and renamed; remove it when it is not needed"),
     (SUPERSEDED, "superseded by a later write of that step; goes when all ranks have loaded a newer step"),
 )
 

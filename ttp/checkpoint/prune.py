@@ -21,7 +21,7 @@ from ttp.checkpoint.staging import PRUNED
 from ttp.errors import CheckpointError
 
 LINKED = "a symbolic link, which is removed by hand"
-"""Why a checkpoint that would go is left."""
+"""Why a checkpoint that would go is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def take_away(path: Path, step: int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that is no checkpoint any more."""
+    """Remove a directory that is not a checkpoint any more."""
     if path.is_symlink():  # of a link the link alone
         path.unlink(missing_ok=True)
     while path.exists():

@@ -46,7 +46,7 @@ class Publication:
     """One publish of a staging directory that holds exactly `results`, by one rank, without a collective.
 
     After a failure it may be done again by any rank. A valid checkpoint of the same step and tensors that is there already is
-    kept and its path returned; a broken one is moved aside.
+    kept and its path returned; a broken one is renamed.
     """
 
     root: Path = field(kw_only=False)
@@ -183,7 +183,7 @@ class Publication:
         return True
 
     def is_published(self) -> bool:
-        """True when a valid checkpoint of the same tensors is there. A broken one is moved aside: False.
+        """True when a valid checkpoint of the same tensors is there. A broken one is renamed: False.
 
         Every byte is read only where there is a doubt. When the staging directory's files are gone, the checkpoint is made of them:
         another publisher came first, and what they hold was durable and checksummed before it was reported; besides, there would

@@ -2,7 +2,7 @@
 
 Owns their names, the refusal of every other name, and their removal; also the test, at the start, that a directory takes a checkpoint.
 What a caller names is made, renamed or removed only when it is a staging directory: a real directory called `iter_0000042_tmp_NAME`, or a
-publisher's claim of it. Never touches a published checkpoint, one that was moved aside, or what this package keeps under names of the
+publisher's claim of it. Never touches a published checkpoint, one that was renamed as broken, or what this package keeps under names of the
 same kind.
 """
 
@@ -31,7 +31,7 @@ PRUNED = "_tmp_pruned_"
 SUPERSEDED = "_superseded_"
 """In the name of a node's part that a later write of its step has replaced: it is found all the same."""
 _KEPT_BY_OTHERS = re.compile(r"published|(pruned|superseded|gather)_.*")
-"""What comes after `_tmp_` in the names of directories and notes that are no staging directories."""
+"""What comes after `_tmp_` in the names of directories and notes that are not staging directories."""
 _STALE = re.compile(rf"iter_[0-9]{{7,}}_tmp.*|\.{re.escape(TRACKER_NAME)}\..*|\.ttp_probe.*")
 
 
@@ -117,7 +117,7 @@ def _check_real(path: Path) -> None:
 
 def clean_stale(directory: str | os.PathLike[str]) -> list[str]:
     """Remove stale staging directories, claims, probes and half-removed checkpoints; return the names. The caller ensures that no process
-    writes. Never touches published checkpoints and those moved aside as broken."""
+    writes. Never touches published checkpoints and those renamed as broken."""
     root = Path(directory)
     removed = []
     for name in sorted(os.listdir(root)) if root.is_dir() else []:

@@ -59,7 +59,7 @@ class Store(Protocol):
     node: str
     """This rank's node, where that matters for a directory; else empty."""
     start: int
-    """The number of this start, where it tells parts of checkpoints apart; else 0."""
+    """The number of this start, where it distinguishes parts of checkpoints; else 0."""
     in_use_advice: str
     """Ends the message that another job writes into a directory."""
 

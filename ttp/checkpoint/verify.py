@@ -23,7 +23,7 @@ from ttp.errors import CorruptCheckpoint
 from ttp.proto.messages import FileEntry
 
 Progress = Callable[[int, int], None]
-"""Told (bytes checked so far, bytes to check)."""
+"""Called with (bytes checked so far, bytes to check)."""
 
 
 def verify(

@@ -64,7 +64,7 @@ def write_share(
     Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
     a stream of their own, which never waits for a stuck collective.
     Raises NotWritable when the file system refuses (the share's files are removed again, so that a full disk gets its
-    space back), CheckpointError for a blob that is not plain, a name that is no staging directory's, or a link in the directory's place.
+    space back), CheckpointError for a blob that is not plain, a name that is not a staging directory's, or a link in the directory's place.
     """
     if not re.fullmatch(r"[\w.-]*", suffix):
         raise ValueError(f"suffix is {suffix!r}: expected letters, digits, '_', '-' and '.'")

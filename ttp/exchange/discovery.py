@@ -1,6 +1,6 @@
 """How the ranks of a start find their controller: through the store that they met in.
 
-Owns the store's keys and the waiting. Rank 0 publishes the controller's address, or why there is none, so that nobody waits
+Owns the store's keys and the waiting. Rank 0 publishes the controller's address, or why there is none, so that no rank waits
 for what will not come.
 """
 
@@ -38,7 +38,7 @@ def log_dir_key(round_number: int) -> str:
 
 
 def process_key(round_number: int, rank: int) -> str:
-    """Return the store's key under which a rank says which process it is; `ttprun` may have started a shell that started it.
+    """Return the store's key under which a rank records which process it is; `ttprun` may have started a shell that started it.
     Value: `process_text` of it."""
     return f"ttp/process/{round_number}/{rank}"
 

@@ -94,7 +94,7 @@ def record(exc: BaseException) -> None:
     extra = {"py_callstack": "".join(traceback.format_exception(exc)), "timestamp": str(int(time.time()))}
     body = json.dumps({"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": extra}})
     unfinished = f"{_path}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # a full disk costs the story a line, not the job its checkpoint
+    with contextlib.suppress(OSError):  # a full disk costs the incident report a line, not the job its checkpoint
         with open(unfinished, "w", encoding="utf-8") as file:
             file.write(body)
         os.replace(unfinished, _path)

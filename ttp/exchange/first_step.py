@@ -1,7 +1,7 @@
-"""A start's first new step, told to the launcher: one key in the workers' store, written once.
+"""A start's first new step, reported to the launcher: one key in the workers' store, written once.
 
-The launcher must know whether a start that died had got on at all, and whether it has gone on from the newest checkpoint. One
-rank of each node says so, right after its first update, so that nothing is sent in any later step.
+The launcher must know whether a start that died had progressed at all, and whether it has gone on from the newest checkpoint. One
+rank of each node reports it, right after its first update, so that nothing is sent in any later step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ log = logging.getLogger("ttp")
 
 
 def progress_key(round_number: int) -> str:
-    """Return the key under which a start's first finished step is told, and after a space the newest checkpoint that it skipped; the
+    """Return the key under which a start's first finished step is recorded, and after a space the newest checkpoint that it skipped; the
     launcher looks there."""
     return f"ttp/progress/{round_number}"
 
 
 class FirstStep:
-    """Tells the launcher of a step that this start has finished."""
+    """Reports to the launcher a step that this start has finished."""
 
     def __init__(self, store: Store, round_number: int) -> None:
         self._store = store
@@ -31,7 +31,7 @@ class FirstStep:
         self._skipped = ""
 
     def skip(self, path: Path) -> None:
-        """This start found a checkpoint broken: the newest one of them is told (in any order: where nodes have their own disks, each
+        """This start found a checkpoint broken: the newest one of them is reported (in any order: where nodes have their own disks, each
         reads all of its manifests first)."""
         if _step(path) > _step(Path(self._skipped)):
             self._skipped = str(path)
@@ -41,7 +41,7 @@ class FirstStep:
         try:
             self._store.set(self._key, f"{step} {self._skipped}".strip())
         except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone, and so is this start
-            log.debug("the launcher could not be told of step %d: %s", step, error)
+            log.debug("could not report step %d to the launcher: %s", step, error)
 
 
 def _step(path: Path) -> int:

@@ -32,7 +32,7 @@ class SavedAlone:
     """Empty: the step was not saved."""
     error: str
     noticed: tuple[int, ...]
-    """Ranks that were told to leave."""
+    """Ranks that had a preemption notice."""
     world_size: int
     newest: str
     """The newest checkpoint that rank 0 knew of, if the step was not saved."""

@@ -1,6 +1,6 @@
 """Files that come from outside, opened and read without ever waiting for them.
 
-Owns the refusal of what is no regular file (the open of a pipe that nothing writes to never returns), and of what is too large to be
+Owns the refusal of what is not a regular file (the open of a pipe that nothing writes to never returns), and of what is too large to be
 meant. Never decides what a file must hold.
 """
 
@@ -61,7 +61,7 @@ def read_text(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> str:
 
 
 def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> Any:
-    """Return the value of a JSON file, as `read_text` reads it. Raises OSError, and ValueError for what is no JSON, nested too deep, or has
+    """Return the value of a JSON file, as `read_text` reads it. Raises OSError, and ValueError for what is not JSON, nested too deep, or has
     a number of thousands of digits."""
     text = read_text(path, most)
     try:

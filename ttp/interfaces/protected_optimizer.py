@@ -17,7 +17,7 @@ from ttp.proto.messages import CommitRecord, ShardGroup
 
 
 class ProtectedOptimizer(Protocol):
-    """An optimizer that tells its steps to a tracker and whose state can be read, updated and loaded from other threads."""
+    """An optimizer that reports its steps to a tracker and whose state can be read, updated and loaded from other threads."""
 
     device: torch.device
     current_step: int
@@ -55,7 +55,7 @@ class ProtectedOptimizer(Protocol):
 
     @property
     def work_done(self) -> int:
-        """A number that grows while an update gets on, whichever thread does it."""
+        """A number that grows while an update progresses, whichever thread does it."""
 
     # --- what the job has, on whichever rank it lies ---
 

@@ -1,7 +1,7 @@
-"""How an optimizer tells where it is within a step (the four phases of the protocol).
+"""How an optimizer reports where it is within a step (the four phases of the protocol).
 
-Owns the interface only. `ttp.processor.gate.Gate` implements it; `NullTracker` is what an optimizer has when nobody
-watches (`ENABLE_TTP=False`, plain unit tests).
+Owns the interface only. `ttp.processor.gate.Gate` implements it; `NullTracker` is what an optimizer has when
+nothing watches (`ENABLE_TTP=False`, plain unit tests).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class UpdateTracker(Protocol):
     """
 
     waiting: bool
-    """The optimizer sets it while its thread waits in a collective: such a rank is no suspect of a hang."""
+    """The optimizer sets it while its thread waits in a collective: such a rank is not suspected of a hang."""
     notice: bool
-    """This rank was told to leave."""
+    """This rank has a preemption notice."""
     unled: bool
     """No controller leads this rank."""
 

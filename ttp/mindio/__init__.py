@@ -197,4 +197,4 @@ def ttp_end_updating_os(step: int) -> None:
 
 def _check_replica(replica: int) -> None:
     if type(replica) is not int or replica < 0:  # half of a lone rank is 0
-        raise ConfigError(f"replica is {replica!r}: wanted a number from 0")
+        raise ConfigError(f"replica: got {replica!r}, expected a number from 0")

@@ -18,8 +18,8 @@ from ttp.optim.base_state import KERNEL_CHOICES
 
 def check(optimizer: torch.optim.Optimizer, fp16: bool, bf16: bool, params_dtype: torch.dtype) -> None:
     """Raise ConfigError for arguments that contradict each other."""
-    wanted = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-    if (fp16 and bf16) or params_dtype != wanted:
+    expected = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+    if (fp16 and bf16) or params_dtype != expected:
         raise ConfigError(
             f"fp16 is {fp16}, bf16 is {bf16} and params_dtype is {params_dtype}: they contradict each other"
         )
@@ -34,16 +34,16 @@ def check(optimizer: torch.optim.Optimizer, fp16: bool, bf16: bool, params_dtype
 
 def named(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
     """Return name and parameter of all that the optimizer updates, in the models' order."""
-    wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    expected = {id(param) for group in optimizer.param_groups for param in group["params"]}
     found = [
         (f"model{number}.{name}" if len(models) > 1 else name, param)
         for number, model in enumerate(models)
         for name, param in model.named_parameters()
-        if id(param) in wanted
+        if id(param) in expected
     ]
-    if len(found) != len(wanted):
+    if len(found) != len(expected):
         raise ConfigError(
-            f"the optimizer has {len(wanted)} parameters, of which the models name {len(found)}: pass all models whose"
+            f"the optimizer has {len(expected)} parameters, of which the models name {len(found)}: pass all models whose"
             " parameters it updates"
         )
     return found

@@ -75,7 +75,7 @@ class MindioJob:
         """What `set_parallel_state` was given; None: the trainer's module of that name."""
         self.optimizer: TTPReplicaOptimizer | None = None
         self.local_copy: bool | None = None
-        """As `ttp_init_processor` was told; None before."""
+        """As given to `ttp_init_processor`; None before."""
         self.in_train = False
         """The function that `ttp_to_persist` has decorated is running."""
         self.parts: Sequence[Sequence[int]] = ()
@@ -95,7 +95,7 @@ class MindioJob:
         self._check_local_copy(enable_local_copy)
 
     def start_controller(self, ip: str, port: int) -> None:
-        """Note the port: the controller starts with rank 0's processor, and tells its address through the job's store."""
+        """Note the port: the controller starts with rank 0's processor, and publishes its address through the job's store."""
         self._controller_port = _port(ip, port)
 
     def init_processor(
@@ -105,7 +105,7 @@ class MindioJob:
         self._check_world(rank, world_size, "processor")
         if dp_ranks is not None and (len(dp_ranks) != dp_size or rank not in dp_ranks):
             raise ConfigError(
-                f"rank {rank}: dp_ranks is {list(dp_ranks)} and dp_size {dp_size}: wanted as many ranks, this one among them"
+                f"rank {rank}: dp_ranks: got {list(dp_ranks)} and dp_size {dp_size}, expected as many ranks, this one among them"
             )
         if dp_ranks is not None:
             check_data_ranks(dp_ranks, self.place())
@@ -123,7 +123,7 @@ class MindioJob:
                 " TTPOddReplicaOptimizer) first; an optimizer of another kind cannot be protected through ttp.mindio"
             )
         if self._controller_port not in (None, port):
-            raise ConfigError(f"the controller has port {self._controller_port}, this processor is told {port}")
+            raise ConfigError(f"processor port: got {port}, expected the controller's, {self._controller_port}")
         settings = Settings.from_env()
         if not settings.shared_dirs:
             raise ConfigError(
@@ -133,13 +133,13 @@ class MindioJob:
         if not settings.controller_port:
             settings = dataclasses.replace(settings, controller_port=port)
         core, (rank, world_size) = self.optimizer.core, world()
-        told = exchange_json(self.optimizer.place.part, core.device)
-        self.parts = [[other for other, its in enumerate(told) if its == part] for part in sorted(set(told))]
+        gathered = exchange_json(self.optimizer.place.part, core.device)
+        self.parts = [[other for other, its in enumerate(gathered) if its == part] for part in sorted(set(gathered))]
         save = LocalSave(rank, core, self)
         self._session = sessions.start(
             core,
             save_dirs=[settings.mindio_dir],
-            layout={"interface": "mindio", "model_parts": sorted(set(told))},
+            layout={"interface": "mindio", "model_parts": sorted(set(gathered))},
             settings=settings,
             publisher=HandlerPublisher(rank, core, self, save),
         )
@@ -167,7 +167,7 @@ class MindioJob:
     def _check_world(self, rank: int, world_size: int, what: str) -> None:
         if (rank, world_size) != world():
             raise ConfigError(
-                f"the {what} is told rank {rank} of {world_size}, torch.distributed says {world()[0]} of {world()[1]}"
+                f"{what}: got rank {rank} of {world_size}, expected {world()[0]} of {world()[1]} as in torch.distributed"
             )
 
     def _check_local_copy(self, enable_local_copy: bool) -> None:
@@ -336,7 +336,9 @@ def make_groups(ranks: Sequence[int]) -> ReplicaGroups | None:
 
 def _port(ip: str, port: int) -> int:
     if not ip or type(port) is not int or not 1024 <= port <= 65535:
-        raise ConfigError(f"controller at {ip!r}, port {port!r}: wanted an address, and a port from 1024 to 65535")
+        raise ConfigError(
+            f"controller: got address {ip!r}, port {port!r}, expected an address, and a port from 1024 to 65535"
+        )
     return port
 
 

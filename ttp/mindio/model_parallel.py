@@ -146,12 +146,12 @@ def job_names(place: ModelParallel, models: Sequence[torch.nn.Module], named: Se
     tied = _tied_weight(place, models)
     if place.embedding_group is not None and place.pipeline_size > 1:
         device = named[0][1].device
-        told = exchange_json(None if tied is None else names.get(id(tied)), device, place.embedding_group)
-        if tied is None or None in told:
+        gathered = exchange_json(None if tied is None else names.get(id(tied)), device, place.embedding_group)
+        if tied is None or None in gathered:
             tied = None
         elif place.pipeline_rank:
-            names[id(tied)] = told[0]
-            copies.append(told[0])
+            names[id(tied)] = gathered[0]
+            copies.append(gathered[0])
     return JobNames(
         tuple((names[id(param)], param) for _, param in named),
         {names[id(param)]: name for name, param in named},
@@ -237,9 +237,9 @@ def _check_duplicates(place: ModelParallel, named: Sequence[NamedParam]) -> None
         return
     duplicates = [(name, param) for name, param in named if place.is_duplicate(param)]
     mine = {name: _digest(param) for name, param in duplicates}
-    told = exchange_json(mine, named[0][1].device, place.tensor_group)
+    gathered = exchange_json(mine, named[0][1].device, place.tensor_group)
     for name in mine:
-        if different := [rank for rank, other in enumerate(told) if other.get(name) != told[0].get(name)]:
+        if different := [rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)]:
             raise ConfigError(
                 f"invalid parameter {name!r}: got other values on tensor-parallel ranks {different} than on 0, expected equal values"
                 " without tensor_model_parallel=True. Set that attribute on parameters that are split"

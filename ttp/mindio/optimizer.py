@@ -318,7 +318,7 @@ class TTPReplicaOptimizer:
             self.core.start_gather(step)
 
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
-        """Nothing is left to do: the gather has begun with the end of the update, and what comes next waits for it."""
+        """Nothing remains to do: the gather has begun with the end of the update, and what comes next waits for it."""
 
     def reload_model_params(self) -> None:
         """Take the model's parameters as they are now, after somebody loaded weights into it."""
@@ -412,7 +412,7 @@ class TTPReplicaOptimizer:
 
     def load_parameter_state(self, filename: str) -> None:
         """Take this rank's shards from the file of Megatron's distributed optimizer (all ranks call, each with its model part's file),
-        after `load_state_dict`. Nothing is left to do where that was given what `state_dict` returned with TTP."""
+        after `load_state_dict`. Nothing remains to do where that was given what `state_dict` returned with TTP."""
         if self._awaited is not None:
             host, steps = self._awaited
             self._load(WholeState(0, param_state.load(filename, self._chunks, steps), host))

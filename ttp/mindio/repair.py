@@ -136,7 +136,7 @@ def tft_register_decrypt_handler(decryptor: Callable[[str], str]) -> None:
 
 
 def tft_report_error(error_type: ReportState | int) -> None:
-    """Report a fault of this rank, which ends in a dump; a state that is no fault is ignored. Raises ConfigError."""
+    """Report a fault of this rank, which ends in a dump; a state that is not a fault is ignored. Raises ConfigError."""
     try:
         state = ReportState(error_type)
     except ValueError:
@@ -212,7 +212,7 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
 
 
 def tft_register_mindx_callback(action: str, func: Callable[..., object]) -> int:
-    """Return 1: no cluster manager is called; the controller's journal has what it would be told."""
+    """Return 1: no cluster manager is called; the controller's journal has what it would receive."""
     _check_handler("tft_register_mindx_callback", func)
     if action not in _MINDX_ACTIONS:
         raise ConfigError(f"invalid action: got {action!r}, expected one of {', '.join(_MINDX_ACTIONS)}")

@@ -19,7 +19,7 @@ def loss_scale_of(scaler: Any) -> LossScale | None:
         scale = float(scaler.scale)
     except (AttributeError, TypeError, ValueError):
         raise ConfigError(
-            f"grad_scaler is a {type(scaler).__name__} without a number as `scale`: wanted Megatron's"
+            f"grad_scaler: got a {type(scaler).__name__} without a number as `scale`, expected Megatron's"
         ) from None
     if not hasattr(scaler, "growth_interval"):
         return LossScale(scale, dynamic=False)

@@ -42,14 +42,14 @@ def mark_copied(
     named: Sequence[NamedParam], copies: Collection[str], model: Any, device: torch.device
 ) -> list[NamedParam]:
     """Return the parameters, those marked of which some rank of the model has a copy (a collective over `model`, the process group
-    of the ranks that share it; None: nobody else). Raises ConfigError for copies of which nobody else can know."""
+    of the ranks that share it; None: this rank alone). Raises ConfigError for copies that no other rank can know."""
     if model is None:
         if copies:
             raise ConfigError(
-                f"copies names {sorted(copies)} without a span: wanted span=, the process group of all ranks that share the model"
+                f"copies names {sorted(copies)} without a span, expected span=, the process group of all ranks that share the model"
             )
         return list(named)
-    everywhere = {name for told in exchange_json(sorted(copies), device, model) for name in told}
+    everywhere = {name for gathered in exchange_json(sorted(copies), device, model) for name in gathered}
     return [replace(entry, copied=entry.name in everywhere) for entry in named]
 
 
@@ -76,12 +76,12 @@ def named_groups(
         named.extend(NamedParam(name, param, index, process_group, name not in copies) for name, param in members)
         groups.append({**settings, "params": [param for _, param in members]})
     if unknown := sorted(set(copies) - {entry.name for entry in named}):
-        raise ConfigError(f"copies names {unknown}; wanted names of parameters of this optimizer")
+        raise ConfigError(f"copies: got {unknown}, expected names of parameters of this optimizer")
     devices = {entry.param.device for entry in named}
     for entry in named:
         _check_param(entry)
     if len(devices) != 1:
-        raise ConfigError(f"parameters are on {sorted(map(str, devices))}; wanted one device")
+        raise ConfigError(f"parameters: got devices {sorted(map(str, devices))}, expected one device")
     return groups, named
 
 
@@ -176,7 +176,7 @@ def _pair(item: object) -> tuple[str, Parameter]:
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Parameter):
         return item[0], item[1]
     raise ConfigError(
-        f"params has a {type(item).__name__}; wanted (name, parameter) pairs as of model.named_parameters(): the names "
+        f"params: got a {type(item).__name__}, expected (name, parameter) pairs as of model.named_parameters(): the names "
         f"are the addresses of the state"
     )
 
@@ -186,4 +186,4 @@ def _check_param(entry: NamedParam) -> None:
     if not param.requires_grad or not param.is_leaf:
         raise ConfigError(f"parameter {entry.name!r} takes no gradient (frozen, or not a leaf); leave it out")
     if param.dtype not in _DTYPES:
-        raise ConfigError(f"parameter {entry.name!r} is {param.dtype}; wanted float32, bfloat16 or float16")
+        raise ConfigError(f"parameter {entry.name!r}: got {param.dtype}, expected float32, bfloat16 or float16")

@@ -139,7 +139,7 @@ def _check_state(base: Optimizer) -> None:
                     continue
                 got = f"shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
                 raise ConfigError(
-                    f"base {type(base).__name__}: its state {key!r} is {got}; wanted a tensor of the parameter's shape or "
+                    f"base {type(base).__name__}: its state {key!r}: got {got}, expected a tensor of the parameter's shape or "
                     f"a 0-d tensor, so that it can be cut into shards"
                 )
 
@@ -157,14 +157,14 @@ def described(
     step: int, scale: ScaleState, groups: Sequence[Mapping[str, Any]], learning_rates: Sequence[float]
 ) -> dict[str, Any]:
     """Return the JSON-able part of the state of `step`; `learning_rates`, where given, take the place of the groups' own."""
-    told = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items()} for group in groups]
-    for group, rate in zip(told, learning_rates, strict=False):
+    listed = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items()} for group in groups]
+    for group, rate in zip(listed, learning_rates, strict=False):
         group["lr"] = rate
     forgiven = {"forgiven": scale.forgiven} if scale.forgiven else {}  # with hysteresis only
     return {
         "step": step,
         "loss_scale": {"scale": scale.scale, "good_steps": scale.good_steps, **forgiven},
-        "param_groups": told,
+        "param_groups": listed,
     }
 
 

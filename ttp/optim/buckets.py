@@ -73,7 +73,7 @@ class GradBuckets:
             for index, bucket in enumerate(buckets)
             for (name, param), offset in zip(bucket.params, bucket.offsets, strict=True)
         ]
-        # Gradients can be views of the bucket only where they have its dtype and are no DTensors; else they are added to it
+        # Gradients can be views of the bucket only where they have its dtype and are not DTensors; else they are added to it
         # and dropped.
         self._direct = all(
             place.view.dtype == place.param.dtype and not isinstance(place.param, DTensor) for place in self._places
@@ -138,7 +138,7 @@ class GradBuckets:
     def zero(self) -> None:
         """Forget all gradients: backward's first one of each parameter is copied to its place in a bucket, further ones are added.
 
-        Without hooks nobody would copy it: then every parameter's grad is its place already, and zero.
+        Without hooks it would not be copied: then every parameter's grad is its place already, and zero.
         """
         if self._next:
             self.finish()  # other ranks may have launched more of a step that is thrown away: stay in order
@@ -172,7 +172,7 @@ class GradBuckets:
         return place.view
 
     def finish(self) -> None:
-        """Reduce what is left, and wait; then `reduced` of every bucket is final and the gradients are used up.
+        """Reduce the rest, and wait; then `reduced` of every bucket is final and the gradients are used up.
 
         A parameter that backward did not reach counts as a zero gradient. On an accelerator the current stream waits,
         not the thread. Raises ConfigError for a parameter that has got other memory.
@@ -227,7 +227,7 @@ class GradBuckets:
             self._missing[number] = len(self._buckets[number].params)
 
     def _end_pass(self) -> None:
-        """Launch what is left of the pass, and wait until each bucket's row is summed."""
+        """Launch the rest of the pass, and wait until each bucket's row is summed."""
         left = set(self._order[self._next :])
         for number in left:
             self._buckets[number].memory.hold()

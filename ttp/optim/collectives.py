@@ -86,7 +86,7 @@ class Wires(Protocol):
 
 
 class RankRow:
-    """The ranks that reduce-scatter and all-gather together. A group of one is no group."""
+    """The ranks that reduce-scatter and all-gather together. A group of one is not a group."""
 
     def __init__(self, group: Any, members: Sequence[int], rank: int, timeout: timedelta | None) -> None:
         self.slot = list(members).index(rank)

@@ -51,13 +51,13 @@ def differing_shards(sums: Sequence[Sequence[int]], layout: Layout) -> tuple[int
 
 
 def divergences(
-    step: int, shards: Sequence[int], told: Sequence[Mapping[int, Sequence[Part]]], layout: Layout
+    step: int, shards: Sequence[int], reported: Sequence[Mapping[int, Sequence[Part]]], layout: Layout
 ) -> tuple[Divergence, ...]:
-    """Return the tensors that differ. `told[rank]`: by shard, what the rank says of the differing ones that it holds."""
+    """Return the tensors that differ. `reported[rank]`: by shard, what the rank reports of the differing ones that it holds."""
     found = []
     for shard in shards:
         holders = layout.holders(shard)
-        for parts in zip(*(told[rank][shard] for rank in holders), strict=True):
+        for parts in zip(*(reported[rank][shard] for rank in holders), strict=True):
             alike: dict[int, list[int]] = {}
             for rank, (_, _, _, value) in zip(holders, parts, strict=True):
                 alike.setdefault(value, []).append(rank)

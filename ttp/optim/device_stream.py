@@ -36,7 +36,7 @@ class Lane:
         return self._module.stream(self._side)  # type: ignore[no-any-return]
 
     def keep_for_side(self, memory: torch.Tensor) -> None:
-        """Whoever gives `memory` back: it is used by nobody else before the side stream gets here."""
+        """Whoever gives `memory` back: it has no other user before the side stream gets here."""
         if self._side is not None:
             memory.record_stream(self._side)
 

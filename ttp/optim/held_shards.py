@@ -67,7 +67,7 @@ class HeldShards:
         self._updates: list[_Update] = []
         self._pieces: list[_Piece] = []
         self.updated = 0
-        """Buckets updated so far: it grows while an update gets on."""
+        """Buckets updated so far: it grows while an update progresses."""
         self._copies: dict[int, torch.Tensor] = {}
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self.masters_from_params()

@@ -106,7 +106,7 @@ def build_part(
 ) -> ParameterPart:
     """Cut the parameters for the ranks of `group` and lay them out in memory (a collective over it). Raises LayoutError."""
     world, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-    ring, replicas = (cut.ring, cut.replicas) if world > 1 else (False, 1)  # alone: nobody to hold a copy
+    ring, replicas = (cut.ring, cut.replicas) if world > 1 else (False, 1)  # alone: no other rank to hold a copy
     hosts = hosts_of(group, world, device) if cut.hosts is None else cut.hosts
     mine = tuple(named[place] for place in places)
     element = max(torch.empty(0, dtype=cut.grad_dtype or entry.param.dtype).element_size() for entry in mine)
@@ -131,15 +131,15 @@ class JobParam:
 
 def job_params(parts: Sequence[ParameterPart], span: Any, device: torch.device) -> tuple[JobParam, ...]:
     """Return all parameters of the model, in the order of their names' first rank (a collective over `span`, the ranks that
-    share the model; None: nobody else). Raises LayoutError when two ranks know a name with another shape or param group."""
+    share the model; None: this rank alone). Raises LayoutError when two ranks know a name with another shape or param group."""
     mine: list[Any] = [[spec.name, list(spec.whole_shape), spec.group] for part in parts for spec in part.layout.params]
-    told = [mine]
+    gathered = [mine]
     if span is not None and dist.get_world_size(span) > 1:
         digests = exchange_json([part.layout.params_digest() for part in parts], device, span)
         first = digests.index(digests[span.rank()]) == span.rank()  # one rank speaks for all that know the same
-        told = exchange_json(mine if first else [], device, span)
+        gathered = exchange_json(mine if first else [], device, span)
     found: dict[str, JobParam] = {}
-    for rank, params in enumerate(told):
+    for rank, params in enumerate(gathered):
         for name, shape, group in params:
             param = JobParam(name, tuple(shape), group)
             known = found.setdefault(name, param)

@@ -48,7 +48,7 @@ def compare(
     differing = differing_shards([row.tolist() for row in everyone], layout)
     if not differing:
         return ()
-    told = {
+    reported = {
         shard: [
             (tensor.key, tensor.start, tensor.values.numel(), value)
             for tensor, value in zip(held[shard], sums[shard].tolist(), strict=True)
@@ -56,7 +56,7 @@ def compare(
         for shard in differing
         if shard in held
     }
-    answers = exchange_json(told, device, group)  # JSON makes text of the shards' numbers
+    answers = exchange_json(reported, device, group)  # JSON makes text of the shards' numbers
     read = [{int(shard): [tuple(part) for part in parts] for shard, parts in answer.items()} for answer in answers]
     return tuple(_in_the_job(divergence, group) for divergence in divergences(step, differing, read, layout))
 

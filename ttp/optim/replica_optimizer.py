@@ -1,6 +1,6 @@
 """TTPReplicaOptimizer and TTPOddReplicaOptimizer: ZeRO-1 with copies, around any element-wise torch optimizer.
 
-Owns the order of one step: reduce, ready, agree, update, gather. Holds every shard of the FP32 state on R ranks, tells a
+Owns the order of one step: reduce, ready, agree, update, gather. Holds every shard of the FP32 state on R ranks, reports to a
 tracker the phases of the protocol, and can finish a step from another thread with nothing but a commit record. Never
 writes checkpoints, never talks to a controller.
 
@@ -52,7 +52,7 @@ NamedParams = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]
 
 
 class TTPReplicaOptimizer(OptimizerOfShards):
-    """A torch optimizer whose state lies on `replicas` ranks each: two halves of the data-parallel group for R=2.
+    """A torch optimizer whose state is stored on `replicas` ranks each: two halves of the data-parallel group for R=2.
 
     1. `loss = optimizer.scale_loss(loss)`, `loss.backward()`; all passes of a step but the last within `no_sync()`
     2. `result = optimizer.step(sums=[loss])`; then the LR scheduler's step, which works on `param_groups`
@@ -133,7 +133,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.part_name: Callable[[Any], str] | None = None
         """Of a process group: what the names of its shards begin with in messages; None: with nothing."""
         if compare_every < 0:
-            raise ConfigError(f"compare_every is {compare_every}: wanted a number of steps, or 0 for never")
+            raise ConfigError(f"compare_every: got {compare_every}, expected a number of steps, or 0 for never")
         self.compare_every = compare_every
         self.divergences: tuple[Divergence, ...] = ()
         """Tensors of which replicas were found to differ, each once, as first seen; the same on every rank of the group."""
@@ -148,7 +148,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._computing = self._ready = 0
         self._backup_step = -1
         self._torn = ""
-        """Why the live state is no step's state (an update or a load that has begun and not ended); empty: it is whole."""
+        """Why the live state is not that of a step (an update or a load that has begun and not ended); empty: it is whole."""
 
         cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, masters_apart, accumulate, hosts, timeout)
         self._parts = [
@@ -268,7 +268,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._point("done", step)
 
     def boundary(self, step: int, ending: Ending) -> None:
-        """`step` is finished here. Where some rank was told to leave: does not return while the process has to be led out."""
+        """`step` is finished here. Where some rank has a preemption notice: does not return while the process has to be led out."""
         if ending is not Ending.GO_ON:
             self._tracker.boundary(step, ending is Ending.SAVE)
 
@@ -326,7 +326,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     @property
     def work_done(self) -> int:
-        """A number that grows while an update gets on, whichever thread does it."""
+        """A number that grows while an update progresses, whichever thread does it."""
         return sum(part.shards.updated for part in self._parts)
 
     def drain(self) -> None:
@@ -395,7 +395,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         for part in self._parts:
             part.shards.spread_scalars()
         self._torn = ""
-        self._stand_at(step)
+        self._set_step(step)
         with torch.no_grad():
             self._gather.start()
             self._gather.finish()
@@ -406,11 +406,11 @@ class TTPReplicaOptimizer(OptimizerOfShards):
             raise ConfigError(
                 f"the state is that of step {self.current_step}: steps are counted by the optimizer alone"
             )
-        self._stand_at(step)
+        self._set_step(step)
 
     # --- inside ---
 
-    def _stand_at(self, step: int) -> None:
+    def _set_step(self, step: int) -> None:
         self.current_step, self.last_record = step, None
         self._computing = self._ready = 0
         self._backup_step = -1
@@ -447,7 +447,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         if self.current_step != record.step - 1 or self._ready != record.step:
             raise ProtocolError(
                 f"update of step {record.step}: the state is that of step {self.current_step} and reduced gradients are "
-                f"{f'ready for step {self._ready}' if self._ready else 'not ready'}; wanted state {record.step - 1} "
+                f"{f'ready for step {self._ready}' if self._ready else 'not ready'}, expected state {record.step - 1} "
                 f"and gradients of {record.step}"
             )
         if self._local_copy:
@@ -482,7 +482,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
         copy = f"a local copy of step {self._backup_step}" if self._backup_step >= 0 else "no local copy"
         raise CheckpointError(
-            f"rank {self._parts[0].rank} {state} and has {copy}; step {step or 'newest'} was wanted; "
+            f"rank {self._parts[0].rank} {state} and has {copy}, expected step {step or 'newest'}; "
             f"roll forward first, or take another holder"
         )
 

@@ -23,7 +23,7 @@ def sums_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     size = _CHUNK.get(device.type, _CHUNK_ELSEWHERE)
     longest = min(size, max(2 * tensor.numel() for tensor in tensors))
     weights = torch.arange(longest, dtype=torch.int32, device=device) * 2 + 1
-    # A step counter may lie on the host although all else is on a device.
+    # A step counter may be on the host although all else is on a device.
     return torch.stack([_sum_of(tensor.to(device), size, weights) for tensor in tensors])
 
 

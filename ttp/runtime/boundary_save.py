@@ -1,4 +1,4 @@
-"""What ranks do without a controller when one of them was told to leave: they save the step that all have finished, together, and exit.
+"""What ranks do without a controller when one of them has a preemption notice: they save the step that all have finished, together, and exit.
 
 Owns the save at that step's boundary, and the promise that the process exits afterwards, whatever happened. Never decides whether it is
 done: every rank has read the same sums in the step's spanning collective (`ttp.optim.step_agreement.participation.ending_of`).
@@ -39,7 +39,7 @@ class BoundarySave:
         self._account = account
 
     def __call__(self, step: int, notice: bool, processor: Processor) -> None:
-        """Save `step` with all other ranks (a collective), and have `processor` end this process. `notice`: this rank was told to
+        """Save `step` with all other ranks (a collective), and have `processor` end this process. `notice`: this rank has to
         leave.
 
         Until every rank is here a controller may come back and lead this one; then the training threads are just where another
@@ -47,7 +47,7 @@ class BoundarySave:
         """
         began_unix_s = time.time()
         answers = exchange_json(notice, self._holder.optimizer.device)
-        noticed = [rank for rank, told in enumerate(answers) if told]
+        noticed = [rank for rank, has_notice in enumerate(answers) if has_notice]
         processor.saves_alone(step)
         path, error = "", ""
         try:
@@ -69,7 +69,7 @@ class BoundarySave:
     def _published(self, step: int) -> str:
         """Return the valid checkpoint of this step that is on disk, all bytes read; empty: this rank sees none.
 
-        One that an earlier job has left may be broken. Of nodes' own directories a rank sees those of its node: a piece is no checkpoint.
+        One that an earlier job has left may be broken. Of nodes' own directories a rank sees those of its node: a piece is not a checkpoint.
         """
         for path in (Path(directory) / step_directory_name(step) for directory in self._directories):
             with contextlib.suppress(CheckpointError, OSError):

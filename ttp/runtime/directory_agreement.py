@@ -73,14 +73,14 @@ class JobDirectories:
         """Return the kind of directories that all ranks have. Raises ConfigError."""
         shared_dirs, host = self._settings.shared_dirs, self._settings.host
         start = 0 if shared_dirs else next_start(self.named)
-        told = exchange_json([shared_dirs, host, start], self._device)
-        shared = {bool(value) for value, _, _ in told}
+        gathered = exchange_json([shared_dirs, host, start], self._device)
+        shared = {bool(value) for value, _, _ in gathered}
         if len(shared) > 1:
-            alone = [rank for rank, (value, _, _) in enumerate(told) if not value]
-            raise ConfigError(f"TTP_SHARED_DIRS is False on ranks {alone} only: wanted the same on all nodes")
+            alone = [rank for rank, (value, _, _) in enumerate(gathered) if not value]
+            raise ConfigError(f"TTP_SHARED_DIRS: got False on ranks {alone} only, expected the same on all nodes")
         if shared_dirs:
             return SharedStore()
-        hosts, starts = [str(host) for _, host, _ in told], [int(start) for _, _, start in told]
+        hosts, starts = [str(host) for _, host, _ in gathered], [int(start) for _, _, start in gathered]
         return NodeLocalStore(hosts, max(starts), self._rank)
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -91,9 +91,9 @@ class JobDirectories:
             except NotWritable as error:
                 refusal = f"{self.node}{error}"
         # No attempt begins before old ones are removed.
-        told = exchange_json([refusal, self._mine.mark, self._mine.failing], self._device)
-        refusal = next((text for text, _, _ in told if text), "")
-        _, mark, unclaimed = told[self.store.leader]
+        gathered = exchange_json([refusal, self._mine.mark, self._mine.failing], self._device)
+        refusal = next((text for text, _, _ in gathered if text), "")
+        _, mark, unclaimed = gathered[self.store.leader]
         failing = {directory: Failure(why, full=False) for directory, why in unclaimed.items()}
         try:
             for directory in () if refusal else self.named:
@@ -114,7 +114,7 @@ class JobDirectories:
             raise NotWritable(refusals[0])
         for directory, why in reasons.items() if self._rank == 0 else ():
             until = "room is looked for at every save" if directory in used else "it is left alone until the next start"
-            show(logging.WARNING, f"going on without a directory: {why}; {until}")
+            show(logging.WARNING, f"continuing without a directory: {why}; {until}")
         return used, serving
 
     def _found_failing(self, directory: str) -> dict[str, Failure]:

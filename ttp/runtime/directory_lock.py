@@ -1,6 +1,6 @@
-"""The checkpoint directories of one run: that nobody else writes there, and which checkpoints the run may go on from.
+"""The checkpoint directories of one run: that no other run writes there, and which checkpoints the run may resume from.
 
-Called by rank 0 alone, or by the keeper of each node that has directories of its own; `ttp.runtime.directory_agreement` tells
+Called by rank 0 alone, or by the keeper of each node that has directories of its own; `ttp.runtime.directory_agreement` informs
 the others. Owns the lock file and the run's note beside the checkpoints:
 
     .ttp_lock       held (flock) by that rank of the job that writes here, released by the kernel when it ends, however it ends
@@ -44,11 +44,11 @@ def check_same(directory: str, mark: str, keeper: int, own_host: str = "") -> No
     if not (Path(directory) / mark).exists() and own_host:
         raise NotWritable(
             f"checkpoint directory {directory} is another one here than for rank {keeper}, whose node is named {own_host!r} as"
-            " well: wanted a name for each node, for TTP_SHARED_DIRS is False; set TTP_HOST to another one on each"
+            " well, expected a name for each node, for TTP_SHARED_DIRS is False; set TTP_HOST to another one on each"
         )
     if not (Path(directory) / mark).exists():
         raise NotWritable(
-            f"checkpoint directory {directory} is another one here than for rank {keeper}: wanted one that all nodes share; if"
+            f"checkpoint directory {directory}: got another one than on rank {keeper}, expected one that all nodes share; if"
             " every node has its own, set TTP_SHARED_DIRS=False on all of them"
         )
 
@@ -136,7 +136,7 @@ class RunDirectories:
         named = [] if choice == "never" else [str(Path(choice).resolve())]
         if named and step_of_directory(Path(named[0])) is None:
             raise CheckpointError(
-                f"resume is {choice!r}: wanted auto, never, or the path of a checkpoint (.../iter_0000042)"
+                f"resume: got {choice!r}, expected auto, never, or the path of a checkpoint (.../iter_0000042)"
             )
         if named:
             self._store.check_choice(Path(named[0]), self._save_dirs)

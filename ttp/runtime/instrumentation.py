@@ -1,4 +1,4 @@
-"""Where a harness may look into a rank and hurt it: an interface, and nothing behind it unless somebody asks.
+"""Where a harness observes a rank and injects faults into it: an interface, without effect unless it is configured.
 
 Owns the interface and its null object. Never imports a harness by itself: only where TTP_FAULTS or TTP_CHAOS is set is `PLUG_IN` loaded,
 which plugs its faults in here.
@@ -36,7 +36,7 @@ class HookedHolder(Protocol):
 
 
 class Instrumentation(Protocol):
-    """What a session tells its instrumentation, in the order of the calls."""
+    """What a session reports to its instrumentation, in the order of the calls."""
 
     def at_start(self, point: str) -> None:
         """The start has come to this point."""
@@ -55,7 +55,7 @@ class Instrumentation(Protocol):
 
 
 class NoInstrumentation:
-    """The one of every job that nobody tests: it does nothing, and hooks nothing."""
+    """The one of every job that is not under test: it does nothing, and hooks nothing."""
 
     def at_start(self, point: str) -> None:
         pass
@@ -74,7 +74,7 @@ class NoInstrumentation:
 
 
 def instrumentation(settings: Settings, rank: int, world_size: int, save_dirs: Sequence[str]) -> Instrumentation:
-    """Return what this rank's session tells of its start. Raises ConfigError: TTP_FAULTS is wrong, or TTP_CHAOS names no harness."""
+    """Return the object to which this rank's session reports its start. Raises ConfigError: TTP_FAULTS is wrong, or TTP_CHAOS names no harness."""
     if not settings.faults and not settings.chaos:
         return NoInstrumentation()
     plugged: Instrumentation = import_module(PLUG_IN).instrument(settings, rank, world_size, save_dirs)

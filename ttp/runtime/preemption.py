@@ -1,10 +1,10 @@
-"""SIGTERM as a notice: the process is about to be taken away, and is told so in time to save.
+"""SIGTERM as a preemption notice: the process is about to be ended, with time to save.
 
 Python runs signal handlers on the main thread between two bytecodes; a thread that is stuck in a collective never gets
 there. So the interpreter's C handler writes the signal's number to a pipe (`signal.set_wakeup_fd`) and a thread reads it.
 A handler that the user had installed is still called, on the main thread, as ever; so is another reader of the pipe
 (asyncio). Owns both registrations from `listen` to `close`, and takes them out of forked children, whose SIGTERM (a data
-loader ending its workers) is nobody's notice.
+loader ending its workers) is not a notice.
 """
 
 from __future__ import annotations

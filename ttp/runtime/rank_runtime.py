@@ -51,7 +51,7 @@ STATUS_S = 2.0
 LOOKS_A_LEASE = 3
 """How often in a lease a rank that has lost every controller looks for one that another rank has started: a new controller waits a lease for all."""
 ASKED_UP_TO = 64
-"""Ranks of a job in which each may ask, and says that it waits: the answer names them all. In a larger one a rank of each node says so."""
+"""Ranks of a job in which each may ask, and reports that it waits: the answer names them all. In a larger one a rank of each node does."""
 
 
 class Protection:
@@ -90,7 +90,7 @@ class Protection:
                 show(logging.WARNING, line)
         if place := standby_place(settings, rank, world_size):
             holder.standby = self._standbys.first(place, self._store())
-        if self._tells_launcher:
+        if self._reports_to_launcher:
             self._store().set(discovery.process_key(settings.round_number, rank), discovery.process_text())
         address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
         restores = standbys_of(settings, world_size) > 0
@@ -131,7 +131,7 @@ class Protection:
             self._first_step = FirstStep(self._store(), settings.round_number)
             self.gate.on_first_step = self._first_step.tell
         self._client = None
-        if rank == 0 and not self._tells_launcher:
+        if rank == 0 and not self._reports_to_launcher:
             introduce(welcome)
 
     def skipped(self, path: Path) -> None:
@@ -145,7 +145,7 @@ class Protection:
 
     def overtaken_after(self, exc: BaseException, step: int) -> bool:
         """Tell the controller that a peer made this thread's collective of `step` fail, and stay as a holder. True when the step was
-        then finished by a roll forward: only bookkeeping is left. False: the exception may go on."""
+        then finished by a roll forward: only bookkeeping remains. False: the exception may propagate."""
         cause = cause_of(self._rank, type(exc).__name__, str(exc))
         if cause.kind is not CauseKind.PEER_ERROR:
             return False
@@ -158,11 +158,11 @@ class Protection:
 
     @property
     def released(self) -> bool:
-        """Say whether it is settled what becomes of the job, so that nobody needs this rank any more."""
+        """Say whether the outcome of the job is settled, so that no rank needs this one any more."""
         return self.processor.wait_for_verdict(0.0)
 
     def hold(self) -> None:
-        """Stay as a holder: this thread has nothing left to do. Returns only when nobody will end the process any more."""
+        """Stay as a holder: this thread has nothing left to do. Returns only when no controller will end the process any more."""
         self.processor.wait_for_verdict()
 
     def hold_after(self, exc: BaseException) -> None:
@@ -188,7 +188,7 @@ class Protection:
         self.processor.wait_for_verdict()
 
     def finished(self, where: str = "at the end of train") -> None:
-        """`train` returned: stay as a holder until every rank's has. `where` this rank waits then: a long wait is told."""
+        """`train` returned: stay as a holder until every rank's has. `where` this rank waits then: a long wait is logged."""
         self.processor.finished()
         pause_s, waited_s = WAIT_TOLD_S, 0.0
         while not self.processor.wait_for_verdict(pause_s):
@@ -230,8 +230,8 @@ class Protection:
     def close(self) -> None:
         """End this process's threads; the controller ends by itself when all ranks have gone.
 
-        A standby is told to when it is settled what becomes of the job. So is the controller of a rank alone, always. One that other
-        ranks may still need (this one's training has not come to its end) is left to them, and not waited for; an idle standby then
+        A standby is ordered to when the outcome of the job is settled. So is the controller of a rank alone, always. One that other
+        ranks may still need (this one's training has not come to its end) stays with them, and is not waited for; an idle standby then
         ends after this process and its launcher.
         """
         settled = self.released
@@ -245,9 +245,7 @@ class Protection:
         if self._world_size == 1:
             self._end_own(controller, settled)
         elif not settled:
-            log.debug(
-                "the controller (pid %d) is left to the other ranks, and ends when they have gone", controller.pid
-            )
+            log.debug("the controller (pid %d) stays for the other ranks, and exits after them", controller.pid)
             return
         if controller.wait(CONTROLLER_END_S) is None:
             log.warning(
@@ -270,7 +268,7 @@ class Protection:
     # --- finding each other ---
 
     @property
-    def _tells_launcher(self) -> bool:
+    def _reports_to_launcher(self) -> bool:
         """Say whether ttprun shows what the job survives: it reads the controller's journal."""
         return self._settings.launched and self._settings.master_port > 0
 
@@ -302,7 +300,7 @@ class Protection:
             raise
         address = self._controller.address
         self._write_controllers(address)
-        if self._tells_launcher:
+        if self._reports_to_launcher:
             self._store().set(discovery.log_dir_key(settings.round_number), str(log_dir.resolve()))
         if self._world_size > 1:
             discovery.publish(self._store(), settings.round_number, address, self._controller.pid)
@@ -376,7 +374,7 @@ def _set_older_journals_aside(log_dir: Path) -> None:
 def introduce(welcome: Welcome) -> None:
     """Show at the start, on rank 0 of a job without ttprun, what lies where, what the job survives, and what could be better: a line each.
 
-    A program that has configured no logging sees them all the same: what it may lose is no detail.
+    A program that has configured no logging sees them all the same: what it may lose is important.
     """
     standbys = len(welcome.successors)
     behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"

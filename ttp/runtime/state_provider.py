@@ -37,12 +37,12 @@ class Publisher(Protocol):
     def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
         """Return where the checkpoint is. Raises what went wrong: nothing is visible then.
 
-        state: the optimizer's host state at the order's step. advance: told that the work gets on.
+        state: the optimizer's host state at the order's step. advance: called as the work progresses.
         """
 
     @property
     def work_done(self) -> int:
-        """A number that grows while `publish` gets on; any thread."""
+        """A number that grows while `publish` progresses; any thread."""
 
 
 def _nothing_around(point: str, step: int, path: str) -> contextlib.AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class OptimizerStateProvider:
     @property
     def work_done(self) -> int:
         """Bytes, files, entries and buckets that orders and updates have got through so far: it grows while a write, a publish,
-        a roll forward or the training thread's own update gets on. Any thread."""
+        a roll forward or the training thread's own update progresses. Any thread."""
         publishing = 0 if self._publisher is None else self._publisher.work_done
         return self._io_done + publishing + self.optimizer.work_done
 

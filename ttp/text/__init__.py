@@ -1,1 +1,1 @@
-"""What people read: sizes, counts and ranks in words, and the console that they are printed on."""
+"""What people read: sizes, counts and ranks as text, and the console that they are printed on."""

@@ -23,7 +23,7 @@ def open_console(file: IO[str] | None = None, *, soft_wrap: bool = True, ends_pr
     """Return a console for `file` (default: stdout).
 
     soft_wrap: lines go on over a terminal's edge; without it, and where there are tables with long cells, they are folded.
-    ends_program: where nobody reads any more the program ends with 1; else that is a BrokenPipeError.
+    ends_program: where the reader is gone the program ends with 1; else that is a BrokenPipeError.
     """
     kind = Console if ends_program else _Raising
     console = kind(file=file, highlight=False, soft_wrap=soft_wrap)

@@ -6,12 +6,15 @@ Tables of several machines are put together by `merge_hccl.py`. Owns this machin
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
 import socket
+import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from ttp.launch.rendezvous.rank_table import is_own_address, read_rank_table
 HCCN_CONF = "/etc/hccn.conf"
 """Where Ascend's driver keeps the addresses of the devices' own network."""
 MOST_DEVICES = 1024
+SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
 
 
 def device_ids(device_num: str, visible: str | None) -> list[int]:
@@ -59,7 +64,7 @@ def server_address(given: str) -> str:
     """Return the address by which other machines reach this one. Raises ConfigError."""
     if given:
         if not is_own_address(given):
-            raise ConfigError(f"--server_ip: got {given!r}, expected an address of this machine")
+            raise ConfigError(f"--server_ip: got {given!r}, expected one of {', '.join(own_addresses())}")
         return given
     try:
         found = socket.gethostbyname(socket.gethostname())
@@ -71,6 +76,17 @@ def server_address(given: str) -> str:
         print(
             f"hccl_tools.py: {found} is reached from this machine only. Give --server_ip for several", file=sys.stderr
         )
+    return found
+
+
+def own_addresses() -> list[str]:
+    """Return the IPv4 addresses of this machine's interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
     return found
 
 

@@ -34,7 +34,7 @@ def forward_backward(model: Any, optimizer: Any, get_batch: Callable[[int], torc
             else:
                 torch.distributed.send(output.detach().contiguous(), dst=behind)
             passes.append((chunk, received, output))
-        if len(ranks) == 1:  # nobody waits for the others
+        if len(ranks) == 1:  # no rank waits for the others
             output.backward()
     for number in range(args.num_micro_batches) if len(ranks) > 1 else ():
         for chunk, received, output in reversed(passes[number * len(model) : (number + 1) * len(model)]):

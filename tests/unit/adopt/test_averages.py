@@ -80,19 +80,19 @@ def test_averages_go_on_as_if_nothing_had_happened(tmp_path: Path, point: str) -
     """Before an update, and right behind it, where a trainer's own call would have come: the same bits as the unbroken run."""
     whole = Trainer(tmp_path / "whole", OFF)
     whole.train()
-    wanted = whole.tensors()
+    expected = whole.tensors()
     whole.guard.close()
-    hurt = Trainer(tmp_path / "hurt", ON)
+    faulted = Trainer(tmp_path / "faulted", ON)
     with pytest.raises(ZeroDivisionError):
-        ttp.ttp_to_persist(hurt.train)(5, point)
-    hurt.guard.close()
-    again = Trainer(tmp_path / "hurt", OFF)
+        ttp.ttp_to_persist(faulted.train)(5, point)
+    faulted.guard.close()
+    again = Trainer(tmp_path / "faulted", OFF)
     done = 5 if point == "after" else 4
     assert again.guard.step == done == again.averages["shadow"].count.item() == again.averages["ema"].n_averaged.item()
     again.train()
     got = again.tensors()
     again.guard.close()
-    assert got.keys() == wanted.keys() and all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], value) for name, value in expected.items())
     assert not torch.equal(got["ema.module.0.weight"], got["0.weight"])
 
 
@@ -114,7 +114,7 @@ def test_the_update_is_what_a_trainers_own_call_would_have_done(tmp_path: Path) 
     assert all(torch.equal(mine[name], value) for name, value in ema.state_dict().items())
 
 
-def test_a_checkpoint_tells_what_the_averages_are(tmp_path: Path) -> None:
+def test_a_checkpoint_records_what_the_averages_are(tmp_path: Path) -> None:
     """Under names of their own; a run without them is refused, naming one."""
     trainer = Trainer(tmp_path, OFF)
     trainer.train()
@@ -161,7 +161,7 @@ def test_an_average_that_raises_leaves_a_torn_state_and_no_closed_gate() -> None
     """As an update that raises: a freeze does not wait for it, and nothing of this rank is saved."""
     _, adopted, gate, shadow = averaging()
     shadow.values = shadow.values[:1]
-    with pytest.raises(ConfigError, match=r"is another tensor than when ttp\.protect was called"):
+    with pytest.raises(ConfigError, match=r"got another tensor than when ttp\.protect was called"):
         adopted.optimizer.step()
     _, adopted, gate, shadow = averaging()
     shadow.count.zero_().add_(1)
@@ -210,17 +210,17 @@ class Plain(Shadow):
 @pytest.mark.parametrize(
     ("averages", "words"),
     [
-        (lambda model: {"ema": model}, "wanted torch.optim.swa_utils.AveragedModel, or an object"),
-        (lambda model: {"a.b": new_ema(model)}, "has a dot"),
+        (lambda model: {"ema": model}, "expected torch.optim.swa_utils.AveragedModel, or an object"),
+        (lambda model: {"a.b": new_ema(model)}, "name without a dot"),
         (lambda model: {"own": Copies(model)}, "returns copies"),
-        (lambda model: {"own": Plain(model)}, "decay is a float: wanted tensors"),
-        (lambda model: {"ema": new_ema(model).to("meta")}, "is on meta: wanted tensors on cpu"),
+        (lambda model: {"own": Plain(model)}, "decay: got a float, expected tensors"),
+        (lambda model: {"ema": new_ema(model).to("meta")}, "on meta, expected tensors on cpu"),
     ],
 )
-def test_what_is_no_average_is_refused_at_the_start(
+def test_what_is_not_an_average_is_refused_at_the_start(
     tmp_path: Path, averages: Callable[[torch.nn.Module], dict[str, Any]], words: str
 ) -> None:
-    """With its name and what was wanted."""
+    """With its name and what was expected."""
     model = new_model()
     with pytest.raises(ConfigError, match=words):
         ttp.protect(

@@ -44,7 +44,7 @@ class Drawing:
 
     def train(self, cut: str = "") -> dict[int, float]:
         """Return the loss of each step. `cut`: save `SAVED` there, and leave."""
-        told = {}
+        reported = {}
         for step in range(self.guard.step + 1, STEPS + 1):
             if not self.ahead:
                 self.x = self.batch()
@@ -58,11 +58,11 @@ class Drawing:
             if cut == "in the next step" and step == SAVED + 1:
                 break
             self.optimizer.step()
-            told[step] = loss.item()
+            reported[step] = loss.item()
         if cut:
             self.guard.save()
         self.guard.close()
-        return told
+        return reported
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -89,8 +89,8 @@ def test_another_batch_after_a_restart_is_an_error(
     again.guard.close()
     said: list[str] = []
     monkeypatch.setattr(seen, "show", lambda level, line: said.append(line))
-    told = Drawing(tmp_path, **options, on_data_mismatch="warn").train()
-    assert list(told) == list(range(SAVED + 1, STEPS + 1))
+    reported = Drawing(tmp_path, **options, on_data_mismatch="warn").train()
+    assert list(reported) == list(range(SAVED + 1, STEPS + 1))
     assert len(said) == 1 and "another batch in step 5" in said[0]
 
 
@@ -123,20 +123,20 @@ def test_a_pass_that_is_repeated_in_backward_draws_nothing_of_the_next_batch(tmp
 
     class Repeating(Drawing):
         def train(self, cut: str = "") -> dict[int, float]:
-            told = {}
+            reported = {}
             for step in range(self.guard.step + 1, STEPS + 1):
                 x = self.batch()
                 loss = checkpoint(self.model, x, use_reentrant=False, preserve_rng_state=False).square().mean()
                 self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()
-                told[step] = loss.item()
+                reported[step] = loss.item()
                 if cut and step == SAVED:
                     break
             if cut:
                 self.guard.save()
             self.guard.close()
-            return told
+            return reported
 
     class Seeded(Repeating):
         """The first batch is the first draw, as it is in the loop."""
@@ -202,7 +202,7 @@ def of_accelerate_seedable() -> Any:
 
 
 class Counting:
-    """Counts the epochs of its process for a sampler, as Fabric's wrapper of a loader does (the library is no test dependency)."""
+    """Counts the epochs of its process for a sampler, as Fabric's wrapper of a loader does (the library is not a test dependency)."""
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
@@ -256,18 +256,18 @@ class Fed:
 
     def train(self, until: int = 12, **options: Any) -> list[list[float]]:
         """Return every batch; save the step `until`. `options`: of guard.batches."""
-        told: list[list[float]] = []
+        reported: list[list[float]] = []
         for _ in self.guard.epochs(3):
             for batch in self.guard.batches(self.loader, **options):
                 first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
                 values = torch.as_tensor(batch if torch.is_tensor(batch) else first, dtype=torch.float32)
-                told.append(values.view(-1).tolist())
+                reported.append(values.view(-1).tolist())
                 self.model(values.view(-1, 1)).square().mean().backward()
                 self.optimizer.step()
                 if self.guard.step == until:
                     self.guard.save()
                     self.guard.close()
-                    return told
+                    return reported
         raise AssertionError("too few batches")
 
 
@@ -342,21 +342,21 @@ def test_a_schedule_goes_on_however_often_it_steps_for_an_update(
         if chained:
             scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler])
         guard = ttp.protect(model, optimizer, schedulers=[scheduler], save_dirs=[folder], settings=OFF)
-        told = {}
+        reported = {}
         for step in range(guard.step + 1, until + 1):
             model(torch.ones(1, 2) / step).sum().backward()
-            told[step] = optimizer.param_groups[0]["lr"]
+            reported[step] = optimizer.param_groups[0]["lr"]
             optimizer.step()
             if step == until:
                 guard.save()  # before the scheduler's step, as a dying gasp would
             for _ in range(per_update):
                 scheduler.step()
         guard.close()
-        return told
+        return reported
 
     whole = train(tmp_path / "whole", 9)
     rest = [train(tmp_path / "cut", until) for until in (3, 4, 9)]
-    assert {step: rate for told in rest for step, rate in told.items()} == whole
+    assert {step: rate for reported in rest for step, rate in reported.items()} == whole
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # torch advises against it, and goes on
@@ -371,12 +371,12 @@ def test_a_schedule_goes_on_wherever_in_the_loop_it_steps(tmp_path: Path, place:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         guard = ttp.protect(model, optimizer, schedulers=[scheduler], save_dirs=[folder], settings=OFF)
-        told: dict[int, list[float]] = {}
+        reported: dict[int, list[float]] = {}
         for step in range(guard.step + 1, until + 1):
             if place == "loop's begin":
                 scheduler.step()
             for number in range(3):
-                told.setdefault(step, []).append(optimizer.param_groups[0]["lr"])
+                reported.setdefault(step, []).append(optimizer.param_groups[0]["lr"])
                 model(torch.ones(1, 2) / step).sum().backward()
                 if number == 2:
                     if place == "in front of the update":
@@ -387,11 +387,11 @@ def test_a_schedule_goes_on_wherever_in_the_loop_it_steps(tmp_path: Path, place:
                 if place == "behind each of three passes":
                     scheduler.step()
         guard.close()
-        return told
+        return reported
 
     whole = train(tmp_path / "whole", 9)
     rest = [train(tmp_path / "cut", until) for until in cut]
-    assert {step: rates for told in rest for step, rates in told.items()} == whole
+    assert {step: rates for reported in rest for step, rates in reported.items()} == whole
 
 
 def test_another_learning_rate_after_a_restart_is_an_error(tmp_path: Path) -> None:

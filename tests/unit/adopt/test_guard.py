@@ -44,21 +44,21 @@ def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
     """A loop over range(epochs) would get no batch from its second epoch on, and say nothing."""
     position = DataPosition(Unwatched())
     assert list(position.batches([1, 2])) == [(0, 1), (1, 2)]
-    with pytest.raises(ConfigError, match=r"again after the end of epoch 0: wanted once in each epoch"):
+    with pytest.raises(ConfigError, match=r"again after the end of epoch 0, expected once in each epoch"):
         list(position.batches([1, 2]))
 
 
 def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
-    """A break is no end; the next epoch begins anew, and so does one after a load."""
+    """A break is not an end; the next epoch begins anew, and so does one after a load."""
     position = DataPosition(Unwatched())
-    told = []
+    reported = []
     for epoch in position.epochs(2):
         for _, batch in position.batches("abc"):
-            told.append((epoch, batch))
+            reported.append((epoch, batch))
             if batch == "b":
                 break
-        told += [(epoch, batch) for _, batch in position.batches("abc")]
-    assert told == [(epoch, batch) for epoch in (0, 1) for batch in "abc"]
+        reported += [(epoch, batch) for _, batch in position.batches("abc")]
+    assert reported == [(epoch, batch) for epoch in (0, 1) for batch in "abc"]
     position.load_state_dict({"epoch": 1, "batch": 2})
     assert list(position.batches("abc")) == [(2, "c")], "its number in the epoch, not in what is left of it"
 
@@ -81,15 +81,15 @@ def test_what_reads_ahead_goes_within() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "finds_unused", "told"), [(3, False, True), (3, True, False), (2, False, False)]
+    ("world_size", "finds_unused", "reported"), [(3, False, True), (3, True, False), (2, False, False)]
 )
 def test_ddp_that_rounds_a_restarts_first_step_otherwise_is_known(
-    world_size: int, finds_unused: bool, told: bool
+    world_size: int, finds_unused: bool, reported: bool
 ) -> None:
     """Two ranks have one order to add up in, and buckets that are never formed anew keep theirs."""
     model = mock.MagicMock(spec=torch.nn.parallel.DistributedDataParallel)
     model.find_unused_parameters = finds_unused
-    assert protect._rounds_anew(model, world_size) is told
+    assert protect._rounds_anew(model, world_size) is reported
     assert not protect._rounds_anew(torch.nn.Linear(2, 2), world_size)
 
 
@@ -99,7 +99,7 @@ def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def fails(session: Session, choice: str, **checks: object) -> None:
-        raise CheckpointError("this is no checkpoint")
+        raise CheckpointError("got no checkpoint")
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "resume", fails)
@@ -110,7 +110,7 @@ def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank hears of it, in the same step; the next interval tries again."""
+    """Every rank learns of it, in the same step; the next interval tries again."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF, save_interval=2)
@@ -124,7 +124,7 @@ def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypat
         patch.setattr(Session, "save", full)
         for _ in range(2):
             optimizer.step()
-    assert said == ["step 2: no directory took the periodic checkpoint; training goes on without this checkpoint"]
+    assert said == ["step 2: no directory took the periodic checkpoint; training continues without this checkpoint"]
     for _ in range(2):
         optimizer.step()
     assert guard.step == 4 and [path.name for path in find.list_checkpoints([tmp_path])] == ["iter_0000004"]
@@ -194,7 +194,7 @@ class Ranks:
         return self._rank
 
 
-def test_a_checkpoint_says_who_wanted_it(tmp_path: Path) -> None:
+def test_a_checkpoint_records_who_requested_it(tmp_path: Path) -> None:
     """The interval that was given, or the trainer by its own call."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

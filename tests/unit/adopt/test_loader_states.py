@@ -52,7 +52,7 @@ def every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("every_second_step")
 @pytest.mark.parametrize("saved", [5, 6, BATCHES, BATCHES + 1])
 def test_a_resume_reads_on_from_the_newest_state_before_the_place(tmp_path: Path, saved: int) -> None:
-    """At least one batch comes again. An epoch's end is no state of the next one."""
+    """At least one batch comes again. An epoch's end is not a state of the next one."""
     whole = Fed(tmp_path / "whole", Stream()).train(BATCHES + 4)
     first = Fed(tmp_path / "cut", Stream()).train(saved)
     stream = Stream()
@@ -180,7 +180,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "datasets, shuffled in a buffer": (lambda: of_torchdata(stream(shuffled=True)), False),
     "datasets in torch": (lambda: DataLoader(stream(), batch_size=2, collate_fn=numbers_of), False),
 }
-"""By name: a loader, and whether a resume goes on from its state. A buffer's content is no part of the state, and torch's loader has none."""
+"""By name: a loader, and whether a resume goes on from its state. A buffer's content is not part of the state, and torch's loader has none."""
 
 
 @pytest.mark.usefixtures("every_second_step")

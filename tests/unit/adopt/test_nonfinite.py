@@ -65,7 +65,7 @@ def test_the_first_step_that_is_not_finite_is_warned_of_with_rank_and_step(
     _, guard, changed = train(tmp_path, returns, bad_at=2)
     said = [record.message for record in caplog.records if "finite" in record.message]
     assert len(said) == 1 and said[0].startswith("step 2: the ") and "rank 0" in said[0], said
-    assert "training goes on with it (on_nonfinite='warn')" in said[0]
+    assert "training continues with it (on_nonfinite='warn')" in said[0]
     assert changed == [1, 2, 3]
     assert read_manifest(Path(guard.save())).finite is False
     guard.close()

@@ -47,7 +47,7 @@ class Trainer:
 
     def train(self, dies_at: int = -1, point: str = "backward") -> dict[int, tuple[float, float]]:
         """Return loss and learning rate of each step; raise at a point of the step `dies_at`."""
-        told: dict[int, tuple[float, float]] = {}
+        reported: dict[int, tuple[float, float]] = {}
         for _ in self.guard.epochs(EPOCHS):
             for (x,) in self.guard.batches(self.loader):
                 step = self.guard.step + 1
@@ -61,8 +61,8 @@ class Trainer:
                 if step == dies_at and point == "tail":
                     raise ZeroDivisionError("the trainer's own mistake")
                 self.scheduler.step()
-                told[step] = (loss.item(), rate)
-        return told
+                reported[step] = (loss.item(), rate)
+        return reported
 
     def close(self) -> list[torch.Tensor]:
         self.guard.close()
@@ -87,22 +87,22 @@ def test_a_trainer_that_raises_goes_on_as_if_it_had_not(
     where it goes on."""
     caplog.set_level(logging.INFO)
     whole = Trainer(tmp_path / "whole", OFF, BASES[base])
-    told = whole.train()
+    reported = whole.train()
     weights = whole.close()
-    hurt = Trainer(tmp_path / "hurt", ON, BASES[base])
+    faulted = Trainer(tmp_path / "faulted", ON, BASES[base])
     with pytest.raises(ZeroDivisionError):
-        ttp.ttp_to_persist(hurt.train)(dies_at=6, point=point)
-    hurt.close()
-    again = Trainer(tmp_path / "hurt", OFF, BASES[base], seed=4)
+        ttp.ttp_to_persist(faulted.train)(dies_at=6, point=point)
+    faulted.close()
+    again = Trainer(tmp_path / "faulted", OFF, BASES[base], seed=4)
     done = 6 if point == "tail" else 5
     assert again.guard.resumed is not None and again.guard.resumed.step == again.guard.step == done
-    assert f"going on after step {done} of {again.guard.resumed.path}; " in caplog.text + capfd.readouterr().err
-    assert again.train() == {step: values for step, values in told.items() if step > done}
+    assert f"resumed from {again.guard.resumed.path} at step {done}; " in caplog.text + capfd.readouterr().err
+    assert again.train() == {step: values for step, values in reported.items() if step > done}
     assert all(torch.equal(a, b) for a, b in zip(again.close(), weights, strict=True))
 
 
 def test_the_end_of_an_epoch_is_where_the_epoch_s_own_work_is_done_again(tmp_path: Path) -> None:
-    """A checkpoint of an epoch's last step: no batch of it is left, and its end comes once more."""
+    """A checkpoint of an epoch's last step: no batch of it remains, and its end comes once more."""
     first = Trainer(tmp_path, OFF, BASES["AdamW"], save_interval=BATCHES)
     with pytest.raises(ZeroDivisionError):
         first.train(dies_at=BATCHES + 1)
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_in_norm_mode(tmp_path: Path) -
     [
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be protected"),
         (lambda model: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1), "is not the model's"),
-        (lambda model: "Adam", "wanted a torch.optim.Optimizer"),
+        (lambda model: "Adam", "expected a torch.optim.Optimizer"),
     ],
 )
 def test_what_cannot_be_protected_is_refused_at_the_start(
@@ -189,18 +189,18 @@ def test_what_cannot_be_protected_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ({"clip": 1.0}, r"clip is 1\.0: wanted ttp\.ClipNorm"),
-        ({"schedulers": torch.optim.lr_scheduler.StepLR}, "wanted a list of schedulers"),
+        ({"clip": 1.0}, r"clip: got 1\.0, expected ttp\.ClipNorm"),
+        ({"schedulers": torch.optim.lr_scheduler.StepLR}, "expected a list of schedulers"),
         ({"save_dirs": []}, "save_dirs is empty"),
         ({"save_dirs": 5}, "invalid save_dirs: got 5, expected a list of paths, or one path"),
         ({"save_dirs": ["a\0b"]}, r"invalid save_dirs: got \['a.x00b'\], expected a list of paths"),
         ({"state": [5]}, r"invalid state: got \[5\], expected a mapping of names to objects"),
         ({"averages": "ema"}, "invalid averages: got 'ema', expected a mapping of names to objects"),
-        ({"save_interval": -1}, "save_interval is -1: wanted a number of steps, or 0 for never"),
-        ({"save_interval": None}, "save_interval is None: wanted a number of steps"),
-        ({"save_interval": 2.5}, r"save_interval is 2\.5: wanted a number of steps"),
-        ({"compare_every": "100"}, "compare_every is '100': wanted a number of steps"),
-        ({"compare_every": float("inf")}, "compare_every is inf: wanted a number of steps"),
+        ({"save_interval": -1}, "save_interval: got -1, expected a number of steps, or 0 for never"),
+        ({"save_interval": None}, "save_interval: got None, expected a number of steps"),
+        ({"save_interval": 2.5}, r"save_interval: got 2\.5, expected a number of steps"),
+        ({"compare_every": "100"}, "compare_every: got '100', expected a number of steps"),
+        ({"compare_every": float("inf")}, "compare_every: got inf, expected a number of steps"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(tmp_path: Path, named: dict[str, Any], words: str) -> None:
@@ -214,7 +214,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path, named: dict[str, 
 
 
 @pytest.mark.parametrize("number", [np.int64(2), 2.0])
-def test_a_whole_number_is_one_whoever_made_it(tmp_path: Path, number: Any) -> None:
+def test_a_integers_is_one_whoever_made_it(tmp_path: Path, number: Any) -> None:
     """A file of settings has 1e3 for a thousand."""
     trainer = Trainer(tmp_path, OFF, BASES["plain"], save_interval=number)
     trainer.train()

@@ -214,5 +214,5 @@ def test_augmentations_that_differ_by_intention_get_a_message_that_says_what_to_
         again.train(4)
     again.guard.close()
     assert "draw augmentations from torch's, numpy's or Python's generator" in str(error.value)
-    assert str(error.value).endswith("or go on with other data by on_data_mismatch='warn'")
+    assert str(error.value).endswith("or continue with other data by on_data_mismatch='warn'")
     assert len(Fed(tmp_path, DataLoader(Augmented(own=True), batch_size=3), on_data_mismatch="warn").train(4)) == 2

@@ -67,12 +67,12 @@ def test_a_buffer_need_not_lie_row_by_row() -> None:
     ("value", "words"),
     [
         (None, "buffer mean is not there"),
-        (torch.zeros(4), r"buffer mean has shape \(4,\) and torch.float32: wanted shape \(3,\)"),
-        (torch.zeros(3, dtype=torch.float64), "torch.float64: wanted shape .* and torch.float32"),
+        (torch.zeros(4), r"buffer mean has shape \(4,\) and torch.float32, expected shape \(3,\)"),
+        (torch.zeros(3, dtype=torch.float64), "torch.float64, expected shape .* and torch.float32"),
     ],
 )
 def test_a_buffer_that_is_no_more_what_it_was_is_refused(value: Any, words: str) -> None:
-    """By name, before anything is told to other ranks; scratch ones may do what they like."""
+    """By name, before anything is sent to other ranks; scratch ones may do what they like."""
     model = Running()
     optimizer = SGD(model.parameters(), lr=0.1)
     adopted = AdoptedOptimizer(model, optimizer)

@@ -26,7 +26,7 @@ LONG_S = 60.0
 
 
 class Watched(SGD):
-    """Says which thread updates; raises or stands still in the middle when told to."""
+    """Says which thread updates; raises or stops in the middle when ordered to."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -87,7 +87,7 @@ def test_a_clipping_that_raises_gives_the_gate_back() -> None:
 
 @pytest.mark.parametrize("goes_on", ["begin_pass", "step"])
 def test_a_trainer_that_goes_on_after_a_failed_update_is_stopped(goes_on: str) -> None:
-    """No hook tells of an update that raised; the next call does, gives the gate back, and nothing is updated any more."""
+    """No hook reports an update that raised; the next call does, gives the gate back, and nothing is updated any more."""
     _, adopted, gate = adopt()
     adopted.optimizer.fails = True  # type: ignore[attr-defined]
     with pytest.raises(ZeroDivisionError):
@@ -137,7 +137,7 @@ def test_a_step_that_another_thread_rolls_forward_is_updated_once(monkeypatch: p
     roller = threading.Thread(target=roll)
     roller.start()
     deadline = time.monotonic() + LONG_S
-    while not (stands_at_the_gate(trainer) or len(optimizer.threads) > 1):
+    while not (is_at_the_gate(trainer) or len(optimizer.threads) > 1):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     optimizer.goes_on.set()
@@ -147,7 +147,7 @@ def test_a_step_that_another_thread_rolls_forward_is_updated_once(monkeypatch: p
     assert (gate.state_step, adopted.current_step) == (1, 1)
 
 
-def stands_at_the_gate(thread: threading.Thread) -> bool:
+def is_at_the_gate(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     names = []
     while frame is not None:
@@ -174,7 +174,7 @@ def test_a_step_that_calls_its_parent_s_is_one_step() -> None:
 
 @pytest.mark.parametrize("step", [1, 4096, 94_906_269, 200_000_033])
 def test_ranks_at_the_same_step_agree_at_any_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The squares of great steps are beyond FP64's whole numbers."""
+    """The squares of great steps are beyond FP64's integers."""
     other_ranks(monkeypatch, 3, step)
     _, adopted, _ = adopt()
     assert adopted._agree(step)[0].step == step
@@ -214,7 +214,7 @@ def test_a_rank_is_waiting_in_the_collectives_and_nowhere_else(monkeypatch: pyte
 
 
 def test_a_param_group_that_is_added_later_is_refused() -> None:
-    """At the next step and before anything is told to others: no other rank knows of its state, no checkpoint would hold it."""
+    """At the next step and before anything is sent to others: no other rank knows of its state, no checkpoint would hold it."""
     _, adopted, gate = adopt()
     adopted.optimizer.step()
     late = torch.nn.Parameter(torch.zeros(2))
@@ -261,7 +261,7 @@ def test_a_step_that_the_loss_scaler_skips_changes_nothing(fused: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_protected_and_compiled_once() -> None:
-    """The hooks are no part of what is compiled."""
+    """The hooks are not part of what is compiled."""
     _, adopted, gate = adopt(lambda params: SGD(params, lr=0.1))
     graphs: list[Any] = []
 
@@ -279,16 +279,16 @@ def test_a_compiled_step_is_protected_and_compiled_once() -> None:
 
 
 @pytest.mark.parametrize(("value", "norm"), [(1.0, 6**0.5), (torch.inf, torch.inf)])
-def test_a_barrier_that_tells_the_norm_updates_as_one_that_does_not(value: float, norm: float) -> None:
+def test_a_barrier_that_reports_the_norm_updates_as_one_that_does_not(value: float, norm: float) -> None:
     """`ttp chaos` compares it in every step; nothing is clipped for it, and nothing skipped."""
     models = []
-    for tells_norm in (False, True):
-        model, adopted, _ = adopt(tells_norm=tells_norm)
+    for norm_needed in (False, True):
+        model, adopted, _ = adopt(norm_needed=norm_needed)
         model.bias.grad.fill_(value)
         adopted.optimizer.step()
         record = adopted.last_record
         assert adopted.mode == "barrier" and record is not None and not record.skipped
-        assert record.grad_norm == pytest.approx(norm if tells_norm else 0.0) and record.clip_factor == 1.0
+        assert record.grad_norm == pytest.approx(norm if norm_needed else 0.0) and record.clip_factor == 1.0
         models.append(model)
     assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
@@ -296,7 +296,7 @@ def test_a_barrier_that_tells_the_norm_updates_as_one_that_does_not(value: float
 def test_the_norm_of_a_sparse_gradient_counts_each_row_as_often_as_it_was_looked_up() -> None:
     """An embedding's gradient holds rows, some of them twice."""
     embedding = torch.nn.Embedding(4, 2, sparse=True)
-    adopted = AdoptedOptimizer(embedding, SGD(embedding.parameters(), lr=0.1), tells_norm=True)
+    adopted = AdoptedOptimizer(embedding, SGD(embedding.parameters(), lr=0.1), norm_needed=True)
     adopted.attach(Gate(0))
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     adopted.optimizer.step()

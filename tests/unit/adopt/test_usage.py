@@ -1,4 +1,4 @@
-"""What a trainer would lose without noticing is said, once and on rank 0: its place in the data, and weights that nobody has saved."""
+"""What a trainer would lose without noticing is said, once and on rank 0: its place in the data, and weights that no rank has saved."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def telling(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("loop", [batches, numbered, by_step, by_resumed, skipping])
-def test_a_trainer_that_keeps_its_place_is_told_nothing_and_goes_on_where_it_stood(
+def test_a_trainer_that_keeps_its_place_gets_no_warning_and_goes_on_where_it_stood(
     tmp_path: Path, said: list[str], loop: Loop
 ) -> None:
     """By the guard's batches, or as a function of the step: after a fault every step is done once."""
@@ -140,7 +140,7 @@ def test_a_trainer_that_keeps_its_place_is_told_nothing_and_goes_on_where_it_sto
         (own_batches, "the interrupted epoch", 2 + EPOCHS * BATCHES),
     ],
 )
-def test_batches_that_are_not_counted_are_told_with_what_a_restart_does_again(
+def test_batches_that_are_not_counted_are_reported_with_what_a_restart_does_again(
     tmp_path: Path, said: list[str], loop: Loop, lost: str, done: int
 ) -> None:
     """Once in each start, at the second step, when nothing was restarted yet; a log that reads guard.step keeps no place."""
@@ -151,7 +151,7 @@ def test_batches_that_are_not_counted_are_told_with_what_a_restart_does_again(
         if first.guard.step == BATCHES + 2:
             break
     first.guard.close()
-    assert len(said) == 1 and said[0].startswith(f"{UNCOUNTED}a restart begins {lost} at its first batch again; ")
+    assert len(said) == 1 and said[0].startswith(f"{UNCOUNTED}a restart begins {lost} at its first batch again, ")
     again = Trainer(tmp_path, save_interval=1)
     for batch in loop(again):
         again.learn(batch)
@@ -161,7 +161,7 @@ def test_batches_that_are_not_counted_are_told_with_what_a_restart_does_again(
     assert said[1].startswith(f"{UNCOUNTED}this start, after step {BATCHES + 2}, began {lost} at")
 
 
-def test_one_step_alone_is_no_loop(tmp_path: Path, said: list[str]) -> None:
+def test_one_step_alone_is_not_a_loop(tmp_path: Path, said: list[str]) -> None:
     """A step to warm up, before the first batch."""
     trainer = Trainer(tmp_path, save_interval=1)
     trainer.learn(trainer.loader[0])
@@ -180,7 +180,7 @@ def test_state_of_the_trainer_s_own_may_be_its_place(tmp_path: Path, said: list[
 
 
 @pytest.mark.parametrize("given", ["", "after", "schedulers", "state"])
-def test_a_schedule_that_ttp_does_not_know_is_told(tmp_path: Path, said: list[str], given: str) -> None:
+def test_a_schedule_that_ttp_does_not_know_is_reported(tmp_path: Path, said: list[str], given: str) -> None:
     """A restart would begin it again. Built before ttp.protect or after it; once, at the second step."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -207,7 +207,7 @@ def test_rank_0_speaks_for_all(tmp_path: Path, said: list[str]) -> None:
     assert said == []
 
 
-def test_a_job_that_ends_with_nothing_saved_is_told(tmp_path: Path, said: list[str]) -> None:
+def test_a_job_that_ends_with_nothing_saved_is_reported(tmp_path: Path, said: list[str]) -> None:
     """Once, with what to do; the steps are those of this start."""
     trainer = Trainer(tmp_path)
     trainer.steps(3)
@@ -218,15 +218,15 @@ def test_a_job_that_ends_with_nothing_saved_is_told(tmp_path: Path, said: list[s
     )
 
 
-def test_an_interval_that_never_came_is_told(tmp_path: Path, said: list[str]) -> None:
-    """The job was shorter; one that went on from a checkpoint is what it always is at its end, and told nothing."""
+def test_an_interval_that_never_came_is_reported(tmp_path: Path, said: list[str]) -> None:
+    """The job was shorter; one that went on from a checkpoint is as always at its end, without a warning."""
     trainer = Trainer(tmp_path, save_interval=1000)
     trainer.steps(3)
     trainer.guard.close()
     assert len(said) == 1 and said[0].startswith(UNSAVED) and "save_interval is 1000" in said[0]
 
 
-def test_a_start_that_went_on_and_saved_nothing_is_told_of_its_own_steps(tmp_path: Path, said: list[str]) -> None:
+def test_a_start_that_went_on_and_saved_nothing_is_informed_of_its_own_steps(tmp_path: Path, said: list[str]) -> None:
     """The checkpoint that it began with has none of them. With an interval the last steps are the trainer's own choice."""
     first = Trainer(tmp_path, save_interval=2)
     first.steps(2)
@@ -254,7 +254,7 @@ def saves_itself(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("save", [saves, saves_by_session, saves_itself])
-def test_what_was_saved_is_not_told(tmp_path: Path, said: list[str], save: Callable[[Trainer], None]) -> None:
+def test_what_was_saved_is_not_reported(tmp_path: Path, said: list[str], save: Callable[[Trainer], None]) -> None:
     """By ttp, or by the trainer as far as it can be seen: it took the model's state."""
     trainer = Trainer(tmp_path)
     trainer.steps(3)
@@ -263,23 +263,25 @@ def test_what_was_saved_is_not_told(tmp_path: Path, said: list[str], save: Calla
     assert said == []
 
 
-@pytest.mark.parametrize(("step", "told"), [(3, 0), (2, 1)])
-def test_what_others_published_meanwhile_is_not_told(tmp_path: Path, said: list[str], step: int, told: int) -> None:
+@pytest.mark.parametrize(("step", "reported"), [(3, 0), (2, 1)])
+def test_what_others_published_meanwhile_is_not_reported(
+    tmp_path: Path, said: list[str], step: int, reported: int
+) -> None:
     """Rank 1 left without close(): it counted as dead, and the last step is on disk. An older one does not do."""
     trainer = Trainer(tmp_path)
     trainer.steps(3)
     (tmp_path / f"iter_{step:07d}").mkdir()
     trainer.guard.close()
-    assert len(said) == told
+    assert len(said) == reported
 
 
-def test_a_job_that_did_no_step_is_told_nothing(tmp_path: Path, said: list[str]) -> None:
+def test_a_job_that_did_no_step_gets_no_warning(tmp_path: Path, said: list[str]) -> None:
     Trainer(tmp_path).guard.close()
     assert said == []
 
 
 def test_a_trainer_that_raises_has_a_dying_gasp(tmp_path: Path, said: list[str]) -> None:
-    """What became of it the controller says, on every way out."""
+    """The controller reports the outcome, on every way out."""
     trainer = Trainer(tmp_path, Settings(enable=True))
 
     @ttp.ttp_to_persist
@@ -317,7 +319,7 @@ for batch in guard.batches([torch.ones(1, 2)] * 3):
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "reported"),
     [
         ("", 1),
         ("guard.save()", 0),
@@ -326,7 +328,7 @@ for batch in guard.batches([torch.ones(1, 2)] * 3):
         ("import os\nif not os.fork(): sys.exit()\nos.wait()", 1),
     ],
 )
-def test_a_process_that_ends_without_closing_is_told_too(tmp_path: Path, end: str, told: int) -> None:
+def test_a_process_that_ends_without_closing_is_reported_too(tmp_path: Path, end: str, reported: int) -> None:
     """Once, however it ends, and not by a child; where an exception ends it, that is the news."""
     script = tmp_path / "train.py"
     script.write_text(f"{SCRIPT}{end}\n")
@@ -338,12 +340,12 @@ def test_a_process_that_ends_without_closing_is_told_too(tmp_path: Path, end: st
         timeout=120,
         check=False,
     )
-    assert done.stderr.count(UNSAVED) == told, done.stderr
-    assert (f"ttp: warning: {UNSAVED}steps 1 to 3: " in done.stderr) == bool(told), done.stderr
+    assert done.stderr.count(UNSAVED) == reported, done.stderr
+    assert (f"ttp: warning: {UNSAVED}steps 1 to 3: " in done.stderr) == bool(reported), done.stderr
 
 
 def test_the_model_is_as_it_was_found(tmp_path: Path) -> None:
-    """While it is protected it can be copied; afterwards nothing of the guard is left in it."""
+    """While it is protected it can be copied; afterwards nothing of the guard remains in it."""
     trainer = Trainer(tmp_path)
     other = copy.deepcopy(trainer.model)
     assert other.state_dict().keys() == trainer.model.state_dict().keys()

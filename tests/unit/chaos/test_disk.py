@@ -1,4 +1,4 @@
-"""Disk faults hit the real writer and publisher where they are told to, and what they leave is never taken for whole."""
+"""Disk faults hit the real writer and publisher where they are ordered, and what they leave is never taken for whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank takes orders from the harness's socket and tells it of its steps; without a harness nothing is there."""
+"""A rank takes orders from the harness's socket and reports its steps to it; without a harness nothing is there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Harness:
     """The other end, on a thread of its own, which gives each rank these orders when it says hello."""
 
     def __init__(self, control: Control, *orders: FaultOrder) -> None:
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.peer: Peer | None = None
         self._control, self._orders, self._over = control, orders, False
         self._thread = threading.Thread(target=self._run)
@@ -59,16 +59,16 @@ class Harness:
                 if message["type"] == "hello":
                     peer.give(self._orders)
                     self.peer = peer
-                self.heard.append(message)
+                self.received.append(message)
 
     def until(self, kind: str) -> Message:
         end = time.monotonic() + DEADLINE_S
         while time.monotonic() < end:
-            for message in self.heard:
+            for message in self.received:
                 if message["type"] == kind:
                     return message
             time.sleep(0.005)
-        raise AssertionError(f"no {kind} in {self.heard}")
+        raise AssertionError(f"no {kind} in {self.received}")
 
     def close(self) -> None:
         self._over = True
@@ -89,8 +89,8 @@ def hooked(*orders: FaultOrder) -> Iterator[tuple[Harness, Hook]]:
             harness.close()
 
 
-def test_an_order_of_the_start_happens_at_its_point_from_its_step_on_and_is_told_before() -> None:
-    """Other points and earlier steps pass; the harness knows of the blow before it falls."""
+def test_an_order_of_the_start_happens_at_its_point_from_its_step_on_and_is_reported_before() -> None:
+    """Other points and earlier steps pass; the harness knows of the injection before it falls."""
     with hooked(FaultOrder(5, Injection("raise", 1, 4, "ready"))) as (harness, hook):
         optimizer = Optimizer()
         on_point = hook.at_steps(optimizer, None)
@@ -104,16 +104,16 @@ def test_an_order_of_the_start_happens_at_its_point_from_its_step_on_and_is_told
         assert (firing["id"], firing["point"], firing["step"]) == (5, "ready", 6)
 
 
-def test_every_finished_step_is_told_with_its_bits() -> None:
-    """What the harness compares with an unbroken run; a step whose record is not at hand is not told."""
+def test_every_finished_step_is_reported_with_its_bits() -> None:
+    """What the harness compares with an unbroken run; a step whose record is not at hand is not reported."""
     with hooked() as (harness, hook):
         optimizer = Optimizer()
         on_point = hook.at_steps(optimizer, None)
         on_point("done", 1)
         optimizer.last_record = record(2)
         on_point("done", 2)
-        told = harness.until("step")
-        assert (told["step"], told["grad_norm"], told["sums"]) == (2, (0.5).hex(), [(2.25).hex()])
+        reported = harness.until("step")
+        assert (reported["step"], reported["grad_norm"], reported["sums"]) == (2, (0.5).hex(), [(2.25).hex()])
 
 
 def test_an_order_may_come_later_and_hits_the_main_thread_from_another() -> None:
@@ -141,7 +141,7 @@ def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> N
         assert harness.until("firing")["step"] == 9
 
 
-def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_told(tmp_path: Path) -> None:
+def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_reported(tmp_path: Path) -> None:
     """Only a disk's fault begins with the dump; any other begins when it is committed."""
     with hooked(
         FaultOrder(2, Injection("slow", 1, 0, "write", call=1)), FaultOrder(3, Injection("raise", 1, 1, "done"))
@@ -157,7 +157,7 @@ def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_told(tmp_path: P
         assert harness.until("firing")["id"] == 3
 
 
-def test_the_folder_of_the_journals_is_told_when_it_is_known() -> None:
+def test_the_folder_of_the_journals_is_reported_when_it_is_known() -> None:
     """It is settled after the hello: a directory that has died is passed over."""
     with Control() as control:
         harness = Harness(control)
@@ -236,13 +236,13 @@ def test_a_harness_that_takes_in_nothing_counts_as_gone(
             for _ in range(4096):
                 hook.tell("step", filler="x" * 4096)
 
-        told = threading.Thread(target=tell_much, daemon=True)
-        told.start()
-        told.join(DEADLINE_S)
-        assert not told.is_alive()
+        reported = threading.Thread(target=tell_much, daemon=True)
+        reported.start()
+        reported.join(DEADLINE_S)
+        assert not reported.is_alive()
         hook.close()
-        heard = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-    assert heard.startswith(b'{"type": "hello"') and len(heard) < 4096 * 4096
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert received.startswith(b'{"type": "hello"') and len(received) < 4096 * 4096
 
 
 def test_a_harness_that_has_gone_does_not_end_a_rank_whose_trainer_has_sigpipe_at_its_default(tmp_path: Path) -> None:
@@ -287,8 +287,8 @@ def test_without_a_harness_there_is_no_hook_at_all() -> None:
 
 
 def test_a_harness_that_is_not_there_is_named() -> None:
-    """A variable that was left in the environment."""
-    with pytest.raises(ConfigError, match="TTP_CHAOS is '/nowhere': wanted the socket of a running `ttp chaos`"):
+    """A variable that remained in the environment."""
+    with pytest.raises(ConfigError, match="TTP_CHAOS: got '/nowhere', expected the socket of a running `ttp chaos`"):
         RankFaults(Settings(chaos="/nowhere"), 0, 2, ["/checkpoints"])
 
 

@@ -21,8 +21,8 @@ def test_faults_are_parsed() -> None:
     assert parse_faults(text) == (Injection("kill", 2, 7, "updating"), Injection("raise", 0, 3, "ready", 1))
     assert parse_faults("") == ()
     assert parse_faults("slow:rank=0,step=3,point=done,for=2.5") == (Injection("slow", 0, 3, "done", for_s=2.5),)
-    wanted = Injection("kill", 1, 4, "publish", call=1, call_name="rename")
-    assert parse_faults("kill:rank=1,step=4,point=publish,call=rename.1") == (wanted,)
+    expected = Injection("kill", 1, 4, "publish", call=1, call_name="rename")
+    assert parse_faults("kill:rank=1,step=4,point=publish,call=rename.1") == (expected,)
     assert parse_faults("eio:rank=1,step=4,point=write,call=2,times=1") == (
         Injection("eio", 1, 4, "write", call=2, times=1),
     )
@@ -50,7 +50,7 @@ def test_faults_are_parsed() -> None:
     ],
 )
 def test_wrong_fault_is_refused_by_name(text: str) -> None:
-    """The error quotes the fault and says what was wanted."""
+    """The error quotes the fault and says what was expected."""
     with pytest.raises(ConfigError, match="TTP_FAULTS") as caught:
         parse_faults(text)
     assert len(str(caught.value)) < 1000

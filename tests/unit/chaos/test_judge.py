@@ -15,10 +15,10 @@ import pytest
 
 from ttp.chaos.faults.scenario import parse_scenario
 from ttp.chaos.observed.leaks import MIB, Curve, Sample
-from ttp.chaos.observed.recorder import Record, Resumed, Seen, StepTold
+from ttp.chaos.observed.recorder import Record, ReportedStep, Resumed, Seen
 from ttp.chaos.report.html_page import page
 from ttp.chaos.report.result_json import result_of, write_result
-from ttp.chaos.run.campaign import Campaign, Lap, comparable, read_unbroken, write_unbroken
+from ttp.chaos.run.campaign import Campaign, JobRun, comparable, read_unbroken, write_unbroken
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED, OVERDUE, FaultOutcome, Firing, settle
 from ttp.chaos.verdict.invariants import HELD, UNSEEN, VIOLATED, Run, judge
 from ttp.errors import ConfigError
@@ -27,8 +27,8 @@ KILLED_S = 100.0
 SAVED, LAST = 5, 8
 
 
-def told(step: int, unix_s: float, rank: int, start: int) -> StepTold:
-    return StepTold(step, unix_s, rank, (1, start), float(step).hex(), ((step / 7).hex(),))
+def reported(step: int, unix_s: float, rank: int, start: int) -> ReportedStep:
+    return ReportedStep(step, unix_s, rank, (1, start), float(step).hex(), ((step / 7).hex(),))
 
 
 def line(event: str, unix_s: float, **fields: Any) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def good_record() -> Record:
     record = Record(world_size=2, save_dirs=["/c"])
     record.hellos = [(90.0, (1, 0), rank, 70 + rank) for rank in (0, 1)]
     record.hellos += [(103.0, (1, 1), rank, 80 + rank) for rank in (0, 1)]
-    record.steps = [told(step, 90.0 + step, rank, 0) for step in range(1, SAVED + 1) for rank in (0, 1)]
-    record.steps += [told(step, 99.0 + step, rank, 1) for step in range(SAVED + 1, LAST + 1) for rank in (0, 1)]
+    record.steps = [reported(step, 90.0 + step, rank, 0) for step in range(1, SAVED + 1) for rank in (0, 1)]
+    record.steps += [reported(step, 99.0 + step, rank, 1) for step in range(SAVED + 1, LAST + 1) for rank in (0, 1)]
     record.resumes = [Resumed(SAVED, 104.0, rank, (1, 1), "/c/iter_0000005", ()) for rank in (0, 1)]
     record.journal = [
         line("assembled", 91.0),
@@ -71,7 +71,9 @@ def held(start: int, rank: int, mib_a_step: float = 0.0) -> Curve:
 
 
 def unbroken() -> Record:
-    return Record(world_size=2, steps=[told(step, 10.0 + step, 0, 0) for step in range(1, LAST + 1)], newest_step=LAST)
+    return Record(
+        world_size=2, steps=[reported(step, 10.0 + step, 0, 0) for step in range(1, LAST + 1)], newest_step=LAST
+    )
 
 
 def good_run(change: Callable[[Record], None] = lambda record: None) -> Run:
@@ -89,12 +91,12 @@ def states(run: Run) -> dict[str, str]:
 
 
 def test_a_good_run_holds_in_every_verdict_with_its_times() -> None:
-    """Nothing lost, and each stage is told in milliseconds since the kill."""
+    """Nothing lost, and each stage is reported in milliseconds since the kill."""
     run = good_run()
     assert set(states(run).values()) == {HELD}, judge(run)
     (incident,) = run.incidents
     assert (incident.outcome, incident.committed, incident.saved_step, incident.lost) == ("saved", SAVED, SAVED, 0)
-    wanted = {
+    expected = {
         "seen": 4,
         "frozen": 20,
         "decided": 21,
@@ -103,7 +105,7 @@ def test_a_good_run_holds_in_every_verdict_with_its_times() -> None:
         "resumed": 4000,
         "first_new_step": 5000,
     }
-    assert {stage: round(value) for stage, value in incident.stages_ms.items()} == wanted
+    assert {stage: round(value) for stage, value in incident.stages_ms.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -114,8 +116,8 @@ def test_a_good_run_holds_in_every_verdict_with_its_times() -> None:
     ],
     ids=["the step that a start without a new one has loaded", "a controller that had been stopped decides"],
 )
-def test_what_changes_nothing_is_no_violation(event: dict[str, Any]) -> None:
-    """The second start ends before its first new step, and finds the same step; a fenced controller goes on with what it had heard."""
+def test_what_changes_nothing_is_not_a_violation(event: dict[str, Any]) -> None:
+    """The second start ends before its first new step, and finds the same step; a fenced controller continues with what it had received."""
 
     def change(record: Record) -> None:
         record.journal += [event, {**line("took_over", 111.0), "controller": 1}]
@@ -124,13 +126,13 @@ def test_what_changes_nothing_is_no_violation(event: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("order, event", [("write_sent", "written"), ("publish_sent", "published")])
-def test_a_stopped_controller_hears_late_what_was_done_in_time(order: str, event: str) -> None:
-    """It had given the order while it led; one that it gives afterwards must be carried out by nobody."""
+def test_a_stopped_controller_receives_late_what_was_done_in_time(order: str, event: str) -> None:
+    """It had given the order while it led; one that it gives afterwards must be carried out by no rank."""
 
     def state(ordered_s: float) -> str:
         def change(record: Record) -> None:
-            heard = line(event, 115.0, step=SAVED, path="/c/iter_0000005")
-            record.journal += [line(order, ordered_s), {**line("took_over", 111.0), "controller": 1}, heard]
+            received = line(event, 115.0, step=SAVED, path="/c/iter_0000005")
+            record.journal += [line(order, ordered_s), {**line("took_over", 111.0), "controller": 1}, received]
 
         return states(good_run(change))["I8"]
 
@@ -138,22 +140,22 @@ def test_a_stopped_controller_hears_late_what_was_done_in_time(order: str, event
 
 
 def test_a_step_that_the_dead_alone_knew_is_trained_again_and_no_violation() -> None:
-    """Rank 1 had step 6 finished when it died; no survivor had its commit record, so that nobody could prove it."""
+    """Rank 1 had step 6 finished when it died; no survivor had its commit record, so that no rank could prove it."""
 
     def change(records: tuple[int, ...]) -> Callable[[Record], None]:
         def changed(record: Record) -> None:
             record.journal[3] = line("frozen", 100.02, records=records)
-            record.steps.append(told(SAVED + 1, 99.5, 1, 0))
+            record.steps.append(reported(SAVED + 1, 99.5, 1, 0))
 
         return changed
 
     alone, known = good_run(change((SAVED,))), good_run(change((SAVED, SAVED + 1)))
     assert {name for name, state in states(alone).items() if state != HELD} == set(), judge(alone)
-    assert (alone.incidents[0].unproven, alone.incidents[0].lost) == (1, 1), "and told as trained again"
+    assert (alone.incidents[0].unproven, alone.incidents[0].lost) == (1, 1), "and reported as trained again"
     assert states(known)["I6"] == "violated"
 
 
-def test_what_an_earlier_fault_broke_is_no_fall_back_whatever_the_reason_says() -> None:
+def test_what_an_earlier_fault_broke_is_not_a_fall_back_whatever_the_reason_says() -> None:
     """Ranks share the looking: another file of the same checkpoint is named."""
 
     def change(before: str, after: str) -> Callable[[Record], None]:
@@ -170,7 +172,7 @@ def test_what_an_earlier_fault_broke_is_no_fall_back_whatever_the_reason_says() 
 
 
 def _wrong_bits(record: Record) -> None:
-    record.steps[-1] = StepTold(LAST, 107.0, 1, (1, 1), (9.5).hex(), record.steps[-1].sums)
+    record.steps[-1] = ReportedStep(LAST, 107.0, 1, (1, 1), (9.5).hex(), record.steps[-1].sums)
 
 
 def _missing_step(record: Record) -> None:
@@ -202,7 +204,7 @@ def _misnamed(record: Record) -> None:
 
 
 def _went_on(record: Record) -> None:
-    record.steps.append(told(SAVED + 1, 100.3, 0, 0))
+    record.steps.append(reported(SAVED + 1, 100.3, 0, 0))
 
 
 def _wrong_load(record: Record) -> None:
@@ -273,7 +275,7 @@ def test_steps_that_carry_nothing_hold_nothing() -> None:
     """No sum and a norm of 0 are the same in a run that has diverged: bits were not seen then, but in the checkpoints."""
 
     def mute(record: Record) -> None:
-        record.steps = [dataclasses.replace(told, grad_norm=(0.0).hex(), sums=()) for told in record.steps]
+        record.steps = [dataclasses.replace(reported, grad_norm=(0.0).hex(), sums=()) for reported in record.steps]
 
     run, whole = good_run(mute), unbroken()
     mute(whole)
@@ -281,13 +283,13 @@ def test_steps_that_carry_nothing_hold_nothing() -> None:
     assert unseen["I3"] == unseen["I12"] == UNSEEN
     in_files = states(Run(run.record, run.incidents, 0, (), (), whole, ()))
     assert (in_files["I3"], in_files["I12"]) == (HELD, UNSEEN)
-    whole.steps.append(told(LAST + 1, 30.0, 0, 0))
+    whole.steps.append(reported(LAST + 1, 30.0, 0, 0))
     assert states(Run(run.record, run.incidents, 0, (), (), whole, ()))["I12"] == VIOLATED
 
 
 def test_checkpoints_of_one_step_are_compared() -> None:
     """A dying gasp behind the last periodic save has no counterpart in the unbroken run; an older newest one means that one is missing."""
-    found = [Path(f"/lap/iter_{step:07d}") for step in (62, 60, 30)]
+    found = [Path(f"/run/iter_{step:07d}") for step in (62, 60, 30)]
     assert comparable(found, Path("/unbroken/iter_0000060")) == found[1]
     assert comparable(found, Path("/unbroken/iter_0000061")) is None
     assert comparable(found, Path("/unbroken/iter_0000070")) == found[0]
@@ -310,7 +312,7 @@ def test_a_checkpoint_that_was_corrupted_must_be_skipped_aloud() -> None:
     assert again.incidents[0].outcome == "fell_back" and again.incidents[0].lost == SAVED
 
 
-def test_what_an_earlier_fault_has_broken_is_no_fall_back_of_a_later_one() -> None:
+def test_what_an_earlier_fault_has_broken_is_not_a_fall_back_of_a_later_one() -> None:
     """It stays there, and every start skips it, until the job has come past its step."""
 
     def skip(record: Record) -> None:
@@ -338,7 +340,7 @@ def test_a_rank_that_grows_is_named_with_its_start_and_the_limit() -> None:
     assert verdict.state == UNSEEN and "not judged" in verdict.text
 
 
-def test_a_leak_of_the_unbroken_run_is_told_as_its_own() -> None:
+def test_a_leak_of_the_unbroken_run_is_reported_as_its_own() -> None:
     """The run with no fault is the longest start of all."""
     run = good_run()
     assert run.unbroken is not None
@@ -348,14 +350,14 @@ def test_a_leak_of_the_unbroken_run_is_told_as_its_own() -> None:
 
 
 def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:
-    """What laps of a later campaign are compared with; another file is refused."""
+    """What runs of a later campaign are compared with; another file is refused."""
     path = tmp_path / "unbroken.json"
     write_unbroken(path, unbroken(), None)
     record, final = read_unbroken(path)
     assert final is None and record.world_size == 2
     assert judge(Run(good_record(), (), 0, (), (), record, ()))[2].state == HELD
     path.write_text("{}")
-    with pytest.raises(ConfigError, match=r"wanted the unbroken\.json"):
+    with pytest.raises(ConfigError, match=r"expected the unbroken\.json"):
         read_unbroken(path)
 
 
@@ -366,7 +368,7 @@ def campaign(tmp_path: Path) -> Campaign:
     settle(skipped, run.record, NOT_REACHED)
     run = Run(run.record, [*run.incidents, skipped], 0, (), (), run.unbroken, ())
     made = Campaign(scenario, ["ttprun", "train.py"], tmp_path, unbroken=unbroken())
-    made.laps.append(Lap(0, tmp_path, run, judge(run), 12.0))
+    made.runs.append(JobRun(0, tmp_path, run, judge(run), 12.0))
     return made
 
 
@@ -383,7 +385,7 @@ def test_the_report_is_one_page_with_its_pictures_and_every_fault(tmp_path: Path
     assert "#2e4057" in pictures[0], "the fault is in the loss curves"
     assert "a &lt;b&gt;" in text and "I12 host state" in text and "not reached" in text
     assert {(entry["run"], entry["start"], entry["rank"]) for entry in content["memory"]} == {
-        ("lap 0", start, rank) for start in (0, 1) for rank in (0, 1)
+        ("run 0", start, rank) for start in (0, 1) for rank in (0, 1)
     }
     assert "4 of 4 curves" in text and "limit 32 MiB" in text
     assert "src=" not in text and "<script" not in text
@@ -403,6 +405,6 @@ def test_a_result_with_a_violation_is_not_good(tmp_path: Path) -> None:
     """The banner and the exit status follow it."""
     made = campaign(tmp_path)
     run = good_run(_wrong_bits)
-    made.laps.append(Lap(1, tmp_path, run, judge(run), 12.0))
+    made.runs.append(JobRun(1, tmp_path, run, judge(run), 12.0))
     content = result_of(made)
     assert not content["good"] and "Violated" in page(content)

@@ -1,4 +1,4 @@
-"""What a person is told while a campaign runs, and what a test that has the fixture is told at its end."""
+"""What a campaign prints while it runs, and what a test that has the fixture shows at its end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ttp.chaos.cli import main
 from ttp.chaos.fixture import RunChaos, chaos
 from ttp.chaos.observed.recorder import Record
 from ttp.chaos.report.terminal import Screen, incident_line, show_summary
-from ttp.chaos.run.campaign import Campaign, Lap, Soak
+from ttp.chaos.run.campaign import Campaign, JobRun, Soak
 from ttp.chaos.verdict.invariants import VIOLATED, judge
 
 __all__ = ["chaos"]
 
-TOLD = "fault 1: kill of rank 1: saved step 5, 0 steps lost (published after 200 ms, first new step after 5,000 ms)"
+PRINTED = "fault 1: kill of rank 1: saved step 5, 0 steps lost (published after 200 ms, first new step after 5,000 ms)"
 
 
-def told_on(console: Console, made: Campaign) -> None:
+def print_on(console: Console, made: Campaign) -> None:
     """Follow a campaign's incidents, each of them looked at twice."""
     incidents = made.incidents
-    harness: Any = SimpleNamespace(incidents=incidents, record=made.laps[0].run.record)
+    harness: Any = SimpleNamespace(incidents=incidents, record=made.runs[0].run.record)
     with Screen(console) as screen:
         for incident in (None, *incidents, *incidents):
-            screen.told(harness, incident)
+            screen.on_progress(harness, incident)
 
 
 def wrong_bits(record: Record) -> None:
@@ -43,15 +43,15 @@ def test_a_file_gets_a_line_a_fault_and_each_once(tmp_path: Path) -> None:
     """With what became of it, what was lost, and when."""
     file = io.StringIO()
     made = campaign(tmp_path)
-    told_on(Console(file=file, width=200), made)
-    assert file.getvalue().splitlines() == [TOLD, "fault 2: kill of rank random: not reached"]
-    assert incident_line(made.incidents[0]) == TOLD
+    print_on(Console(file=file, width=200), made)
+    assert file.getvalue().splitlines() == [PRINTED, "fault 2: kill of rank random: not reached"]
+    assert incident_line(made.incidents[0]) == PRINTED
 
 
 def test_a_terminal_gets_a_table_that_grows_and_where_the_job_stands(tmp_path: Path) -> None:
     """The stages of each fault, and below the step that the job has reached."""
     file = io.StringIO()
-    told_on(Console(file=file, width=160, force_terminal=True, color_system=None), campaign(tmp_path))
+    print_on(Console(file=file, width=160, force_terminal=True, color_system=None), campaign(tmp_path))
     text = file.getvalue()
     for words in (
         "first new step",
@@ -64,18 +64,18 @@ def test_a_terminal_gets_a_table_that_grows_and_where_the_job_stands(tmp_path: P
         assert words in text, text
 
 
-def test_the_summary_has_every_fault_and_the_laps_that_are_not_good(tmp_path: Path) -> None:
-    """Of good laps the last one's verdicts."""
+def test_the_summary_has_every_fault_and_the_runs_that_are_not_good(tmp_path: Path) -> None:
+    """Of good runs the last one's verdicts."""
     made = campaign(tmp_path)
     bad = good_run(wrong_bits)
-    made.laps.append(Lap(1, tmp_path, bad, judge(bad), 1.0))
+    made.runs.append(JobRun(1, tmp_path, bad, judge(bad), 1.0))
     good = good_run()
-    made.laps.append(Lap(2, tmp_path, good, judge(good), 1.0))
+    made.runs.append(JobRun(2, tmp_path, good, judge(good), 1.0))
     file = io.StringIO()
     show_summary(Console(file=file, width=200), made)
     text = file.getvalue()
-    assert text.count("kill of rank 1") == 3 and "lap 1: " in text and VIOLATED in text
-    assert "lap 0: " not in text and "lap 2: " not in text
+    assert text.count("kill of rank 1") == 3 and "run 1: " in text and VIOLATED in text
+    assert "run 0: " not in text and "run 2: " not in text
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_fixture_fails_a_test_whose_job_lost_something_with_its_seed_and_out
     (tmp_path / "console.log").write_text("the job's last words")
     if change is not None:
         bad = good_run(change)
-        made.laps.append(Lap(1, tmp_path, bad, judge(bad), 1.0))
+        made.runs.append(JobRun(1, tmp_path, bad, judge(bad), 1.0))
     asked: list[Any] = []
 
     def run_campaign(scenario: Any, command: Any, output: Path) -> list[Campaign]:
@@ -115,7 +115,7 @@ def test_the_fixture_fails_a_test_whose_job_lost_something_with_its_seed_and_out
 @pytest.mark.parametrize(
     ("reached", "change", "status", "words"),
     [
-        (True, None, 0, "HELD: 1 faults, 1 blows"),
+        (True, None, 0, "HELD: 1 faults, 1 injections"),
         (False, None, 3, "1 of 2 faults did not happen"),
         (False, wrong_bits, 1, "VIOLATED (seed 7)"),
     ],
@@ -131,10 +131,10 @@ def test_the_exit_status_says_whether_all_held_and_all_happened(
 ) -> None:
     """A violation goes before a fault that did not happen; in each case there are a result and a report. A soak is an hour's sixty faults."""
     made = campaign(tmp_path)
-    run = good_run(change) if change else made.laps[0].run
-    incidents = run.incidents[:1] if reached else made.laps[0].run.incidents
+    run = good_run(change) if change else made.runs[0].run
+    incidents = run.incidents[:1] if reached else made.runs[0].run.incidents
     run = replace(run, incidents=incidents)
-    made.laps[:] = [Lap(0, tmp_path, run, judge(run), 1.0)]
+    made.runs[:] = [JobRun(0, tmp_path, run, judge(run), 1.0)]
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("{seed: 7, faults: [{fault: kill}]}")
     output = tmp_path / "out"
@@ -156,6 +156,6 @@ def test_the_exit_status_says_whether_all_held_and_all_happened(
 def test_the_kinds_are_listed_with_their_points_and_outcomes(capsys: pytest.CaptureFixture[str]) -> None:
     """A line of the table each."""
     assert main(["faults"]) == 0
-    told = capsys.readouterr().out
-    (row,) = [line for line in told.splitlines() if "slowdisk" in line]
-    assert "write publish" in row and "unharmed or saved" in row and "events for `then`: suspect" in told
+    output = capsys.readouterr().out
+    (row,) = [line for line in output.splitlines() if "slowdisk" in line]
+    assert "write publish" in row and "unharmed or saved" in row and "events for `then`: suspect" in output

@@ -39,8 +39,8 @@ def test_every_cell_is_there_once_and_run_twice_makes_at_least_five_hundred_faul
     """Every death at every point of a step to every role; names tell them apart."""
     names = [cell.name for cell in cells()]
     assert len(names) == len(set(names)) and 2 * len(names) >= 500
-    wanted = {f"{kind}/{point}/{role}" for kind in IN_STEP for point in POINTS for role in ROLES}
-    assert wanted <= set(names)
+    expected = {f"{kind}/{point}/{role}" for kind in IN_STEP for point in POINTS for role in ROLES}
+    assert expected <= set(names)
 
 
 def test_the_cells_of_nodes_are_a_matrix_of_their_own() -> None:
@@ -130,22 +130,22 @@ def test_the_table_counts_what_was_run_and_what_was_not_expected(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
-        (["matrix", "--shard", "3/3"], "--shard is '3/3': wanted I/N"),
-        (["matrix", "--kinds", "burn"], "--kinds has 'burn': wanted some of kill"),
+        (["matrix", "--shard", "3/3"], "--shard: got '3/3', expected I/N"),
+        (["matrix", "--kinds", "burn"], "--kinds: got 'burn', expected some of kill"),
         (["run", "nowhere.yaml", "--", "true"], "nowhere.yaml: no such file"),
         (["check", "nowhere.yaml"], "nowhere.yaml: no such file"),
-        (["report", "nowhere.json"], "wanted the result.json of a campaign"),
+        (["report", "nowhere.json"], "expected the result.json of a campaign"),
     ],
 )
-def test_wrong_usage_has_status_2_and_says_what_was_wanted(
-    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_usage_has_status_2_and_names_what_was_expected(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is started."""
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    assert wanted in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
 
 
 def test_a_run_without_a_command_or_over_strange_files_is_refused(
@@ -158,7 +158,7 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     assert "kill of rank random: saved" in capsys.readouterr().out
     output = tmp_path / "out"
     assert main(["run", str(scenario), "--output", str(output)]) == 2
-    assert "no command: wanted the job's after `--`" in capsys.readouterr().out
+    assert "no command: expected the job's after `--`" in capsys.readouterr().out
     (output / "precious").write_text("mine")
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
     assert "it holds 'precious', which no campaign makes" in capsys.readouterr().out
@@ -166,19 +166,19 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
     assert "it holds 'lap_times.csv', which no campaign makes" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", str(output / "lap_times.csv"), "--", "true"]) == 2
-    assert "a file; wanted a folder" in capsys.readouterr().out
+    assert "a file, expected a folder" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", "/proc/none", "--", "true"]) == 2
-    assert "wanted a folder that can be made" in capsys.readouterr().out
+    assert "expected a folder that can be made" in capsys.readouterr().out
     (output / "lap_times.csv").unlink()
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(scenario), "--output", str(output), "--seed", "-1", "--", "true"])
     assert "--seed: got '-1', expected an integer from 0" in capsys.readouterr().err
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 1
-    assert "no rank has called ttp.start in lap 0" in capsys.readouterr().out, "nothing was judged, so nothing held"
+    assert "no rank called ttp.start in run 0" in capsys.readouterr().out, "nothing was judged, so nothing held"
     assert main(["run", str(scenario), "--output", str(output), "--duration", "soon", "--", "true"]) == 2
-    assert "--duration is 'soon': wanted seconds" in capsys.readouterr().out
+    assert "--duration: got 'soon', expected seconds" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", str(output), "--", "no-such-program"]) == 2
-    assert "'no-such-program' is no program that can be run" in capsys.readouterr().out
+    assert "'no-such-program' is not executable" in capsys.readouterr().out
 
 
 def test_a_cell_cannot_ask_for_a_point_that_its_fault_does_not_have() -> None:

@@ -1,4 +1,4 @@
-"""Growth of a rank's memory is told from warm-up, noise, hogs and level shifts; what is read of a process is its own."""
+"""Growth of a rank's memory is distinguished from warm-up, noise, hogs and level shifts; what is read of a process is its own."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def curve(mib_at: Callable[[int], float], samples: int = 100, every: int = STEPS
     return made
 
 
-def grown(made: Curve, *hurt: tuple[float, float]) -> float:
-    growth = growth_of(made, hurt)
+def grown(made: Curve, *faulted: tuple[float, float]) -> float:
+    growth = growth_of(made, faulted)
     assert growth is not None
     return growth.mib
 
 
 @pytest.mark.parametrize("kib_a_step", [8, 64, 4096])
-def test_a_tensor_kept_each_step_is_told_by_its_size(kib_a_step: int) -> None:
+def test_a_tensor_kept_each_step_is_reported_by_its_size(kib_a_step: int) -> None:
     """In MiB for 1,000 steps, through an allocator's noise of a MiB, whatever step the start began with."""
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
@@ -54,24 +54,24 @@ def test_a_tensor_kept_each_step_is_told_by_its_size(kib_a_step: int) -> None:
     assert grown(leak) == pytest.approx(kib_a_step * 1000 / 1024, rel=0.25)
 
 
-def test_what_is_made_in_the_first_steps_is_no_growth() -> None:
+def test_what_is_made_in_the_first_steps_is_not_a_growth() -> None:
     """Gradients, moments and buffers: 300 MiB within the warm-up."""
     assert grown(curve(lambda step: 300.0 * min(1.0, step / WARM_UP_STEPS), every=2)) == 0.0
 
 
-def test_caches_that_fill_slowly_are_no_growth() -> None:
+def test_caches_that_fill_slowly_are_not_growth() -> None:
     """They rise for a third of the start, or ever less: the last third has no slope worth a word."""
     assert grown(curve(lambda step: 60.0 * min(1.0, step / 400))) == 0.0
     assert grown(curve(lambda step: 60.0 * (1 - math.exp(-step / 150)))) < 1.0
 
 
-def test_one_level_that_changes_is_no_growth() -> None:
+def test_one_level_that_changes_is_not_a_growth() -> None:
     """A dump's buffers that stay, wherever in the start it comes."""
     for place in range(100):
         assert grown(curve(lambda step, place=place: 80.0 * (step > place * STEPS_A_SAMPLE))) == 0.0  # type: ignore[misc]
 
 
-def test_noise_is_no_growth() -> None:
+def test_noise_is_not_a_growth() -> None:
     """A random walk of pages that come and go within 6 MiB, in a hundred short starts: none is near the default limit."""
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")

@@ -63,7 +63,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 
 def test_another_thread_changes_no_handler() -> None:
-    """Only the main thread may; elsewhere nobody is heard, and nobody is disturbed."""
+    """Only the main thread may; elsewhere no signal is received, and no thread is disturbed."""
     found = []
 
     def enter() -> None:

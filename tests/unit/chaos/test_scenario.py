@@ -1,4 +1,4 @@
-"""A scenario is read strictly: what is wrong is named with what was got and what was wanted, and nothing is guessed."""
+"""A scenario is read strictly: what is wrong is named with what was got and what was expected, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_scenario_says_what_happens_when_and_to_whom(tmp_path: Path) -> None:
 
 
 def test_a_node_is_named_by_its_number_or_by_a_rank_on_it() -> None:
-    """And the fault is told so."""
+    """And the fault's text shows it."""
     faults = [
         {"fault": "lose_node", "node": 1},
         {"fault": "lose_node", "rank": 0},
@@ -59,9 +59,9 @@ def test_a_node_is_named_by_its_number_or_by_a_rank_on_it() -> None:
         {"fault": "lose_node"},
     ]
     scenario = parse_scenario({"faults": faults, "nodes": 2}, "here")
-    told = ["node 1", "the node of rank 0", "the node of rank 3", "node random"]
-    assert [fault.text.partition(" of ")[2] for fault in scenario.faults] == told
-    with pytest.raises(ConfigError, match="lose_node of node 2, got nodes: 2; wanted a node from 0 to 1"):
+    reported = ["node 1", "the node of rank 0", "the node of rank 3", "node random"]
+    assert [fault.text.partition(" of ")[2] for fault in scenario.faults] == reported
+    with pytest.raises(ConfigError, match="lose_node of node 2, got nodes: 2, expected a node from 0 to 1"):
         parse_scenario({"faults": [{"fault": "lose_node", "node": 2}], "nodes": 2}, "here")
 
 
@@ -75,24 +75,24 @@ def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "wanted"),
+    ("fault", "expected"),
     [
         ({"fault": "burn"}, "fault: got 'burn', expected one of kill, stop"),
-        ({"fault": "kill", "rank": -1}, "rank is -1: wanted a rank from 0"),
-        ({"fault": "kill", "rank": [1, 1]}, "wanted each rank once"),
-        ({"fault": "kill", "step": 3, "after_s": 1}, "step and after_s: wanted one of them"),
+        ({"fault": "kill", "rank": -1}, "rank: got -1, expected a rank from 0"),
+        ({"fault": "kill", "rank": [1, 1]}, "expected each rank once"),
+        ({"fault": "kill", "step": 3, "after_s": 1}, "got step and after_s, expected one of them"),
         ({"fault": "kill", "step": 0}, "step: got 0, expected an integer from 1 to"),
-        ({"fault": "kill", "after_steps": [5, 2]}, "the other way round"),
-        ({"fault": "kill", "point": "lunch"}, "point is 'lunch': wanted one of now, backward"),
+        ({"fault": "kill", "after_steps": [5, 2]}, "least <= most"),
+        ({"fault": "kill", "point": "lunch"}, "point: got 'lunch', expected one of now, backward"),
         ({"fault": "slow"}, "no for_s"),
         ({"fault": "corrupt", "rank": 1}, "it hits no rank"),
         ({"fault": "kill", "colour": "red"}, "unknown field 'colour'"),
-        ({"fault": "kill", "expect": "fine"}, "expect has 'fine': wanted some of saved"),
-        ({"fault": "kill", "then": [{"fault": "kill", "event": "lunch"}]}, "then 1 \\(kill\\): event is 'lunch'"),
+        ({"fault": "kill", "expect": "fine"}, "expect: got 'fine', expected some of saved"),
+        ({"fault": "kill", "then": [{"fault": "kill", "event": "lunch"}]}, "then 1 \\(kill\\): event: got 'lunch'"),
         ({"fault": "kill", "then": [{"fault": "kill", "then": []}]}, "a `then` within a `then`"),
         ({"fault": "partition", "for_s": 2}, "needs several nodes, got nodes: 0"),
-        ({"fault": "kill_agent", "node": 1}, "kill_agent of node 1, got nodes: 0; wanted a node from 0 to 0"),
-        ({"fault": "kill_agent", "node": 0, "rank": 1}, "node and rank: wanted one of them"),
+        ({"fault": "kill_agent", "node": 1}, "kill_agent of node 1, got nodes: 0, expected a node from 0 to 0"),
+        ({"fault": "kill_agent", "node": 0, "rank": 1}, "got node and rank, expected one of them"),
         ({"fault": "kill_agent", "rank": [0, 1]}, r"rank: got \[0, 1\], expected an integer from 0"),
         ({"fault": "kill_agent", "count": 2}, "it hits no rank"),
         ({"fault": "fill_disk", "for_s": 2}, "got small_disk_mib: 0"),
@@ -102,14 +102,14 @@ def test_every_kind_can_be_asked_for_by_its_name_and_what_it_wants() -> None:
         ({"fault": "kill", "rank": 1, "count": 5}, "count beside rank: 1"),
         (
             {"fault": "kill", "point": "backward", "call": 1},
-            "call with point 'backward': wanted point write or publish",
+            "call: got point 'backward', expected point write or publish",
         ),
         ("kill", "expected names with values"),
     ],
 )
-def test_a_wrong_fault_is_refused_with_its_place_and_what_was_wanted(fault: object, wanted: str) -> None:
+def test_a_wrong_fault_is_refused_with_its_place_and_what_was_expected(fault: object, expected: str) -> None:
     """The message leads to the line to correct."""
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         parse_scenario({"faults": [fault]}, "here.yaml")
 
 
@@ -135,7 +135,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="key 'rank' is given twice"):
         load_scenario(path)
     path.write_text("{faults: [{fault: kill}], environ: {B: [1]}}")
-    with pytest.raises(ConfigError, match=r"environ B is \[1\]: wanted a text or a number"):
+    with pytest.raises(ConfigError, match=r"environ B: got \[1\], expected a string or a number"):
         load_scenario(path)
     path.write_text("name: nothing")
     with pytest.raises(ConfigError, match="faults: got None, expected a list"):

@@ -1,4 +1,4 @@
-"""Who is hit is who is told of: launchers and nodes, named, of a rank, or drawn; and where nodes cannot be made it is said why."""
+"""Who is hit is who is informed of: launchers and nodes, named, of a rank, or drawn; and where nodes cannot be made it is said why."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def peers() -> dict[int, Peer]:
     return {rank: cast(Peer, SimpleNamespace(rank=rank, pid=1000 + rank)) for rank in range(NODES)}
 
 
-def blow(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, str]:
-    """Strike; return the striker, the index of the node that was told, and what was told."""
+def strike(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, str]:
+    """Strike; return the striker, the index of the node that got the order, and the order."""
     (spec,) = parse_scenario({"faults": [fault], "nodes": NODES}, "here").faults
     striker = Injector(cast(Target, target), random.Random(seed))
     for peer in peers().values():
@@ -67,9 +67,9 @@ def blow(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, str]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_launcher_that_is_told_is_the_one_that_was_killed(target: Any, seed: int) -> None:
+def test_the_launcher_that_is_named_is_the_one_that_was_killed(target: Any, seed: int) -> None:
     """Also when chance draws it: the harness starts the launcher of that node again."""
-    _, index, whom = blow(target, seed, fault="kill_agent")
+    _, index, whom = strike(target, seed, fault="kill_agent")
     killed = target.launchers[index]
     assert killed.wait(30) == -signal.SIGKILL and f"(pid {killed.pid})" in whom
     assert [launcher.poll() for launcher in target.launchers].count(None) == NODES - 1
@@ -78,7 +78,7 @@ def test_the_launcher_that_is_told_is_the_one_that_was_killed(target: Any, seed:
 def test_a_node_of_a_rank_is_where_that_rank_runs(target: Any) -> None:
     """Ranks are not in the order of the nodes."""
     for rank in range(NODES):
-        striker, index, whom = blow(target, 0, fault="partition", rank=rank, for_s=5)
+        striker, index, whom = strike(target, 0, fault="partition", rank=rank, for_s=5)
         node = target.nodes[index]
         assert index == NODES - 1 - rank and whom == f"{node.name} #{index}"
         assert node.done == ["unplug"]
@@ -86,7 +86,7 @@ def test_a_node_of_a_rank_is_where_that_rank_runs(target: Any) -> None:
         assert node.done == ["unplug", "plug"], "the cable is put back, whatever happens"
 
 
-def test_a_rank_that_runs_on_no_node_is_told(target: Any) -> None:
+def test_a_rank_that_runs_on_no_node_is_reported(target: Any) -> None:
     """The command may start its ranks elsewhere."""
     (spec,) = parse_scenario({"faults": [{"fault": "lose_node", "rank": 0}], "nodes": NODES}, "here").faults
     with pytest.raises(NodesError, match="rank 0 runs on none of the 3 nodes"):
@@ -101,5 +101,5 @@ def test_a_scenario_of_nodes_is_refused_with_the_reason_where_none_can_be_made(
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text("{name: far, nodes: 2, faults: [{fault: lose_node}]}")
     assert main(["run", str(scenario), "--output", str(tmp_path / "out"), "--", "true"]) == USAGE
-    told = capsys.readouterr().out
-    assert "'far': nodes: 2: not root: network namespaces need it; leave nodes out, or run it elsewhere" in told
+    logged = capsys.readouterr().out
+    assert "'far': nodes: 2: not root: network namespaces need it; leave nodes out, or run it elsewhere" in logged

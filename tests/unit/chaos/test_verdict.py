@@ -21,15 +21,15 @@ WHOLE = [metric(1, 5.0), metric(2, 4.0), metric(3, 3.0)]
 
 def test_equal_runs_are_equal() -> None:
     """A resumed run may train a step twice, with the same bits."""
-    hurt = [metric(1, 5.0), metric(2, 4.0), {"event": "resume", "from_step": 1}, metric(2, 4.0), metric(3, 3.0)]
-    verdict = compare(hurt, WHOLE, FINAL, FINAL)
+    faulted = [metric(1, 5.0), metric(2, 4.0), {"event": "resume", "from_step": 1}, metric(2, 4.0), metric(3, 3.0)]
+    verdict = compare(faulted, WHOLE, FINAL, FINAL)
     assert verdict.equal and verdict.steps == 3
 
 
 def test_one_bit_is_found() -> None:
     """Also in a line that a later line of the same step replaced."""
-    hurt = [metric(1, 5.0), metric(2, 4.000000000000001), metric(2, 4.0), metric(3, 3.0)]
-    verdict = compare(hurt, WHOLE, FINAL, FINAL)
+    faulted = [metric(1, 5.0), metric(2, 4.000000000000001), metric(2, 4.0), metric(3, 3.0)]
+    verdict = compare(faulted, WHOLE, FINAL, FINAL)
     assert not verdict.equal and "step 2: loss" in verdict.differences[0]
 
 
@@ -73,7 +73,7 @@ def test_timeline_of_a_refusal_says_why() -> None:
 def test_a_step_that_only_the_dead_rank_knew_of_is_not_lost(
     rank: int, records: list[int], lost: int, alone: int
 ) -> None:
-    """Rank 0 had written step 8 down, and nobody else had its record; a survivor's record makes it a lost step."""
+    """Rank 0 had written step 8 down, and no other rank had its record; a survivor's record makes it a lost step."""
     journal = [
         {"event": "frozen", "unix_s": 1.0, "records": records},
         {"event": "published", "unix_s": 2.0, "step": 7, "path": "/x"},

@@ -17,7 +17,7 @@ def test_journals_are_read_wherever_a_start_keeps_them(tmp_path: Path) -> None:
     for start, name in enumerate(("a", "b", "b")):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        watch.hear({"rank": 0}, (1, start), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(folder)})
+        watch.receive({"rank": 0}, (1, start), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(folder)})
         line = {"unix_s": float(start), "event": "assembled", "fields": {"world_size": 2}}
         (folder / f"journal_{start}.jsonl").write_text(json.dumps(line) + "\n")
     assert sorted(line["unix_s"] for line in watch.look()) == [0.0, 1.0, 2.0]
@@ -31,7 +31,7 @@ def test_a_journal_that_a_later_launch_has_moved_aside_is_read_to_its_end(tmp_pa
         return json.dumps({"unix_s": unix_s, "event": "assembled", "fields": {"world_size": 2}}) + "\n"
 
     watch, path = Recorder(), tmp_path / "journal_0.jsonl"
-    watch.hear({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
+    watch.receive({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
     path.write_text(line(1.0) + line(2.0))
     assert len(watch.look()) == 2
     with open(path, "a", encoding="utf-8") as file:
@@ -47,7 +47,7 @@ def test_a_journal_that_is_moved_aside_between_two_looks_at_its_folder_is_read_a
 ) -> None:
     """A launch that begins moves it between the harness' listing and its opening."""
     watch, path = Recorder(), tmp_path / "journal_0.jsonl"
-    watch.hear({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
+    watch.receive({"rank": 0}, (1, 0), {"type": "log_dir", "unix_s": 1.0, "log_dir": str(tmp_path)})
     path.write_text(json.dumps({"unix_s": 1.0, "event": "assembled", "fields": {"world_size": 2}}) + "\n")
     listing = Path.glob
 

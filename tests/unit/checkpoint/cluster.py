@@ -155,7 +155,7 @@ class Cluster:
         blank = Job({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
         for rank, share in enumerate(blank.shares(len(self.hosts))):
             mine = found[rank]
-            wanted = self.spare_disk if self.hosts[rank] in self.spare else self.disk
-            assert mine is not None and mine.path.parent == wanted(rank)
+            expected = self.spare_disk if self.hosts[rank] in self.spare else self.disk
+            assert mine is not None and mine.path.parent == expected(rank)
             mine.read_into(share)
         return dict(blank.tensors)

@@ -64,12 +64,12 @@ def test_damage_is_named_skipped_and_the_older_checkpoint_used(
     path = find.list_checkpoints([tmp_path])[0]
     with pytest.raises(CorruptCheckpoint, match=reason):
         verify(path)
-    heard: list[tuple[Path, str]] = []
-    found = find.find_newest_valid([tmp_path], on_skip=lambda p, text: heard.append((p, text)))
+    received: list[tuple[Path, str]] = []
+    found = find.find_newest_valid([tmp_path], on_skip=lambda p, text: received.append((p, text)))
     assert found is not None and found.path == older and found.manifest.step == 41
-    assert [p for p, _ in heard] == [path] and len(found.skipped) == 1
+    assert [p for p, _ in received] == [path] and len(found.skipped) == 1
     with pytest.raises(CorruptCheckpoint, match=reason):
-        raise CorruptCheckpoint(heard[0][1])
+        raise CorruptCheckpoint(received[0][1])
     job.later().assert_equal(job.read(found.path))
 
 
@@ -93,7 +93,7 @@ def test_the_newest_of_several_directories_is_found_whatever_the_trackers_say(jo
     assert found is not None and found.path == newest and found.skipped == ()
 
 
-def test_attempts_and_broken_ones_are_no_checkpoints(job: Job, tmp_path: Path) -> None:
+def test_attempts_and_broken_ones_are_not_checkpoints(job: Job, tmp_path: Path) -> None:
     """Only the exact name of a step counts."""
     path = job.save(tmp_path, 42)
     for name in ("iter_0000043_tmp_a", "iter_0000044_broken_1", "iter_45", "iter_00000046", "xiter_0000047"):
@@ -201,7 +201,7 @@ def test_a_checkpoint_by_stock_torch_is_read(job: Job, tmp_path: Path) -> None:
 def test_an_unreadable_manifest_file_is_not_called_corrupt(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that does not answer must not get a good checkpoint moved aside."""
+    """A disk that does not answer must not get a good checkpoint renamed."""
     path = job.save(tmp_path, 42)
 
     def refuse(*args: object, **kwargs: object) -> bytes:

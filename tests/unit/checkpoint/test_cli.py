@@ -45,7 +45,7 @@ def test_a_directory_is_listed_newest_first(job: Job, tmp_path: Path) -> None:
     assert status == 1 and "broken" in text and "__0_0_0.distcp is missing" in text
 
 
-def test_ranks_that_were_told_to_leave_are_not_listed_as_lost(job: Job, tmp_path: Path) -> None:
+def test_ranks_with_a_preemption_notice_are_not_listed_as_lost(job: Job, tmp_path: Path) -> None:
     """They saved all, and left; the manifest names them all the same."""
     job.save(tmp_path, 42, cause=Cause(CauseKind.PREEMPTED, (0, 1), "SIGTERM"))
     assert re.search(r" 42 +preempted +- ", run(str(tmp_path), "list")[1])
@@ -102,13 +102,13 @@ def test_verify_of_a_folder_checks_all_of_it(job: Job, tmp_path: Path) -> None:
     status, text = run("verify", str(tmp_path))
     assert status == 1 and re.findall(r"^(\w+) ", text, re.MULTILINE) == ["VALID", "INVALID", "VALID", "3"]
     assert text.endswith("3 checkpoints checked: 1 broken\n")
-    told = json.loads(run("verify", str(tmp_path), "--json")[1])
-    assert [entry["valid"] for entry in told["checkpoints"]] == [True, False, True] and told["valid"] is False
-    assert told["error"] == told["checkpoints"][1]["error"] and told["folder"] == str(tmp_path)
+    logged = json.loads(run("verify", str(tmp_path), "--json")[1])
+    assert [entry["valid"] for entry in logged["checkpoints"]] == [True, False, True] and logged["valid"] is False
+    assert logged["error"] == logged["checkpoints"][1]["error"] and logged["folder"] == str(tmp_path)
     assert run("verify", str(tmp_path), "--shallow")[0] == 0
 
 
-def test_verify_of_a_folder_tells_how_far_it_is(job: Job, tmp_path: Path) -> None:
+def test_verify_of_a_folder_shows_how_far_it_is(job: Job, tmp_path: Path) -> None:
     """On a terminal: which one, of how many."""
     for step in (41, 42):
         job.save(tmp_path, step)
@@ -172,21 +172,24 @@ def test_an_output_folder_means_the_checkpoints_in_it(job: Job, tmp_path: Path) 
         assert run(command, str(tmp_path)) == run(command, str(tmp_path / "checkpoints"))
 
 
-def test_inspect_tells_who_wrote_what(job: Job, tmp_path: Path) -> None:
+def test_inspect_shows_who_wrote_what(job: Job, tmp_path: Path) -> None:
     """Every rank with its bytes and elements, which add up to all, and every tensor with its writers."""
     path = job.save(tmp_path, 42, holders=3)
     status, text = run("inspect", str(path), "--json")
-    told = json.loads(text)
+    answer = json.loads(text)
     elements = {key: tensor.numel() for key, tensor in job.tensors.items()}
     assert (
-        status == 0 and told["step"] == 42 and told["cause"]["text"] == "signal SIGKILL" and told["layout"] == {"dp": 3}
+        status == 0
+        and answer["step"] == 42
+        and answer["cause"]["text"] == "signal SIGKILL"
+        and answer["layout"] == {"dp": 3}
     )
-    assert told["tensors"].keys() == elements.keys()
-    assert {rank for tensor in told["tensors"].values() for rank in tensor["ranks"]} == {0, 1, 2}
+    assert answer["tensors"].keys() == elements.keys()
+    assert {rank for tensor in answer["tensors"].values() for rank in tensor["ranks"]} == {0, 1, 2}
     rows = [line.split() for line in run("inspect", str(path))[1].splitlines() if re.match(r" +[012]  -", line)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert sum(int(row[6]) for row in rows) == sum(elements.values())
-    assert sum(int(row[2]) for row in rows) == len(told["files"])
+    assert sum(int(row[2]) for row in rows) == len(answer["files"])
 
 
 def test_inspect_gives_each_part_of_a_large_layout_a_row(job: Job, tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_inspect_gives_each_number_of_a_step_a_line(job: Job, tmp_path: Path) ->
     assert json.loads(run("inspect", str(tmp_path), "--json")[1])["record"]["sums"] == [5.25]
 
 
-def test_inspect_tells_a_skipped_step_and_a_norm_that_nobody_took(job: Job, tmp_path: Path) -> None:
+def test_inspect_shows_a_skipped_step_and_a_norm_that_was_not_taken(job: Job, tmp_path: Path) -> None:
     """Of an overflow, and of `barrier` mode."""
     job.save(tmp_path, 42, record=CommitRecord(42, 0.0, 1.0, False, 1.0, (0.001,), ()))
     text = run("inspect", str(tmp_path))[1]
@@ -234,14 +237,14 @@ def test_inspect_tells_a_skipped_step_and_a_norm_that_nobody_took(job: Job, tmp_
     assert re.search(r"^  grad norm +inf$", text, re.MULTILINE)
 
 
-def test_inspect_tells_who_wrote_the_plain_values(job: Job, tmp_path: Path) -> None:
+def test_inspect_shows_who_wrote_the_plain_values(job: Job, tmp_path: Path) -> None:
     """The rank that published, beside its own tensors."""
     job.save(tmp_path, 42, blobs={"group": 0.5})
     writers = [line for line in run("inspect", str(tmp_path))[1].splitlines() if "plain values" in line]
     assert len(writers) == 1 and writers[0].endswith("weights, plain values, metadata")
 
 
-def test_inspect_of_a_damaged_one_tells_what_there_is_and_says_so(job: Job, tmp_path: Path) -> None:
+def test_inspect_of_a_damaged_one_shows_what_there_is_and_says_so(job: Job, tmp_path: Path) -> None:
     """The manifest is whole; what cannot be read of the files is named, and the status is 1."""
     path = job.save(tmp_path, 42)
     (path / "__1_0_0.distcp").unlink()
@@ -273,13 +276,13 @@ def test_list_names_what_else_takes_room(job: Job, tmp_path: Path) -> None:
     for name, meaning in (
         ("iter_0000043_tmp_a", "a staging directory"),
         ("iter_0000041_tmp_pruned_x", "half removed"),
-        ("iter_0000040_broken_1", "moved aside"),
+        ("iter_0000040_broken_1", "renamed"),
         ("iter_0000039_superseded_1", "superseded by a later write"),
     ):
         assert re.search(rf"^{name} .*{meaning}", text, re.MULTILINE), text
-    told = json.loads(run("list", str(tmp_path), "--json")[1])
-    assert [entry["step"] for entry in told["checkpoints"]] == [42] and len(told["leftovers"]) == 4
-    assert all(entry["bytes"] > 0 for entry in told["leftovers"])
+    answer = json.loads(run("list", str(tmp_path), "--json")[1])
+    assert [entry["step"] for entry in answer["checkpoints"]] == [42] and len(answer["leftovers"]) == 4
+    assert all(entry["bytes"] > 0 for entry in answer["leftovers"])
 
 
 def test_a_nodes_piece_is_judged_as_one_and_not_compared_or_pruned_alone(job: Job, tmp_path: Path) -> None:
@@ -360,7 +363,7 @@ def test_every_command_names_the_damage(job: Job, tmp_path: Path, damage: Callab
     damage(path)
     before = sorted(str(file) for file in folder.rglob("*"))
     good, output = str(tmp_path / "other"), str(tmp_path / "out")
-    for words, wanted in (
+    for words, expected in (
         (("verify", str(folder)), Status.NO),
         (("diff", str(folder), good), Status.FAILED),
         (("diff", good, str(folder)), Status.FAILED),
@@ -368,17 +371,17 @@ def test_every_command_names_the_damage(job: Job, tmp_path: Path, damage: Callab
         (("prune", str(folder), "--keep", "1", "--yes"), Status.FAILED),
     ):
         status, text = run(*words)
-        assert status == wanted and re.search(reason, text), (words, text)
-        told = json.loads(run(*words, "--json")[1])
-        assert told["status"] == wanted and re.search(reason, told["error"]), (words, told)
+        assert status == expected and re.search(reason, text), (words, text)
+        answer = json.loads(run(*words, "--json")[1])
+        assert answer["status"] == expected and re.search(reason, answer["error"]), (words, answer)
     judged = run("list", str(folder))[0]
     assert judged == (Status.YES if damage is flip_a_bit else Status.NO)
     assert sorted(str(file) for file in folder.rglob("*")) == before and not Path(output).exists()
 
 
 @pytest.mark.parametrize("words", [["list"], ["inspect"], ["verify"], ["diff", "{}"], ["export", "x", "--to", "torch"]])
-def test_a_path_that_is_no_folder_is_wrong_usage(tmp_path: Path, words: list[str]) -> None:
-    """A file and nothing at all are told apart."""
+def test_a_path_that_is_not_a_folder_is_wrong_usage(tmp_path: Path, words: list[str]) -> None:
+    """A file and nothing at all are distinguished."""
     (tmp_path / "file").write_text("x")
     for name, what in (("file", "is a file"), ("nothing", "is not there")):
         path = str(tmp_path / name)
@@ -387,7 +390,7 @@ def test_a_path_that_is_no_folder_is_wrong_usage(tmp_path: Path, words: list[str
 
 
 @pytest.fixture
-def as_nobody(tmp_path: Path) -> Iterator[Callable[[], None]]:
+def as_other_user(tmp_path: Path) -> Iterator[Callable[[], None]]:
     """Return a function that takes this process's right to read what belongs to root, until the test ends."""
     euid = os.geteuid()
     parents = [
@@ -407,12 +410,12 @@ def as_nobody(tmp_path: Path) -> Iterator[Callable[[], None]]:
         parent.chmod(mode)
 
 
-def test_what_may_not_be_read_is_not_called_broken(job: Job, tmp_path: Path, as_nobody: Callable[[], None]) -> None:
+def test_what_may_not_be_read_is_not_called_broken(job: Job, tmp_path: Path, as_other_user: Callable[[], None]) -> None:
     """3 and the file's name: neither valid nor invalid is known, and prune removes nothing."""
     older, path = job.save(tmp_path, 41), job.save(tmp_path, 42)
     path.chmod(0o755)
     (path / "manifest.json").chmod(0)
-    as_nobody()
+    as_other_user()
     for command in ("inspect", "verify"):
         status, text = run(command, str(path))
         assert status == 3 and f"{path}/manifest.json: Permission denied; have it read by who may" in text
@@ -424,20 +427,20 @@ def test_what_may_not_be_read_is_not_called_broken(job: Job, tmp_path: Path, as_
     assert path.is_dir() and older.is_dir()
 
 
-def test_a_folder_that_may_not_be_entered_is_named(job: Job, tmp_path: Path, as_nobody: Callable[[], None]) -> None:
+def test_a_folder_that_may_not_be_entered_is_named(job: Job, tmp_path: Path, as_other_user: Callable[[], None]) -> None:
     """Every command says so, and fails with 3."""
     folder = tmp_path / "closed"
     job.save(folder, 42)
     folder.chmod(0)
-    as_nobody()
+    as_other_user()
     for words in (["list"], ["inspect"], ["verify"], ["prune", "--keep", "1"], ["diff", str(folder)]):
         status, text = run(words[0], str(folder), *words[1:])
         assert status == 3 and str(folder) in text and "Permission denied" in text, (words, text)
 
 
 def test_wrong_command_lines_are_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse names what was got and what was wanted."""
-    for words, told in (
+    """argparse names what was got and what was expected."""
+    for words, reported in (
         ([], "the following arguments are required: COMMAND"),
         (["prune", "x"], "the following arguments are required: --keep"),
         (["prune", "x", "--keep", "0"], "got '0', expected an integer from 1"),
@@ -447,14 +450,14 @@ def test_wrong_command_lines_are_2(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(SystemExit) as exited:
             main.main(words)
-        assert exited.value.code == 2 and told in capsys.readouterr().err
+        assert exited.value.code == 2 and reported in capsys.readouterr().err
 
 
 def test_the_documented_exit_statuses_are_the_codes() -> None:
     """docs/checkpoints.md, `--help` and the code name the same numbers; every command is in the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     listed = [int(number) for number in re.findall(r"^\| (\d) \|", text, re.MULTILINE)]
-    told = [int(number) for number in re.findall(r"^  (\d)  ", main.parser().format_help(), re.MULTILINE)]
-    assert listed == told == [int(status) for status in Status]
+    reported = [int(number) for number in re.findall(r"^  (\d)  ", main.parser().format_help(), re.MULTILINE)]
+    assert listed == reported == [int(status) for status in Status]
     for command in main.COMMANDS:
         assert f"ttp ckpt {command}" in text

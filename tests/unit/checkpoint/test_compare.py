@@ -42,11 +42,11 @@ def changed(job: Job, key: str, flat: int, value: float | torch.Tensor) -> Job:
 def test_the_same_state_by_another_number_of_ranks_is_equal(job: Job, tmp_path: Path) -> None:
     """Every kind of tensor there is: scalars, empty ones, half precision, booleans; the layout does not count."""
     a, b = job.save(tmp_path / "a", 42, holders=3, blobs=BLOBS), job.save(tmp_path / "b", 42, holders=5, blobs=BLOBS)
-    status, text, told = diff(a, b)
-    assert status == 0 and "EQUAL" in text and told["equal"] and told["differences"] == []
-    assert re.search(r"^layout\.dp +3 +5 *$", text, re.MULTILINE), "what differs in the layouts is told"
-    assert sum(kind["elements"] for kind in told["kinds"].values()) == sum(t.numel() for t in job.tensors.values())
-    assert told["kinds"]["plain values"]["names"] == len(BLOBS) + 2  # and the host state
+    status, text, reported = diff(a, b)
+    assert status == 0 and "EQUAL" in text and reported["equal"] and reported["differences"] == []
+    assert re.search(r"^layout\.dp +3 +5 *$", text, re.MULTILINE), "what differs in the layouts is shown"
+    assert sum(kind["elements"] for kind in reported["kinds"].values()) == sum(t.numel() for t in job.tensors.values())
+    assert reported["kinds"]["plain values"]["names"] == len(BLOBS) + 2  # and the host state
 
 
 def test_the_first_difference_is_named_with_its_position_in_weights_and_in_optimizer_state(
@@ -55,9 +55,9 @@ def test_the_first_difference_is_named_with_its_position_in_weights_and_in_optim
     """Both values, how many elements differ, and by how much at most."""
     other = changed(changed(job, "model.layers.0.w", 5 * 21 - 1, 3.5), "model.layers.0.w", 1 * 21 + 2 * 3 + 1, 9.0)
     other = changed(other, "optim.state.embed.exp_avg", 2 * 6 + 5, -1.0)
-    status, text, told = diff(job.save(tmp_path / "a", 42), other.save(tmp_path / "b", 42, holders=4))
-    assert status == 1 and told["equal"] is False
-    weights, moments = told["kinds"]["weights"], told["kinds"]["optimizer state"]
+    status, text, reported = diff(job.save(tmp_path / "a", 42), other.save(tmp_path / "b", 42, holders=4))
+    assert status == 1 and reported["equal"] is False
+    weights, moments = reported["kinds"]["weights"], reported["kinds"]["optimizer state"]
     assert (weights["differing_names"], weights["differing_elements"]) == (1, 2)
     assert weights["first"]["name"] == "model.layers.0.w" and weights["first"]["position"] == [1, 2, 1]
     mine = job.tensors["model.layers.0.w"]
@@ -90,7 +90,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
         assert differing(some, some.clone()).tolist() == [] and differing(some, changed_one).tolist() == [3], dtype
 
 
-def test_elements_that_read_the_same_are_told_by_their_bits(job: Job, tmp_path: Path) -> None:
+def test_elements_that_read_the_same_are_reported_by_their_bits(job: Job, tmp_path: Path) -> None:
     """Two kinds of NaN."""
     kinds = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     a, b = (changed(job, "model.embed", 3, value).save(tmp_path / str(i), 42) for i, value in enumerate(kinds))
@@ -106,8 +106,8 @@ def test_missing_names_other_shapes_and_types_are_differences(job: Job, tmp_path
     tensors["model.half"] = tensors["model.half"].float()
     tensors["model.extra"] = torch.ones(2)
     a, b = job.save(tmp_path / "a", 42), type(job)(tensors).save(tmp_path / "b", 42)
-    status, _, told = diff(a, b)
-    found = {each["name"]: (each["a"], each["b"], each["position"]) for each in told["differences"]}
+    status, _, reported = diff(a, b)
+    found = {each["name"]: (each["a"], each["b"], each["position"]) for each in reported["differences"]}
     assert status == 1 and found == {
         "model.embed": ("float32 [13, 6]", "float32 [12, 6]", None),
         "model.extra": ("not there", "float32 [2]", None),
@@ -121,8 +121,8 @@ def test_plain_values_count(job: Job, tmp_path: Path) -> None:
     a = job.save(tmp_path / "a", 42, blobs=BLOBS)
     state = {"optimizer": {"param_groups": []}, "trainer": {"samples": 7}}
     b = job.save(tmp_path / "b", 42, blobs=BLOBS | {"optim.param_groups.0.lr": 0.2}, state=state)
-    status, text, told = diff(a, b)
-    assert status == 1 and [each["name"] for each in told["differences"]] == [
+    status, text, reported = diff(a, b)
+    assert status == 1 and [each["name"] for each in reported["differences"]] == [
         "optim.param_groups.0.lr",
         "state.trainer.samples",
     ]
@@ -134,8 +134,8 @@ def test_layers_come_in_the_order_of_their_numbers(job: Job, tmp_path: Path) -> 
     names = [f"model.layers.{i}.w" for i in (2, 10, 11)]
     first = type(job)({name: torch.zeros(3) for name in names})
     a, b = first.save(tmp_path / "a", 1), first.later().save(tmp_path / "b", 1)
-    _, text, told = diff(a, b, "--limit", "1")
-    assert [each["name"] for each in told["differences"]] == names
+    _, text, reported = diff(a, b, "--limit", "1")
+    assert [each["name"] for each in reported["differences"]] == names
     assert "model.layers.2.w[0]" in text and "model.layers.10.w[0]" not in text and "2 names more: --limit 3" in text
 
 

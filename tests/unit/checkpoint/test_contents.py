@@ -50,7 +50,7 @@ def test_every_hole_overlap_and_contradiction_is_refused(job: Job, tmp_path: Pat
 
 
 def test_an_incomplete_attempt_is_not_published(job: Job, tmp_path: Path) -> None:
-    """A share that nobody told of leaves a hole: the tables of the files are what counts."""
+    """A share that no rank reported leaves a hole: the tables of the files are what counts."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
     with pytest.raises(CorruptCheckpoint, match=r"are in no box|is in no share"):
         job.publish(tmp_path, "iter_0000042_tmp_a", results[:2], 42)
@@ -71,7 +71,7 @@ def test_a_damaged_table_of_contents_is_refused_and_its_writer_named(job: Job, t
     assert find.list_checkpoints([tmp_path]) == []
 
 
-def test_a_file_that_ended_short_is_told_with_its_writers(job: Job, tmp_path: Path) -> None:
+def test_a_file_that_ended_short_is_reported_with_its_writers(job: Job, tmp_path: Path) -> None:
     """Every one of them, so that one round is enough to do without them."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 4)
     for rank in (1, 3):
@@ -82,7 +82,7 @@ def test_a_file_that_ended_short_is_told_with_its_writers(job: Job, tmp_path: Pa
     assert caught.value.ranks == (1, 3)
 
 
-def test_where_a_file_is_missing_nobody_is_said_to_have_torn_one(job: Job, tmp_path: Path) -> None:
+def test_where_a_file_is_missing_no_rank_is_said_to_have_torn_one(job: Job, tmp_path: Path) -> None:
     """Perhaps it is the directory that is not the same for all: then no writer is at fault."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
     (tmp_path / "iter_0000042_tmp_a" / "__2_0_0.distcp").unlink()

@@ -46,9 +46,9 @@ def weights_of(job: Job) -> dict[str, torch.Tensor]:
     return {key.removeprefix("model."): t for key, t in job.tensors.items() if key.startswith("model.")}
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
@@ -133,7 +133,7 @@ def test_hf_makes_a_folder_for_transformers_of_the_bundled_trainers_model(job: J
 
 
 def test_hf_of_another_trainers_model_is_refused(job: Job, tmp_path: Path) -> None:
-    """Nobody knows what its names are in transformers."""
+    """No rank knows what its names are in transformers."""
     job.save(tmp_path / "c", 42)
     status, text = export(tmp_path / "c", tmp_path / "hf", "--to", "hf")
     assert status == 3 and "no model_config that this trainer knows: it was written by another trainer" in text
@@ -145,14 +145,14 @@ def test_what_cannot_be_meant_is_wrong_usage(job: Job, tmp_path: Path) -> None:
     job.save(tmp_path / "c", 42)
     taken = tmp_path / "taken"
     taken.write_text("mine")
-    for words, told in (
+    for words, reported in (
         ((taken, "--to", "torch"), "taken is there already: expected a new name"),
         ((tmp_path / "no" / "w", "--to", "torch"), "no is not there: expected an output in a folder that exists"),
         ((tmp_path / "w", "--to", "hf", "--all"), "transformers has no optimizer state"),
         ((tmp_path / "w", "--to", "torch", "--tokenizer", "bytes"), "--tokenizer with --to torch: expected --to hf"),
     ):
         status, text = export(tmp_path / "c", *words)
-        assert status == 2 and told in text, text
+        assert status == 2 and reported in text, text
     assert taken.read_text() == "mine" and not (tmp_path / "w").exists()
 
 

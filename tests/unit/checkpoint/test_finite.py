@@ -65,8 +65,8 @@ def test_the_list_says_of_each_state_whether_it_is_finite_and_names_the_newest_t
     status, text = run("list", tmp_path)
     assert status == 0 and column(text) == {40: "unknown", 41: "yes", 42: "no", 43: "no"}
     assert "the newest checkpoint with a finite state is of step 41; move the newer ones away to resume it" in text
-    told = json.loads(run("list", tmp_path, "--json")[1])["checkpoints"]
-    assert {entry["step"]: entry["finite"] for entry in told} == {40: None, 41: True, 42: False, 43: False}
+    answer = json.loads(run("list", tmp_path, "--json")[1])["checkpoints"]
+    assert {entry["step"]: entry["finite"] for entry in answer} == {40: None, 41: True, 42: False, 43: False}
     assert find.newest_finite([tmp_path]) == tmp_path / "iter_0000041"
 
 

@@ -61,7 +61,7 @@ def test_a_manifest_comes_back_exactly(state: Any, record: CommitRecord | None) 
     assert manifests.from_bytes(manifests.to_bytes(written), "here") == written
 
 
-def test_a_manifest_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_manifest_that_is_not_a_file_is_not_waited_for(tmp_path: Path) -> None:
     """A pipe of that name, or a directory."""
     os.mkfifo(tmp_path / manifests.MANIFEST_NAME)
     with pytest.raises(CorruptCheckpoint, match="expected a regular file"):

@@ -96,7 +96,7 @@ def test_every_violation_names_its_path(path: str, value: Any, message: str) -> 
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"1" * 5000, b"\xff\xfe", b'{"a": NaN}', b"{}", b"null", b""])
-def test_what_is_no_manifest_is_corrupt(content: bytes) -> None:
+def test_what_is_not_a_manifest_is_corrupt(content: bytes) -> None:
     """Deep nesting and long numbers raise errors of their own in the parser."""
     with pytest.raises(CorruptCheckpoint):
         manifests.from_bytes(content, "manifest.json")

@@ -1,4 +1,4 @@
-"""docs/checkpoints.md shows what really lies on disk."""
+"""docs/checkpoints.md shows what really is on disk."""
 
 from __future__ import annotations
 

@@ -38,14 +38,14 @@ def steps(found: Sequence[Reader | None]) -> set[int | None]:
 
 
 def test_a_step_comes_back_on_the_nodes_that_wrote_it(cluster: Cluster, job: Job) -> None:
-    """Each rank's share lies on its own node: nothing is moved, and all bits are there."""
+    """Each rank's share is on its own node: nothing is moved, and all bits are there."""
     cluster.save(job, 7)
     found = cluster.gather(job)
     assert steps(found) == {7} and cluster.said == []
     job.assert_equal(cluster.read(job, found))
 
 
-def test_a_publisher_tells_that_it_gets_on(cluster: Cluster, job: Job) -> None:
+def test_a_publisher_reports_that_it_progresses(cluster: Cluster, job: Job) -> None:
     """With every table that it reads and every blob that it writes: a controller waits for who works."""
     cluster.save(job, 7, publishers=(0,))
     tables = sum(1 for _ in cluster.disk(0).glob("iter_0000007/*.distcp"))
@@ -106,7 +106,7 @@ def test_an_altered_copy_is_replaced_by_a_sound_one_or_its_step_is_skipped(clust
 
 
 def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) -> None:
-    """Every rank hears why, and no file is left half moved."""
+    """Every rank receives the reason, and no file remains half moved."""
     cluster.save(job, 7)
     cluster.spoil = lambda chunk: bytes([chunk[0] ^ 1]) + chunk[1:]
     with pytest.raises(CheckpointError, match="it arrived with sha256"):
@@ -120,7 +120,7 @@ def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) 
 def test_a_file_that_cannot_get_its_name_is_said_on_every_rank(
     cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for the rank that failed; what stays half moved is removed by the next start, and nothing else is."""
+    """No rank waits for the rank that failed; what stays half moved is removed by the next start, and nothing else is."""
     cluster.save(job, 7)
     replace, unlink = os.replace, Path.unlink
 
@@ -199,7 +199,7 @@ def test_a_piece_that_is_the_only_one_of_its_step_is_kept(
 def test_a_removal_that_is_cut_short_leaves_no_half_piece(
     cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left has the name of an unfinished attempt, which the next start cleans away."""
+    """What remains has the name of an unfinished attempt, which the next start cleans away."""
     cluster.save(job, 7, attempt="1_1_1", term=1)
     cluster.save(job, 7, attempt="2_1_1", term=2)
 
@@ -318,7 +318,7 @@ def test_a_piece_with_a_missing_file_is_not_published(cluster: Cluster, job: Job
     assert not (cluster.root / "a" / "iter_0000007").exists()
 
 
-def test_a_piece_with_a_file_that_ended_short_is_not_published_and_its_writer_is_told(
+def test_a_piece_with_a_file_that_ended_short_is_not_published_and_its_writer_is_reported(
     cluster: Cluster, job: Job
 ) -> None:
     name = "iter_0000007_tmp_x"

@@ -106,9 +106,9 @@ def test_nothing_is_removed_before_one_says_yes(disks: Shared) -> None:
     status, text = disks.prune("--keep", 1)
     assert status == 0 and f"would remove {count} directories" in text and "nothing was changed: --yes removes" in text
     assert [line.split()[0] for line in text.splitlines() if " goes " in line] == ["20", "10"]
-    told = json.loads(disks.prune("--keep", 1, "--json")[1])
-    assert told["would_remove"] == [*disks.paths(20), *disks.paths(10)]
-    assert told["bytes"] == size(*map(Path, told["would_remove"])) and told["kept"] == disks.paths(30)
+    answer = json.loads(disks.prune("--keep", 1, "--json")[1])
+    assert answer["would_remove"] == [*disks.paths(20), *disks.paths(10)]
+    assert answer["bytes"] == size(*map(Path, answer["would_remove"])) and answer["kept"] == disks.paths(30)
     assert disks.steps() == [10, 20, 30]
     status, text = disks.prune("--keep", 1, "--yes")
     assert status == 0 and f"removed {count} directories" in text and disks.steps() == [30] and disks.newest() == 30
@@ -136,8 +136,8 @@ def test_where_none_is_valid_nothing_goes(disks: Shared) -> None:
     assert status == 3 and "so nothing is removed" in text and "was altered" in text and disks.steps() == [10, 20]
 
 
-def test_what_is_no_checkpoint_is_never_touched(disks: Shared) -> None:
-    """The tracker, a staging directory, one moved aside, a stranger's files."""
+def test_what_is_not_a_checkpoint_is_never_touched(disks: Shared) -> None:
+    """The tracker, a staging directory, one renamed, a stranger's files."""
     for step in (10, 20):
         disks.save(step)
     for folder in disks.folders:
@@ -234,7 +234,7 @@ def test_half_removed_ones_are_shown_and_go_with_the_next_prune(job: Job, tmp_pa
     assert not half.exists() and steps(tmp_path) == [10]
 
 
-def test_a_folder_that_cannot_be_changed_is_told(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_changed_is_reported(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Status 3, the name and the reason; what could not be renamed is whole."""
     for step in (10, 20):
         job.save(tmp_path, step)
@@ -280,8 +280,8 @@ def test_a_folder_under_two_names_is_one(nodes: NodeLocal, tmp_path: Path) -> No
         nodes.save(step)
     first, second = nodes.folders
     (tmp_path / "link").symlink_to(first)
-    told = json.loads(prune(first, tmp_path / "link", second, "--keep", 1, "--json")[1])
-    assert sorted(told["would_remove"]) == [str(disk / "iter_0000010") for disk in (first, second)]
+    answer = json.loads(prune(first, tmp_path / "link", second, "--keep", 1, "--json")[1])
+    assert sorted(answer["would_remove"]) == [str(disk / "iter_0000010") for disk in (first, second)]
     assert prune(first, tmp_path / "link", second, "--keep", 1, "--yes")[0] == 0
     assert [steps(disk) for disk in (first, second)] == [[20], [20]]
 

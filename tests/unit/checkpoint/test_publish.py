@@ -298,9 +298,9 @@ class Runner:
 
 @contextmanager
 def stoppable(runners: list[Runner]) -> Iterator[None]:
-    """Let the runners hear of every call that their own threads make."""
+    """Let the runners learn of every call that their own threads make."""
 
-    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
+    def received(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for runner in runners:
                 if runner.ident == threading.get_ident():
@@ -311,7 +311,7 @@ def stoppable(runners: list[Runner]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module, name in SYSTEM_CALLS:
-            patch.setattr(module, name, heard(getattr(module, name)))
+            patch.setattr(module, name, received(getattr(module, name)))
         yield
 
 
@@ -342,10 +342,10 @@ def test_two_publishers_of_one_attempt_in_any_interleaving_leave_one_whole_check
             second.start()
             first.finish()
             second.finish()
-        told = f"seed {seed}, trial {number}, stops {stops}: {first.outcome!r}, {second.outcome!r}"
-        assert first.outcome == second.outcome == directory / "iter_0000042", told
-        assert verify(directory / "iter_0000042").step == 42, told
-        assert not [name for name in os.listdir(directory) if "broken" in name], told
+        reported = f"seed {seed}, trial {number}, stops {stops}: {first.outcome!r}, {second.outcome!r}"
+        assert first.outcome == second.outcome == directory / "iter_0000042", reported
+        assert verify(directory / "iter_0000042").step == 42, reported
+        assert not [name for name in os.listdir(directory) if "broken" in name], reported
         job.assert_equal(job.read(directory / "iter_0000042"))
 
 
@@ -405,7 +405,7 @@ def test_a_state_that_json_cannot_carry_is_named_and_nothing_is_touched(job: Job
 
 
 def test_only_leftovers_of_attempts_are_cleaned(job: Job, tmp_path: Path) -> None:
-    """Published, moved-aside and foreign things stay."""
+    """Published, broken and foreign things stay."""
     job.save(tmp_path, 42)
     stale = ["iter_0000043_tmp_a", "iter_0000043_tmp_a_claim_0", ".ttp_probe_1", f".{durable.TRACKER_NAME}.9.9"]
     kept = ["iter_0000041_broken_1", "notes", "iter_0000044", "my_iter_0000043_tmp_a"]
@@ -418,7 +418,7 @@ def test_only_leftovers_of_attempts_are_cleaned(job: Job, tmp_path: Path) -> Non
 
 
 def test_an_unwritable_directory_is_found_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in its place, and a disk that refuses any one of the acts; a good one is left empty."""
+    """A file in its place, and a disk that refuses any one of the acts; a good one remains empty."""
     probe_writable(tmp_path / "new" / "deep")
     assert os.listdir(tmp_path / "new" / "deep") == []
     (tmp_path / "file").write_text("x")
@@ -435,7 +435,7 @@ def test_an_unwritable_directory_is_found_at_start(tmp_path: Path, monkeypatch: 
 def test_a_held_lock_delays_the_tracker_but_never_stops_it(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A publisher stopped for good while it holds the lock hangs nobody."""
+    """A publisher stopped for good while it holds the lock hangs no rank."""
     import fcntl
 
     monkeypatch.setattr(durable, "_LOCK_PATIENCE_S", 0.0)

@@ -134,7 +134,7 @@ def test_two_runs_of_one_tensor_are_filled(job: Job, tmp_path: Path) -> None:
 
 
 def test_another_model_is_named_by_its_first_difference(job: Job, tmp_path: Path) -> None:
-    """Missing key, other shape, and a key too many, each with what was got and wanted; nothing is changed."""
+    """Missing key, other shape, and a key too many, each with what was got and expected; nothing is changed."""
     path = job.save(tmp_path, 42)
     values = torch.full((78,), 5.0)
     with pytest.raises(CheckpointMismatch, match=r"no tensor 'model\.other' \(expected, of shape \(78,\)\)"):

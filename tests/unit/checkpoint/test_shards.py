@@ -110,7 +110,7 @@ def test_parts_are_views_of_the_holders_memory() -> None:
     assert second[0].values.data_ptr() == tensor.values[5:].data_ptr()
 
 
-def test_the_address_hash_tells_addresses_apart() -> None:
+def test_the_address_hash_distinguishes_addresses() -> None:
     """Key, shape, start, length and dtype each count; the values do not."""
     base = HeldTensor("model.w", (4, 5), 0, torch.zeros(10))
     others = [

@@ -138,7 +138,7 @@ def test_nothing_but_the_attempts_own_staging_directory_is_touched(
 
 
 def names_of(name: str) -> Iterator[str]:
-    """Say, in words of its own, which directories of the tree belong to an attempt of this name."""
+    """Say, by a rule of its own, which directories of the tree belong to an attempt of this name."""
     if name in (OWN, "iter_0000041_tmp_a", "iter_0000042_tmp_b", "iter_0000042_tmp_ab"):
         yield name
     if name in (OWN, CLAIM):  # a claim's publisher writes into the claim by its name
@@ -154,7 +154,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_name_that_is_no_staging_directorys_is_refused(name: str) -> None:
+def test_a_name_that_is_not_a_staging_directorys_is_refused(name: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"invalid name of a staging directory: got .*, expected iter_0000042_tmp_NAME"
     ):

@@ -51,18 +51,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 path, reference, out = sys.argv[1:]
-wanted = torch.load(reference, weights_only=True)
+expected = torch.load(reference, weights_only=True)
 
 def check(model, optimizer, where):
     found_model, found_optim = get_state_dict(model, optimizer)
-    for key, value in wanted["model"].items():
+    for key, value in expected["model"].items():
         assert torch.equal(found_model[key], value), (where, key)
-    for fqn, state in wanted["optim"]["state"].items():
+    for fqn, state in expected["optim"]["state"].items():
         for name, value in state.items():
             assert torch.equal(found_optim["state"][fqn][name], value), (where, fqn, name)
-    assert found_optim["param_groups"] == wanted["optim"]["param_groups"], where
+    assert found_optim["param_groups"] == expected["optim"]["param_groups"], where
     train(model, optimizer, 5, 9)
-    for key, value in wanted["later"].items():
+    for key, value in expected["later"].items():
         assert torch.equal(model.state_dict()[key], value), (where, "trained on", key)
 
 for flatten in (False, True):
@@ -101,16 +101,16 @@ def test_torch_alone_loads_a_checkpoint_and_trains_on(job: Job, tmp_path: Path) 
         tensors |= {keys.optim_state_key(fqn, name): t.clone() for name, t in state.items()}
     blobs = keys.param_group_blobs(optim_state["param_groups"])
     path = type(job)(tensors).save(tmp_path / "ckpt", 5, 3, blobs=blobs)
-    wanted = {"model": {k: t.clone() for k, t in model_state.items()}, "optim": optim_state}
-    torch.save(wanted, tmp_path / "wanted.pt")
-    kept = torch.load(tmp_path / "wanted.pt", weights_only=True)
+    expected = {"model": {k: t.clone() for k, t in model_state.items()}, "optim": optim_state}
+    torch.save(expected, tmp_path / "expected.pt")
+    kept = torch.load(tmp_path / "expected.pt", weights_only=True)
     train(model, optimizer, 5, 9)
-    torch.save(kept | {"later": model.state_dict()}, tmp_path / "wanted.pt")
+    torch.save(kept | {"later": model.state_dict()}, tmp_path / "expected.pt")
     script = tmp_path / "reader.py"
     threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"  # the bits depend on it
     script.write_text(threads + MODEL + READER)
     done = subprocess.run(
-        [sys.executable, "-I", str(script), str(path), str(tmp_path / "wanted.pt"), str(tmp_path / "out.pt")],
+        [sys.executable, "-I", str(script), str(path), str(tmp_path / "expected.pt"), str(tmp_path / "out.pt")],
         capture_output=True,
         text=True,
         timeout=240,

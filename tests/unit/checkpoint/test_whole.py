@@ -32,11 +32,11 @@ def test_the_newest_valid_checkpoint_gives_its_parameters_whole(trained: Job, tm
     found = ttp.open_checkpoint(tmp_path)
     assert (found.step, found.layout, found.state, found.skipped) == (8, {"dp": 4}, {"samples": 64}, ())
     weights = found.weights()
-    wanted = {key.removeprefix("model."): t for key, t in trained.later().tensors.items() if key.startswith("model.")}
-    assert weights.keys() == wanted.keys() == found.shapes.keys()
-    for name, tensor in wanted.items():
+    expected = {key.removeprefix("model."): t for key, t in trained.later().tensors.items() if key.startswith("model.")}
+    assert weights.keys() == expected.keys() == found.shapes.keys()
+    for name, tensor in expected.items():
         assert weights[name].dtype == torch.float32 and torch.equal(weights[name], tensor.float())
-    (name, *_) = wanted
+    (name, *_) = expected
     assert found.weights([name]).keys() == {name}
     with pytest.raises(CheckpointMismatch, match=r"has no parameter 'other'; it has "):
         found.weights(["other"])
@@ -57,7 +57,7 @@ def test_a_broken_newer_one_is_skipped_and_named_and_refused_when_it_is_meant(tr
 
 def test_where_there_is_none_it_says_so(trained: Job, tmp_path: Path) -> None:
     """No directory, an empty one."""
-    with pytest.raises(CheckpointError, match="is no directory: expected a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a directory: expected a checkpoint"):
         ttp.open_checkpoint(tmp_path / "missing")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*: expected directories like iter_0000042"):
         ttp.open_checkpoint(tmp_path)
@@ -72,6 +72,6 @@ def test_a_nodes_piece_is_refused_until_those_of_the_others_are_beside_it(traine
         shutil.copy(file, tmp_path / "a" / "iter_0000003")
     found = ttp.open_checkpoint(tmp_path / "a")
     weights = found.weights()
-    wanted = {key.removeprefix("model."): t for key, t in trained.tensors.items() if key.startswith("model.")}
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in wanted.items())
+    expected = {key.removeprefix("model."): t for key, t in trained.tensors.items() if key.startswith("model.")}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in expected.items())

@@ -97,7 +97,7 @@ def test_a_model_of_another_library_that_is_none_is_refused(
         ({"n_head": 0}, "n_head: got 0"),
         ({"resid_pdrop": [0.1]}, "resid_pdrop: got [0.1], expected a finite number"),
         ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon: got '1e-5'"),
-        ({"model_type": ["gpt2"]}, "model_type is ['gpt2']: wanted one of"),
+        ({"model_type": ["gpt2"]}, "model_type: got ['gpt2'], expected one of"),
         ({"model_type": "llama", "rope_parameters": [1]}, "rope_parameters: got [1], expected a mapping"),
         ({"model_type": "llama", "rope_scaling": {"rope_theta": "x"}}, "rope_scaling.rope_theta: got 'x'"),
         ({"model_type": "llama", "sliding_window": "x"}, "sliding_window: got 'x'"),
@@ -124,7 +124,7 @@ def test_notes_of_a_start_that_are_none_count_as_absent(content: Callable[[Path]
 def test_a_journal_that_is_none_is_refused(
     content: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of its two files; the story may be empty, and differs then."""
+    """Each of its two files; the event log may be empty, and differs then."""
     for number, name in enumerate(("journal_0.jsonl", "journal_0.jsonl.inputs")):
         path = tmp_path / str(number) / "journal_0.jsonl"
         path.parent.mkdir()

@@ -84,7 +84,7 @@ def too_large(path: Path) -> str:
 
 @pytest.mark.parametrize("make", [a_pipe, a_folder, not_text, too_large, lambda path: "a\0b", lambda path: "\udcff"])
 @pytest.mark.timeout(60)
-def test_a_configuration_that_is_no_file_is_refused(
+def test_a_configuration_that_is_not_a_file_is_refused(
     make: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe is not waited for."""
@@ -113,9 +113,9 @@ def test_a_configuration_that_is_no_file_is_refused(
         ({"faults": [{"fault": "kill", "after_s": 10**400}]}, "after_s: got 1000"),
         ({"faults": [{"fault": "kill", "step": "²"}]}, "step: got"),
         ({"faults": [{"fault": "kill", "step": "1" * 5000}]}, "step: got"),
-        ({"faults": [{"fault": "kill", "rank": 10**11}]}, "rank is 100000000000: wanted a rank from 0"),
-        ({"faults": [{"fault": "kill", "rank": [-1] * 10_000}]}, "wanted a rank from 0"),
-        ({"faults": [{"fault": "kill"}], "name": ["x"]}, r"name is \['x'\]: wanted a text"),
+        ({"faults": [{"fault": "kill", "rank": 10**11}]}, "rank: got 100000000000, expected a rank from 0"),
+        ({"faults": [{"fault": "kill", "rank": [-1] * 10_000}]}, "expected a rank from 0"),
+        ({"faults": [{"fault": "kill"}], "name": ["x"]}, r"name: got \['x'\], expected a string"),
         ({"faults": [{"fault": "kill"}], "nodes": 10**6}, "nodes: got 1000000, expected an integer from 0 to 256"),
         ({"faults": [{"fault": "kill"}], "environ": {"": "x"}}, "environ: got the name '', expected one of a variable"),
         ({"faults": [{"fault": "kill"}], "environ": {"A=B": "x"}}, "got the name 'A=B'"),
@@ -161,21 +161,21 @@ def test_no_time_is_shorter_than_a_millisecond(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["TTP_HOST", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "TTP_MINDIO_DIR", "TTP_FAULTS"])
 def test_a_name_that_no_message_can_carry_is_refused(name: str) -> None:
-    """Bytes of the environment that are no UTF-8 come as lone surrogates."""
+    """Bytes of the environment that are not UTF-8 come as lone surrogates."""
     with pytest.raises(ConfigError, match=f"{name}: got .*, expected a string without NUL and lone surrogates"):
         Settings.from_env({name: "\udcff"})
 
 
-def test_a_whole_number_of_the_environment_is_bounded() -> None:
+def test_an_integer_of_the_environment_is_bounded() -> None:
     """Also one of more digits than Python reads."""
     for value in (str(10**20), "1" * 5000, "x"):
-        with pytest.raises(ConfigError, match="TTP_ROUND_ID is '"):
+        with pytest.raises(ConfigError, match="TTP_ROUND_ID='"):
             Settings.from_env({"TTP_ROUND_ID": value})
 
 
 def test_workers_of_a_node_are_bounded() -> None:
     """torch would begin to make a list of them."""
-    with pytest.raises(ConfigError, match=r"--nproc-per-node is '1000000.*: wanted a number from 1 to 100000"):
+    with pytest.raises(ConfigError, match=r"--nproc-per-node.*'1000000.*a number from 1 to 100000"):
         check_workers(10**20, str(10**20))
 
 

@@ -32,10 +32,10 @@ def test_the_rest_of_the_command_line_and_the_exit_status_are_the_tools(monkeypa
 
 
 def test_an_unknown_tool_is_refused_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names what was got and what was wanted; the status is 2."""
+    """The message names what was got and what was expected; the status is 2."""
     assert cli.main(["caos"]) == 2
-    told = capsys.readouterr().err
-    assert "got 'caos': wanted one of chaos, ckpt" in told and "ttp chaos" in told
+    output = capsys.readouterr().err
+    assert "got 'caos', expected one of chaos, ckpt" in output and "ttp chaos" in output
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

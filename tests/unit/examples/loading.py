@@ -1,4 +1,4 @@
-"""Examples as modules: they are no package, and are run as scripts."""
+"""Examples as modules: they are not package, and are run as scripts."""
 
 from __future__ import annotations
 

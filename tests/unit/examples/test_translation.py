@@ -186,12 +186,12 @@ def config_of(programs: dict[str, ModuleType], ranks: int, *arguments: str) -> t
 def test_the_documents_defaults(programs: dict[str, ModuleType]) -> None:
     """Of the program's options, and of the global settings."""
     args = programs["train"].make_parser().parse_args([])
-    wanted = {
+    expected = {
         "train": True, "file_path": "./output/wmt14.fr_en.txt", "distribute": False, "micro_batch_num": 1, "src_len": 10, "tgt_len": 10,
         "vocab_size": 20000, "d_model": 128, "encoder_layer": 1, "decoder_layer": 1, "pipeline_stage": 1, "batch_size": 32,
         "lr": 0.0001, "mp": 1, "keep_checkpoint_max": 4, "save_checkpoint_steps": 1, "epochs": 1, "gradient_accumulation_shard": True,
     }  # fmt: skip
-    assert {name: getattr(args, name) for name in wanted} == wanted
+    assert {name: getattr(args, name) for name in expected} == expected
     settings = TransformerOpParallelConfig()
     assert (settings.data_parallel, settings.model_parallel, settings.pipeline_stage, settings.micro_batch_num) == (
         1,
@@ -226,7 +226,7 @@ def test_global_settings_are_the_trainers(programs: dict[str, ModuleType]) -> No
     [
         (6, ["--mp=4"], "--mp 4 x --pipeline_stage 1: got 6 ranks, expected a multiple of the product"),
         (8, ["--batch_size=12"], "--batch_size: got 12, expected a multiple of 8 data-parallel ranks x 1"),
-        (1, ["--encoder_layer=0"], "encoder_layers is 0"),
+        (1, ["--encoder_layer=0"], "--encoder_layer: got 0"),
         (2, ["--mp=2", "--tied=true", "--pipeline_func=no.py"], "--pipeline_func: got no.py, expected a Python file"),
     ],
 )
@@ -265,6 +265,13 @@ def test_a_pipeline_func_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path.write_text("def pipeline_func(network, layer_id): ...\n")
     with pytest.raises(ConfigError, match=r"does not take \(network, layer_id, offset, parallel_config, layers\)"):
         load_pipeline_func(str(path))
+
+    for code in ("    raise KeyError(layer_id)", "    return 1 +"):
+        path.write_text(f"def pipeline_func(network, layer_id, offset, parallel_config, layers):\n{code}\n")
+        with pytest.raises(
+            ConfigError, match=rf"^pipeline_func: {path}:2 raised (KeyError: 0|SyntaxError: .*)\. Correct it$"
+        ):
+            place_layers(load_pipeline_func(str(path)), TransformerOpParallelConfig(), 1, 1)
 
     def half(network: PlacedLayer, layer_id: int, *_: object) -> None:
         network.pipeline_stage = layer_id / 2  # type: ignore[assignment]

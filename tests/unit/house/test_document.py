@@ -32,9 +32,9 @@ def test_a_changed_transition_makes_the_document_stale(monkeypatch: pytest.Monke
 
 def test_every_time_of_the_code_is_listed_with_its_value_and_nothing_else_is() -> None:
     """A new constant needs its reason in the document; a changed one needs it anew."""
-    wanted = document.timing_constants()
-    assert len(wanted) > 40
+    expected = document.timing_constants()
+    assert len(expected) > 40
     listed = document.listed_constants(TEXT)
-    assert {key: listed.get(key) for key in wanted} == wanted
-    extra = sorted(set(listed) - set(wanted))
+    assert {key: listed.get(key) for key in expected} == expected
+    extra = sorted(set(listed) - set(expected))
     assert not extra, f"listed but not in the code: {extra}"

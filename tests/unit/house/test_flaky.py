@@ -23,7 +23,7 @@ def test_fails_the_second_time():
 def test_a_test_that_fails_once_is_found_and_a_run_that_was_interrupted_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """First one run, then all; the file of another commit counts for nothing."""
+    """First one run, then all; the file of another commit is not used."""
     (tmp_path / "test_sometimes.py").write_text(SOMETIMES)
     folder = tmp_path / "state"
     arguments = [str(tmp_path / "test_sometimes.py"), "--busy", "1", "--folder", str(folder)]

@@ -28,13 +28,13 @@ def part(name: str) -> list[list[str]]:
 
 def test_every_error_is_listed_with_its_meaning_and_what_to_do() -> None:
     """In the order of ttp/errors.py, and nothing that is not there."""
-    wanted = [
+    expected = [
         name
         for name, kind in vars(errors).items()
         if inspect.isclass(kind) and issubclass(kind, errors.TTPError) and kind.__module__ == errors.__name__
     ]
     rows = part("errors")
-    assert [row[0].strip("`") for row in rows] == wanted
+    assert [row[0].strip("`") for row in rows] == expected
     assert all(len(row) == 4 and len(row[2]) > 10 for row in rows)
 
 
@@ -60,7 +60,7 @@ def test_the_errors_exit_statuses_are_the_trainers(
 
 
 def test_every_cause_is_listed() -> None:
-    """The kinds that a manifest, a story and `ttp ckpt list` show."""
+    """The kinds that a manifest, an incident report and `ttp ckpt list` show."""
     table = TEXT[TEXT.index("| kind |") : TEXT.index("When *saved* says")]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(kind.value for kind in CauseKind)
 

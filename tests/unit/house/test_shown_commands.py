@@ -58,7 +58,7 @@ def test_commands_are_found_in_every_form() -> None:
 
 
 def test_a_file_is_a_document_by_its_docstring_or_its_first_comment() -> None:
-    """Text files as a whole, of others what explains them; further comments and strings are no documentation."""
+    """Text files as a whole, of others what explains them; further comments and strings are not documentation."""
     documents = shown.documents()
     assert {"README.md", "docs/ttprun.md", "docs/decisions/0002-scale.md", "examples/ddp/train.py"} <= set(documents)
     for part in (
@@ -86,7 +86,7 @@ def test_the_named_test_is_there_and_says_what_it_runs(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", WARNED)
-def test_what_nobody_should_do_is_said_with_it(command: str) -> None:
+def test_a_command_to_avoid_is_shown_as_such(command: str) -> None:
     """In the same line or the next."""
     documents = shown.documents()
     for name in COMMANDS[command]:
@@ -95,12 +95,12 @@ def test_what_nobody_should_do_is_said_with_it(command: str) -> None:
 
 @pytest.mark.parametrize("command", [command for command in RUN if RUN[command]])
 def test_what_is_run_in_a_commands_place_is_that_command(command: str) -> None:
-    """The same program, with all that it is told to do: only placeholders are replaced."""
+    """The same program, with all its arguments: only placeholders are replaced."""
     assert set(shown.decisive(command)) <= set(shown.decisive(RUN[command]))
 
 
 def test_a_test_says_what_stands_in_its_helpers_and_fixtures_and_not_in_their_docstrings() -> None:
-    """Names are followed through the tests; a test that nobody collects is refused."""
+    """Names are followed through the tests; a test that is not collected is refused."""
     said = said_by("tests/chaos/test_slurm.py::test_a_killed_rank_comes_back_and_a_cancelled_job_is_saved")
     assert shown.says(said, "sbatch") and shown.says(said, "slurm/train.sbatch") and "requeued" not in said
     assert shown.says("x --steps=3", "--steps") and not shown.says("--steps-more a--steps", "--steps")
@@ -109,7 +109,7 @@ def test_a_test_says_what_stands_in_its_helpers_and_fixtures_and_not_in_their_do
         "tests/chaos/test_slurm.py::test_b",
         "tests/chaos/conftest.py::run_to_end",
     ):
-        with pytest.raises(LookupError, match=r"wanted a function|has no test"):
+        with pytest.raises(LookupError, match=r"expected a function|has no test"):
             said_by(wrong)
 
 
@@ -221,8 +221,8 @@ def test_every_flag_in_brackets_is_known_to_its_program(
 ) -> None:
     """Its help lists them."""
     assert run_line([*shlex.split(shown.without_options(command))[:3], "--help"], monkeypatch) == 0
-    told = capsys.readouterr().out
-    assert [flag for flag in shown.options(command) if not shown.says(told, flag)] == []
+    output = capsys.readouterr().out
+    assert [flag for flag in shown.options(command) if not shown.says(output, flag)] == []
 
 
 @pytest.mark.parametrize("command", RUN)
@@ -250,6 +250,6 @@ def test_it_runs_as_it_stands(
         status = run_line(shlex.split(line), monkeypatch)
     finally:
         torch.set_num_threads(threads)
-    told = capsys.readouterr()
-    assert status == 0, told.out + told.err
-    assert told.out + told.err
+    output = capsys.readouterr()
+    assert status == 0, output.out + output.err
+    assert output.out + output.err

@@ -25,12 +25,12 @@ def part(name: str) -> list[list[str]]:
 
 def test_every_argument_is_listed_with_its_default_and_its_unit() -> None:
     """In the order of the signature, and nothing that is not there."""
-    wanted = [
+    expected = [
         (f"`{name}`", NONE if each.default is inspect.Parameter.empty else f"`{each.default!r}`")
         for name, each in PARAMETERS.items()
     ]
     rows = part("arguments")
-    assert [(name, default) for name, default, *_ in rows] == wanted
+    assert [(name, default) for name, default, *_ in rows] == expected
     assert all(len(row) == 4 and len(row[2]) > 4 and len(row[3]) > 10 for row in rows)
     numbers = [name for name, each in PARAMETERS.items() if type(each.default) is int]
     assert numbers and all(row[2] == "steps" for row in rows if row[0].strip("`") in numbers), "a number has a unit"

@@ -61,7 +61,7 @@ def test_a_handler_that_could_not_be_called_is_refused_at_the_start(
     register: Callable[[Any], None], function: Any
 ) -> None:
     """Not at the fault, where it would cost the checkpoint; the message has what it is called with."""
-    with pytest.raises(ConfigError, match=r"(save|rename) handler .*(is called with|wanted a function of) \(.*args"):
+    with pytest.raises(ConfigError, match=r"(save|rename) handler.*(is called with|expected a function of) \(.*args"):
         register(function)
 
 
@@ -72,7 +72,7 @@ def test_only_0_and_nothing_mean_that_the_checkpoint_is_visible(status: object) 
         save_handlers.rename_handler(lambda args: status),
         save_handlers.newer_rename_handler(lambda *_: status),
     ):
-        with pytest.raises(CheckpointError, match=f"step 3: the rename handler returned {status!r}: wanted 0"):
+        with pytest.raises(CheckpointError, match=f"step 3: the rename handler returned {status!r}, expected 0"):
             rename(3, None)
     save_handlers.rename_handler(lambda args: None)(3, None)
     save_handlers.newer_rename_handler(lambda *_: 0)(3, None)
@@ -103,7 +103,7 @@ def test_whatever_a_handler_raises_says_whose_it_is(error: BaseException) -> Non
         ("iter_0000003_tmp_1_1_1", "../iter_0000002/a", "invalid file of rank 0"),
     ],
 )
-def test_an_order_to_publish_that_is_no_attempts_is_refused_before_any_handler_is_called(
+def test_an_order_to_publish_that_is_not_an_attempts_is_refused_before_any_handler_is_called(
     tmp_path: Path, tmp_name: str, file: str, refusal: str
 ) -> None:
     job = current_job()
@@ -150,10 +150,10 @@ def new_optimizer() -> tuple[torch.nn.Module, TTPReplicaOptimizer]:
     return model, TTPReplicaOptimizer(adam, 1.0, False, False, False, False, False, torch.float32, None, model)
 
 
-def test_a_step_without_a_processor_says_so_once(
+def test_a_step_without_a_processor_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody finds out at the first fault; a run with ENABLE_TTP=False wants it so."""
+    """No rank finds out at the first fault; a run with ENABLE_TTP=False wants it so."""
     for value, times in (("True", 1), ("False", 0)):
         monkeypatch.setenv("ENABLE_TTP", value)
         model, optimizer = new_optimizer()

@@ -107,8 +107,10 @@ def forgets_every_job() -> Iterator[None]:
 def arguments(function: Callable[..., object]) -> str:
     """Return names and defaults, in order, without types."""
     parameters = inspect.signature(function).parameters.values()
-    told = [f"{p.name}={p.default!r}" if p.default is not p.empty else p.name for p in parameters if p.name != "self"]
-    return ", ".join(told)
+    reported = [
+        f"{p.name}={p.default!r}" if p.default is not p.empty else p.name for p in parameters if p.name != "self"
+    ]
+    return ", ".join(reported)
 
 
 def test_names_orders_and_defaults_are_mindios() -> None:
@@ -224,17 +226,17 @@ def test_encryption_and_repair_in_place_are_accepted_with_a_warning_each(caplog:
 def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
     """Ranks, sizes, ports, the order of the calls, and handlers that are none."""
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: ttp.mindio.ttp_init_processor(1, [0, 1], 2, 2), "rank 1 of 2, torch.distributed says 0 of 1"),
+        (lambda: ttp.mindio.ttp_init_processor(1, [0, 1], 2, 2), "got rank 1 of 2, expected 0 of 1"),
         (lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 1, 1), "as many ranks"),
         (
             lambda: ttp.mindio.ttp_init_processor(0, [0, 1], 2, 1),
             "invalid data-parallel group: got ranks .0, 1., expected .0. as parallel_state reports",
         ),
-        (lambda: ttp.mindio.ttp_init_controller(0, 1, -1), "replica is -1"),
+        (lambda: ttp.mindio.ttp_init_controller(0, 1, -1), "replica: got -1"),
         (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", 80), "port 80"),
         (lambda: ttp.mindio.ttp_start_controller("127.0.0.1", "8000"), "port '8000'"),  # type: ignore[arg-type]
         (lambda: ttp.mindio.ttp_start_processor("127.0.0.1", 8000), "before ttp_init_processor"),
-        (lambda: ttp.mindio.ttp_register_save_ckpt_handler(None), "wanted a function"),  # type: ignore[arg-type]
+        (lambda: ttp.mindio.ttp_register_save_ckpt_handler(None), "expected a function"),  # type: ignore[arg-type]
         (lambda: ttp.mindio.ttp_set_ckpt_args((1,)), "without an optimizer"),
         (lambda: ttp.mindio.ttp_start_updating_os(-1), "without an optimizer"),
         (modellink.get_dp_rank_list, "no data-parallel group is known"),

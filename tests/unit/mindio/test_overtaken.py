@@ -52,7 +52,7 @@ def test_a_thread_at_the_gate_is_let_go_by_the_roll_forward_of_its_step(before: 
     assert gate.overtook(1) and not gate.overtook(2) and gate.final and gate.closed and gate.state_step == 1
 
 
-def test_a_failed_roll_forward_lets_nobody_go() -> None:
+def test_a_failed_roll_forward_lets_no_rank_go() -> None:
     """The state is torn: there is nothing to keep books of."""
     gate = Gate(0)
     gate.lets_go = True

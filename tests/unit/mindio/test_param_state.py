@@ -71,9 +71,9 @@ def test_the_file_and_the_state_are_those_that_a_distributed_optimizer_writes(tm
     optimizer.save_parameter_state(str(tmp_path / "distrib_optim.pt"))
     other, plain = build()
     steps(other, plain, range(1, 4))
-    _, wanted = distributed_form(other, plain, 0)
+    _, expected = distributed_form(other, plain, 0)
     found = torch.load(tmp_path / "distrib_optim.pt", weights_only=True)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert [group["step"] for group in optimizer.state_dict()["optimizer"]["param_groups"]] == [3, 3]
 
 
@@ -127,15 +127,15 @@ def test_a_checkpoint_is_a_pause_until_the_next_step_and_of_its_own_step(
     """Also where the trainer wrote the file alone, and asks again a step later."""
     model, adam = build()
     optimizer = protected(model, adam)
-    told: list[str] = []
+    reported: list[str] = []
     for name in ("long_pause", "end_pause"):
-        monkeypatch.setattr(current_job(), name, lambda name=name: told.append(name))
+        monkeypatch.setattr(current_job(), name, lambda name=name: reported.append(name))
     steps(model, optimizer, range(1, 2))
-    told.clear()
+    reported.clear()
     optimizer.save_parameter_state(str(tmp_path / "distrib_optim.pt"))
-    assert told == ["long_pause"]
+    assert reported == ["long_pause"]
     steps(model, optimizer, range(2, 3))
-    assert told[:1] == ["long_pause"] and set(told[1:]) == {"end_pause"}
+    assert reported[:1] == ["long_pause"] and set(reported[1:]) == {"end_pause"}
     assert optimizer.need_write_file() and optimizer.state_dict()["step"] == 2
 
 

@@ -236,7 +236,7 @@ DISTRIBUTED_ARGS="--nproc_per_node $NPUS_PER_NODE --nnodes $NNODES --node_rank $
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes off annotations, and one import has one name, in the order of their texts: how a linter sorts them is no part of the patch."""
+    """Takes off annotations, and one import has one name, in the order of their texts: how a linter sorts them is not part of the patch."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
@@ -294,8 +294,8 @@ def test_a_piece_that_is_not_there_is_missed(tmp_path: Path) -> None:
     """The comparison can fail: one statement of the save handler is another."""
     path = Path(odd_trainer(tmp_path)).parent / "minilink" / "checkpointing.py"
     path.write_text(path.read_text().replace("set_dump_args(save_rank, step", "set_dump_args(save_rank, iteration"))
-    (told,) = missing(path.parents[1], BOTH, CHOSEN["odd"])
-    assert told.startswith("checkpointing.py: def ttp_save_checkpoint")
+    (reported,) = missing(path.parents[1], BOTH, CHOSEN["odd"])
+    assert reported.startswith("checkpointing.py: def ttp_save_checkpoint")
 
 
 def test_the_launch_script_is_the_documents() -> None:
@@ -325,8 +325,8 @@ def test_the_rename_handler_prints_the_documents_line_or_moves_directory_and_tra
     given = (5, None, SimpleNamespace(current_step=5, save_args={"step": 4}), None)
     before, behind = tmp_path / f"iter_{step:07d}_tmp", tmp_path / f"iter_{step:07d}"
     assert checkpointing.rename_save_result(given) == 1
-    told = capsys.readouterr()
-    assert told.out == f"rename from {before} to {behind} failed.\n" and "FileNotFoundError" in told.err
+    output = capsys.readouterr()
+    assert output.out == f"rename from {before} to {behind} failed.\n" and "FileNotFoundError" in output.err
     before.mkdir()
     assert checkpointing.rename_save_result(given) == 0
     assert behind.is_dir() and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(step)

@@ -1,4 +1,4 @@
-"""The publisher of a trainer's handlers, on its own: which act comes before which, and what is left when one fails."""
+"""The publisher of a trainer's handlers, on its own: which act comes before which, and what remains when one fails."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_trainer_without_one_of_the_handlers_is_refused_before_anything_is_cla
 def test_an_attempt_that_was_published_and_is_being_removed_is_not_called_broken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another publisher has left its note after this one looked for it, and half of the shares are gone: nobody wrote them wrong."""
+    """Another publisher has left its note after this one looked for it, and half of the shares are gone: no rank wrote them wrong."""
 
     def claimed_late(root: Path, *more: Any) -> Path | None:
         (root / NOTE).write_text("elsewhere")
@@ -218,7 +218,7 @@ def test_a_trainer_that_keeps_no_random_numbers_is_saved_without_them(bench: Ben
     assert [call[0] for call in bench.calls] == ["show", "save", "rename"]
 
 
-def test_every_long_part_of_a_publish_shows_that_it_gets_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_long_part_of_a_publish_shows_that_it_progresses(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the controller takes a publisher that reads much, or that waits for its training thread, for one that hangs."""
     counts: list[int] = [0]
     wait = bench.await_step
@@ -263,7 +263,7 @@ def test_objects_of_another_step_are_saved_under_the_ordered_one_and_it_is_said(
 
 
 def test_bytes_count_while_handlers_run_and_not_afterwards(bench: Bench) -> None:
-    """That is how the controller knows that a long save handler is getting on; also of one that has failed."""
+    """That is how the controller knows that a long save handler is progressing; also of one that has failed."""
     by, seen = bench.publisher(), []
 
     def writes() -> None:

@@ -97,8 +97,8 @@ def left(root: Path) -> list[str]:
 
 def test_the_save_handler_runs_on_every_rank_of_each_list_and_the_rename_handler_on_one(job: Job) -> None:
     """The publisher saves its own model part, the lowest rank of another part that one; only these read the shares."""
-    told = job.publish()
-    assert told == "the trainer's own checkpoint, saved and published, 2 model parts, by rank 0"
+    reported = job.publish()
+    assert reported == "the trainer's own checkpoint, saved and published, 2 model parts, by rank 0"
     assert job.saved() == [(0, 0, [0, 2]), (1, 1, [1, 3]), (2, 0, [0, 2]), (3, 1, [1, 3])]
     assert sorted(call[1] for call in job.calls if call[0] == "show") == [0, 1]
     assert sorted(call[1] for call in job.calls if call[0] == "leave") == [2, 3], "need_write_file is false there"
@@ -124,12 +124,12 @@ def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job) -
 
 
 def test_a_rank_of_the_list_that_is_lost_costs_nothing_once_the_save_rank_is_done(job: Job) -> None:
-    job.frozen[2] = False  # it answers nobody
+    job.frozen[2] = False  # it answers no rank
     job.publish()
     assert job.saved() == [(0, 0, [0]), (1, 1, [1, 3]), (3, 1, [1, 3])]
 
 
-def test_a_handler_that_raises_on_another_rank_is_no_checkpoint(job: Job) -> None:
+def test_a_handler_that_raises_on_another_rank_is_not_a_checkpoint(job: Job) -> None:
     """Its reason is the publisher's, and the next publisher has all called again."""
 
     def fails() -> None:

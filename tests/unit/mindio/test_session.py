@@ -91,7 +91,7 @@ def journal(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_handlers_get_rank_step_ranks_and_the_trainers_objects(tmp_path: Path) -> None:
-    """At a fault, after the decision: save on the save rank with the state of the step, then rename; and no shards are left."""
+    """At a fault, after the decision: save on the save rank with the state of the step, then rename; and no shards remain."""
     model, optimizer = new_trainer()
     calls: list[Any] = []
 
@@ -126,7 +126,7 @@ def test_the_handlers_get_rank_step_ranks_and_the_trainers_objects(tmp_path: Pat
     assert [do_step(resumed_model, resumed, step) for step in range(4, 7)] == losses[3:]
 
 
-def test_a_rename_that_fails_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_rename_that_fails_is_not_a_checkpoint(tmp_path: Path) -> None:
     """The handler's 1 refuses the dump, with its reason in the journal."""
     model, optimizer = new_trainer()
     run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 1)
@@ -134,7 +134,7 @@ def test_a_rename_that_fails_is_no_checkpoint(tmp_path: Path) -> None:
     assert "the rename handler returned 1" in refused["fields"]["reason"]
 
 
-def test_a_save_handler_that_raises_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_save_handler_that_raises_is_not_a_checkpoint(tmp_path: Path) -> None:
     """Its exception is the reason; the rename handler is not called."""
     model, optimizer = new_trainer()
 
@@ -200,10 +200,10 @@ def test_a_trainers_own_step_may_clip_begin_and_end_the_update(clip_grad: float 
     for step in range(1, 4):
         other.zero_grad()
         other_model(torch.full((2, 8), float(step))).square().mean().backward()
-        _, wanted, _ = other.step(None, None)
+        _, expected, _ = other.step(None, None)
         norm = do_own_step(model, optimizer, step, clip_grad)
-        assert clip_grad is None or norm == wanted
-        assert wanted is not None and wanted > 1.0 and optimizer.current_step == step
+        assert clip_grad is None or norm == expected
+        assert expected is not None and expected > 1.0 and optimizer.current_step == step
     assert_same_parameters(model, other_model)
     with pytest.raises(ConfigError, match="without a step that the ranks have agreed on"):
         mindio.ttp_start_updating_os(-1)
@@ -212,12 +212,12 @@ def test_a_trainers_own_step_may_clip_begin_and_end_the_update(clip_grad: float 
 def test_a_trainers_own_limit_of_the_norm_is_that_of_its_update() -> None:
     """Megatron's `clip_grad_norm(clip_grad)`, and its attribute `clip_grad`: any limit, another one each step, or 0 for none."""
     model, optimizer = new_trainer()
-    wanted_model, _ = new_trainer()
-    plain = torch.optim.AdamW(wanted_model.parameters(), lr=0.05)
+    expected_model, _ = new_trainer()
+    plain = torch.optim.AdamW(expected_model.parameters(), lr=0.05)
     for step, limit in ((1, 0.5), (2, 0.01), (3, 0.0)):
         plain.zero_grad()
-        wanted_model(torch.full((2, 8), float(step))).square().mean().backward()
-        wanted = torch.nn.utils.clip_grad_norm_(wanted_model.parameters(), limit or float("inf")).item()
+        expected_model(torch.full((2, 8), float(step))).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(expected_model.parameters(), limit or float("inf")).item()
         plain.step()
         if step == 2:
             optimizer.clip_grad = limit
@@ -225,8 +225,8 @@ def test_a_trainers_own_limit_of_the_norm_is_that_of_its_update() -> None:
             norm = optimizer.core.last_record.grad_norm
         else:
             norm = do_own_step(model, optimizer, step, limit)
-        assert norm == pytest.approx(wanted, rel=1e-4)
-        for mine, theirs in zip(model.parameters(), wanted_model.parameters(), strict=True):
+        assert norm == pytest.approx(expected, rel=1e-4)
+        for mine, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.clip_grad_norm(2.0)
@@ -276,7 +276,7 @@ def test_a_step_that_the_work_thread_has_done_ends_as_any_other_for_the_trainer(
     assert_same_parameters(model, other_model)
 
 
-def test_an_error_of_the_collective_that_nobody_made_up_for_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_collective_that_no_rank_made_up_for_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No work thread has done the step: nothing is updated."""
     model, optimizer = new_trainer()
 
@@ -320,7 +320,7 @@ def test_the_controller_listens_on_the_port_that_the_trainer_names(monkeypatch: 
     mindio.ttp_init_controller(0, 1)
     mindio.ttp_start_controller("127.0.0.1", port)
     mindio.ttp_init_processor(0, [0], 1, 1)
-    with pytest.raises(ConfigError, match=f"the controller has port {port}, this processor is told 8000"):
+    with pytest.raises(ConfigError, match=f"got 8000, expected the controller's, {port}"):
         mindio.ttp_start_processor("127.0.0.1", 8000)
     mindio.ttp_start_processor("127.0.0.1", port)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -346,7 +346,7 @@ def test_a_foreign_optimizers_state_is_refused() -> None:
         optimizer.load_state_dict({"optimizer": {}, "grad_scaler": None})
     state = WholeState.from_dict(optimizer.state_dict())
     wrong = WholeState(1, {**state.tensors, "model.weight": torch.zeros(3)}, state.host)
-    with pytest.raises(CheckpointMismatch, match=r"model.weight.*shape \(3,\), wanted shape \(4, 8\)"):
+    with pytest.raises(CheckpointMismatch, match=r"model.weight.*shape \(3,\), expected shape \(4, 8\)"):
         optimizer.load_state_dict(wrong.to_dict())
     assert optimizer.current_step == 0
 
@@ -363,12 +363,12 @@ def test_objects_of_a_step_are_waited_for_until_it_is_settled() -> None:
     assert not box.await_step(1, advanced.append, wait_s=0.05).settled, "another step's objects were not given"
     random.seed(1)
     box.settle(1, CPU)
-    wanted = random.random()
+    expected = random.random()
     got = box.await_step(1, advanced.append, wait_s=60)
     assert got.labelled(1) == (1, "objects") and got.labelled(2) == (2, "objects")
     assert got.randomness is not None
     got.randomness.restore(CPU)
-    assert random.random() == wanted
+    assert random.random() == expected
     box.close()
     assert box.await_step(2, advanced.append, wait_s=60).step == 1
 
@@ -396,14 +396,14 @@ def test_what_a_fault_would_miss_is_said_after_the_first_step(caplog: pytest.Log
     protect()
     for step in (1, 2, 3):
         do_step(model, optimizer, step)
-    told = caplog.text
+    reported = caplog.text
     mindio.ttp_to_persist(lambda: None)()  # the controller ends when all ranks have finished
     calls = "ttp_register_save_ckpt_handler, ttp_register_rename_handler, ttp_set_ckpt_args after every iteration"
-    assert told.count(f"a fault would save nothing: the trainer has not called {calls}") == 1
-    assert told.count("outside of a function decorated with ttp.mindio.ttp_to_persist") == 1
+    assert reported.count(f"a fault would save nothing: the trainer has not called {calls}") == 1
+    assert reported.count("outside of a function decorated with ttp.mindio.ttp_to_persist") == 1
 
 
-def test_a_complete_trainer_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_trainer_receives_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warnings are for what is missing."""
     model, optimizer = new_trainer()
     run_into_a_fault(model, optimizer, lambda *_: None, lambda args: 0)
@@ -414,19 +414,19 @@ def test_a_complete_trainer_is_told_nothing(tmp_path: Path, caplog: pytest.LogCa
 def test_a_save_handler_that_names_no_dump_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `set_dump_args` the save rank writes all the same: a collective would wait for the dead."""
     model, optimizer = new_trainer()
-    told: list[object] = []
+    reported: list[object] = []
 
     def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
-        monkeypatch.setattr("ttp.mindio.optimizer.gather_whole", lambda core: told.append("a collective"))
-        told.append(optimizer.need_write_file())
-        told.append(optimizer.state_dict()["step"])
+        monkeypatch.setattr("ttp.mindio.optimizer.gather_whole", lambda core: reported.append("a collective"))
+        reported.append(optimizer.need_write_file())
+        reported.append(optimizer.state_dict()["step"])
 
     run_into_a_fault(model, optimizer, save, lambda args: 0)
-    assert told == [True, 3]
+    assert reported == [True, 3]
 
 
 def test_a_reported_error_ends_in_a_dump(tmp_path: Path) -> None:
-    """The newer decorator of MindIO's own: report, wait, leave when the answer is not RETRY; a state that is no fault changes nothing."""
+    """The newer decorator of MindIO's own: report, wait, leave when the answer is not RETRY; a state that is not a fault changes nothing."""
     model, optimizer = new_trainer()
     saved: list[int] = []
     protect()
@@ -448,9 +448,9 @@ def test_a_dump_that_is_asked_for_is_a_notice_to_leave(monkeypatch: pytest.Monke
     """What SIGTERM does as well: all ranks finish the step in flight, save it and exit."""
     new_trainer()
     protect()
-    told: list[str] = []
+    reported: list[str] = []
     protection = current_job()._protection
     assert protection is not None
-    monkeypatch.setattr(protection.processor, "preempted", told.append)
+    monkeypatch.setattr(protection.processor, "preempted", reported.append)
     assert (mindio.tft_notify_controller_dump(), mindio.tft_notify_controller_change_strategy("dump")) == (0, 0)
-    assert told == ["tft_notify_controller_dump"] * 2
+    assert reported == ["tft_notify_controller_dump"] * 2

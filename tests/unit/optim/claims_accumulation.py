@@ -133,14 +133,14 @@ def the_wire_carries_one_reduce_scatter_a_pass() -> None:
             with counted_wire(optimizer) as sent:
                 train(optimizer, net, range(1, 2), PARTS)
             row = job.world if ring else job.world // 2
-            wanted = {
+            expected = {
                 "scatter": PARTS * elements * dtype.itemsize * (row - 1) // row,
                 "sum": 0 if ring else elements * 4 // row,
                 "copy": elements * 4 // row if ring else 0,
                 "gather": elements * dtype.itemsize * (row - 1) // row,
                 "other": 2 * (job.world - 1) * 10 * 8 // job.world,
             }
-            assert sent == wanted, (dtype, ring, sent, wanted)
+            assert sent == expected, (dtype, ring, sent, expected)
             optimizer.close()
 
 

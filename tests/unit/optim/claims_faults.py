@@ -71,7 +71,7 @@ def kept_lines() -> Iterator[list[str]]:
 
 
 def silent_corruption_of_one_replica_is_found_and_named_once() -> None:
-    """One bit of one moment on one rank: every rank knows the parameter and the two holders; the first rank says it."""
+    """One bit of one moment on one rank: every rank knows the parameter and the two holders; the first rank logs it."""
     net = make_net()
     optimizer = make(net, compare_every=2)
     with kept_lines() as lines:
@@ -151,7 +151,7 @@ def roll_forward_gives_the_bits_of_the_main_path() -> None:
             in_thread(optimizer.roll_forward, dataclasses.replace(record, step=wrong))
             raise AssertionError("rolled forward to a step that is not ready")
         except ProtocolError as error:
-            assert "wanted state" in str(error)
+            assert "expected state" in str(error)
     assert fingerprints(optimizer) != fingerprints(straight)
     # What this rank knows by itself is never taken from a record: no order changes a learning rate or a loss scale.
     foreign = dataclasses.replace(record, learning_rates=(7.0,) * len(record.learning_rates), loss_scale=3.0)
@@ -168,18 +168,18 @@ def roll_forward_gives_the_bits_of_the_main_path() -> None:
 
 
 def reduced_gradients_are_void_once_somebody_asks_for_a_gradient() -> None:
-    """They may lie where backward accumulates: the tracker is told before the caller can change them, and READY is over."""
+    """They may lie where backward accumulates: the tracker is informed before the caller can change them, and READY is over."""
     net = make_net()
     optimizer = make(net)
     tracker = LosesTheLastStep(2)
     optimizer.attach(tracker)
     with contextlib.suppress(Interrupted):
         train(optimizer, net, range(1, 3))
-    told: list[int] = []
-    tracker.computing = told.append  # type: ignore[method-assign,assignment]
+    reported: list[int] = []
+    tracker.computing = reported.append  # type: ignore[method-assign,assignment]
     before = fingerprints(optimizer)
     assert not optimizer.gradient("up.weight").any(), "nothing of the step that was thrown away"
-    assert told == [2] and tracker.record is not None
+    assert reported == [2] and tracker.record is not None
     try:
         optimizer.roll_forward(tracker.record)
         raise AssertionError("rolled forward with gradients that are void")
@@ -228,7 +228,7 @@ class Journal(NullTracker):
         self.lines.append(f"fail {step}")
 
 
-def the_phases_are_told_in_order() -> None:
+def the_phases_are_reported_in_order() -> None:
     """Tracker calls and points interleave as documented; an update that raises is failed, not ended."""
     net = make_net()
     optimizer = make(net, local_copy=True)
@@ -277,7 +277,7 @@ def the_local_copy_is_the_step_before() -> None:
         assert optimizer.host_state(step - 1) == hosts[step - 1] != hosts[step]
         try:
             optimizer.holdings(step - 2)
-            raise AssertionError("a step that nobody kept")
+            raise AssertionError("a step that no rank kept")
         except CheckpointError as error:
             assert f"local copy of step {step - 1}" in str(error)
 
@@ -299,7 +299,7 @@ def the_local_copy_is_the_step_before() -> None:
 
 
 def a_barrier_spans_what_the_group_does_not() -> None:
-    """Two data-parallel pairs share a model: an overflow in one skips the step in both, and nobody has a record early."""
+    """Two data-parallel pairs share a model: an overflow in one skips the step in both, and no rank has a record early."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     net = torch.nn.Linear(8, 8)
@@ -314,7 +314,7 @@ def a_barrier_spans_what_the_group_does_not() -> None:
         skipped.append(optimizer.step().skipped)
     assert skipped == [False, True, False], f"rank {rank}: {skipped}"
 
-    # Rank 3 comes late to its barrier: nobody may hold the record of step 4 before.
+    # Rank 3 comes late to its barrier: no rank may hold the record of step 4 before.
     store, late = dist.distributed_c10d._get_default_store(), "barrier/late"
     optimizer.on_point = lambda point, step: store.set(f"barrier/{point}/{rank}", "1")
     if rank == 3:

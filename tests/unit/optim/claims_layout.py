@@ -36,7 +36,7 @@ from ttp.optim.replica_optimizer import (
 )
 
 
-def ranks_that_disagree_are_told_so() -> None:
+def ranks_that_disagree_raise() -> None:
     """A parameter too many on one rank is an error on every rank, not a hang."""
     net = make_net()
     named = list(net.named_parameters())[: 4 if job.rank == job.world - 1 else 5]
@@ -119,14 +119,14 @@ def the_wire_carries_what_theory_says() -> None:
             with counted_wire(optimizer) as sent:
                 train(optimizer, net, range(2, 3))
             row = job.world if ring else job.world // 2
-            wanted = {
+            expected = {
                 "scatter": total * (row - 1) // row,
                 "sum": 0 if ring else total // row,
                 "copy": total // row if ring else 0,
                 "gather": total * (row - 1) // row,
                 "other": 2 * (job.world - 1) * 10 * 8 // job.world,
             }
-            assert sent == wanted, (dtype, ring, sent, wanted)
+            assert sent == expected, (dtype, ring, sent, expected)
             assert sent["scatter"] + sent["sum"] + sent["copy"] == total
             optimizer.close()
 
@@ -180,7 +180,7 @@ def parameters_in_fp32_are_their_own_masters() -> None:
             for shard, held in views.items()
         }
         assert inside == {own: {not apart}} | {shard: {False} for shard in second}, inside
-        told = [(r.grad_norm, r.clip_factor) for r in train(optimizer, net, range(1, 8), parts=2)]
+        reported = [(r.grad_norm, r.clip_factor) for r in train(optimizer, net, range(1, 8), parts=2)]
         before = fingerprints(optimizer, 6)
         with torch.no_grad():
             for param in net.parameters():
@@ -189,7 +189,7 @@ def parameters_in_fp32_are_their_own_masters() -> None:
         assert fingerprints(optimizer, 6) == before, "the copy of the step before is not the model's memory"
         train(optimizer, net, range(8, 10))
         assert_replicas_identical(optimizer, net)
-        results.append((told, before, fingerprints(optimizer), params_digest(net)))
+        results.append((reported, before, fingerprints(optimizer), params_digest(net)))
         optimizer.close()
     assert results[0] == results[1]
 
@@ -213,7 +213,7 @@ def a_process_does_not_grow() -> None:
 
 
 def a_state_moves_to_another_size() -> None:
-    """Whole tensors put together from one layout's holdings fill another's; parameters follow, training goes on."""
+    """Whole tensors put together from one layout's holdings fill another's; parameters follow, training continues."""
     net = make_net()
     optimizer = make(net, clip=ClipNorm(1.0), loss_scale=LossScale(64.0, growth_interval=2))
     train(optimizer, net, range(1, 6))
@@ -233,7 +233,7 @@ def a_state_moves_to_another_size() -> None:
             for name, param in other.named_parameters():
                 assert torch.equal(param.view(-1), whole[f"model.{name}"]), name
             moved.clip = ClipNorm(1.0)
-            # The same global batch: those who are left take over the others' parts.
+            # The same global batch: those who remain take over the others' parts.
             moved.gradient_divisor = float(job.world)
             moved.zero_grad()
             mine = [r for r in range(job.world) if r % size == job.rank]

@@ -75,15 +75,15 @@ def _core_norms(net: Net, steps: range) -> tuple[list[float], Any]:
 
 def the_facades_step_is_the_cores() -> None:
     """Gradients of `grad` and of `main_grad` train to the bits of the core with its own hooks."""
-    wanted_net = make_net()
-    wanted, core = _core_norms(wanted_net, range(1, 5))
+    expected_net = make_net()
+    expected, core = _core_norms(expected_net, range(1, 5))
     for main_grad in (False, True):
         net = make_net()
         for param in net.parameters() if main_grad else ():
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
         optimizer = _facade(net, main_grad)
-        assert _train(net, optimizer, range(1, 5), main_grad) == wanted
-        for ours, theirs in zip(net.parameters(), wanted_net.parameters(), strict=True):
+        assert _train(net, optimizer, range(1, 5), main_grad) == expected
+        for ours, theirs in zip(net.parameters(), expected_net.parameters(), strict=True):
             assert torch.equal(ours, theirs)
         assert optimizer.current_step == 4
     core.close()
@@ -129,7 +129,7 @@ def the_shards_of_the_group_have_the_unsharded_norm() -> None:
 
 
 def on_nodes_in_turn_they_have_it_too() -> None:
-    """Ranks 0 and 2 on one node, 1 and 3 on another: replicas lie on different ones, so that halves are no longer rows of ranks."""
+    """Ranks 0 and 2 on one node, 1 and 3 on another: replicas are on different ones, so that halves are no longer rows of ranks."""
     with mock.patch.dict(os.environ, TTP_HOST="ab"[job.rank % 2]):
         _shards_have_the_unsharded_norm()
 
@@ -168,7 +168,7 @@ def the_examples_clipping_over_the_shard_group_is_torchs() -> None:
         ]
         assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0).item(), rel=1e-5)
         assert (norm > 1.0) == (step == 1)
-        for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert mine.grad is not None
-            torch.testing.assert_close(mine.grad, wanted.grad)
+            torch.testing.assert_close(mine.grad, expected.grad)
     forget_job()

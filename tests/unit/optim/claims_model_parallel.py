@@ -109,7 +109,7 @@ def _goes_on_from_its_parts(
     own = {f"model{n}.{k}" if several else k for n, model in enumerate(models) for k, _ in model.named_parameters()}
     assert set(mine["masters"]) == own
     weights = [{k: v.detach().clone() for k, v in model.state_dict().items()} for model in models]
-    wanted = _train(models, optimizer, range(4, 7), data_rank)
+    expected = _train(models, optimizer, range(4, 7), data_rank)
     declared, state = current_job().groups, current_job().parallel_state
     forget_job()
     set_parallel_state(state)
@@ -119,7 +119,7 @@ def _goes_on_from_its_parts(
         model.load_state_dict(values)
     resumed.load_state_dict(mine)
     assert resumed.current_step == 3
-    assert _train(again, resumed, range(4, 7), data_rank) == wanted
+    assert _train(again, resumed, range(4, 7), data_rank) == expected
     for ours, theirs in zip(models, again, strict=True):
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(one, other)
@@ -179,7 +179,7 @@ def tensor_parallel_duplicates_are_counted_and_saved_once() -> None:
     (norm,) = _train([net], optimizer, range(1, 2), state.data_rank)
     assert norm == pytest.approx(math.sqrt(both[0] + both[1] + alike), rel=1e-6)
     _train([net], optimizer, range(2, 4), state.data_rank)
-    assert len({tuple(told) for told in everyone(net.norm.weight.tolist())}) == 1
+    assert len({tuple(reported) for reported in everyone(net.norm.weight.tolist())}) == 1
     assert len(optimizer.core.expected_tensors()) == 4 * (2 * (len(params) - 2) + 2), "duplicates have one name"
     assert optimizer.core.compare_replicas() == tuple[Divergence, ...]()
     _goes_on_from_its_parts([net], optimizer, [_tensor_parallel_net(seed=3, sequence=True)], _facade, state.data_rank)
@@ -200,9 +200,9 @@ def zeros_of_a_split_model_are_counted_once() -> None:
         dist.all_reduce(grad, group=state.get_data_parallel_group())
         if not (name.startswith("norm") and job.rank % 2):
             zeros += int((grad == 0).sum())
-    told = everyone(zeros)
+    reported = everyone(zeros)
     optimizer.reduce_model_grads(None, None)
-    assert optimizer.step(None, None)[2] == told[0] + told[1] > 0
+    assert optimizer.step(None, None)[2] == reported[0] + reported[1] > 0
     forget_job()
 
 
@@ -276,7 +276,7 @@ def tied_embeddings_are_summed_counted_and_saved_once() -> None:
     assert norm == pytest.approx(math.sqrt(own[0] + own[2] + once), rel=1e-6)
     _train(models, optimizer, range(2, 4), state.data_rank)
     copy = next(model for model in models if isinstance(model, _Stage)).word_embeddings.weight
-    assert len({str(told) for told in everyone(copy.tolist())}) == 1, "both stages' copies are the same bits"
+    assert len({str(reported) for reported in everyone(copy.tolist())}) == 1, "both stages' copies are the same bits"
     _goes_on_from_its_parts(models, optimizer, _chunks(seed=3), _facade, state.data_rank)
 
 
@@ -298,8 +298,8 @@ def experts_have_a_replica_group_of_their_own() -> None:
     assert optimizer.place.part == f"mp_rank_00_000_00{job.rank % 2}" and get_dp_rank_list() == [0, 1, 2, 3]
     assert _names_of_shards(optimizer) == {f"shard {job.rank % 2} of 2", f"ep {job.rank % 2} shard 0 of 1"}
     holders: dict[str, int] = {}
-    for told in everyone([group.group_id for group in optimizer.core.shard_groups()]):
-        for group in told:
+    for reported in everyone([group.group_id for group in optimizer.core.shard_groups()]):
+        for group in reported:
             holders[group] = holders.get(group, 0) + 1
     assert set(holders.values()) == {2}
     _train([net], optimizer, range(1, 4), job.rank)

@@ -120,16 +120,16 @@ def each_choice_holds_under_ddp_and_fsdp_in_both_modes() -> None:
         for clip in (None, ttp.ClipNorm(1.0)):
             for choice in ("warn", "skip", "stop"):
                 folder = everyone(tempfile.mkdtemp() if job.rank == 0 else "")[0]
-                told = everyone(_protected(kind, clip, choice, Path(folder)))
-                case = (kind, clip, choice, told)
-                lines, done, changed, stopped = zip(*told, strict=True)
+                reported = everyone(_protected(kind, clip, choice, Path(folder)))
+                case = (kind, clip, choice, reported)
+                lines, done, changed, stopped = zip(*reported, strict=True)
                 skips = choice == "skip" or clip is not None
                 assert set(done) == {1 if choice == "stop" else 2}, case
                 assert set(changed) == {choice != "stop" and not skips}, case
                 assert all(("(on_nonfinite='stop')" in text) is (choice == "stop") for text in stopped), case
                 if choice != "stop":
                     assert [len(own) for own in lines] == [0] * culprit + [1], case
-                    what = "the step is skipped" if skips else "training goes on with it"
+                    what = "the step is skipped" if skips else "training continues with it"
                     assert lines[culprit][0].startswith(f"step 2: the loss of rank {culprit} is not finite; {what}"), (
                         case
                     )

@@ -88,8 +88,8 @@ def whole(held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     ]
     found: dict[str, torch.Tensor] = {}
     times: dict[str, torch.Tensor] = {}
-    for told in everyone([(key, shape, at, of, values.clone()) for key, shape, at, of, values in pieces]):
-        for key, shape, at, of, values in told:
+    for reported in everyone([(key, shape, at, of, values.clone()) for key, shape, at, of, values in pieces]):
+        for key, shape, at, of, values in reported:
             into = found.setdefault(key, torch.full(shape, float("nan")))
             count = times.setdefault(key, torch.zeros(shape))
             where = tuple(slice(a, a + n) for a, n in zip(at, of, strict=True))
@@ -194,7 +194,7 @@ def stages_and_tied_copies_count_once() -> None:
 
 
 def experts_have_replicas_of_their_own() -> None:
-    """dp4 x ep2: the experts of a rank are held by the two ranks that have the same ones, and by nobody else."""
+    """dp4 x ep2: the experts of a rank are held by the two ranks that have the same ones, and by no other rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     ep_rank = mesh["ep"].get_local_rank()
     pair = [rank for rank in range(4) if rank // 2 == job.rank // 2]

@@ -114,7 +114,7 @@ def masters_follow_exact_gradients(dtype: torch.dtype) -> None:
     )
     for step in range(1, 8):
         generator = torch.Generator().manual_seed(job.seed + step)
-        # Small whole numbers: every sum is exact in 16 bits, whatever its order.
+        # Small integers: every sum is exact in 16 bits, whatever its order.
         weights = [
             [torch.randint(-3, 4, p.shape, generator=generator).float() for p in masters] for _ in range(job.world)
         ]
@@ -147,8 +147,8 @@ def fp32_gradients_of_bf16_parameters_accumulate_in_fp32() -> None:
             backward((param * (2.0**-10 if part else 1.0)).sum())
     assert param.grad is None
     optimizer.step()
-    wanted = 1.0 - job.world * (1.0 + 100 * 2.0**-10)
-    assert torch.equal(assemble(optimizer)["model.w"], torch.full((300,), wanted)), wanted
+    expected = 1.0 - job.world * (1.0 + 100 * 2.0**-10)
+    assert torch.equal(assemble(optimizer)["model.w"], torch.full((300,), expected)), expected
     optimizer.close()
 
 

@@ -1,4 +1,4 @@
-"""Replicas are told apart by sums over their bits, and the difference is put into words."""
+"""Replicas are distinguished by sums over their bits, and the difference is described."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ttp.optim.sums import mixed, sums_of
 LAYOUT = Layout.build([ParamSpec("w", (1000,)), ParamSpec("b", (10,))], 4)
 
 
-def test_equal_sums_are_no_difference() -> None:
+def test_equal_sums_are_not_a_difference() -> None:
     assert differing_shards([[5], [6], [5], [6]], LAYOUT) == ()
 
 
@@ -29,8 +29,8 @@ def test_only_the_holders_of_a_shard_are_compared() -> None:
 def test_the_tensor_and_its_holders_are_named() -> None:
     whole, altered = ("optim.state.w.exp_avg", 0, 512, 1), ("optim.state.w.exp_avg", 0, 512, 2)
     same = ("model.w", 0, 512, 9)
-    told = [{0: [same, whole]}, {}, {0: [same, altered]}, {}]
-    (found,) = divergences(300, (0,), told, LAYOUT)
+    reported = [{0: [same, whole]}, {}, {0: [same, altered]}, {}]
+    (found,) = divergences(300, (0,), reported, LAYOUT)
     assert found == Divergence(300, "optim.state.w.exp_avg", 0, 512, ((0,), (2,)))
     said = text([found])
     assert said.startswith("step 300: replicas differ in optim.state.w.exp_avg[0:512]: rank 0 against rank 2;"), said

@@ -139,7 +139,7 @@ def test_a_cpu_has_no_streams() -> None:
     assert not lane.ordered and lane.drain_within(0.0)
 
 
-class Story(NullTracker):
+class Events(NullTracker):
     """Writes the phases down, among the lane's marks."""
 
     def __init__(self) -> None:
@@ -155,10 +155,10 @@ class Story(NullTracker):
         self.lines.append("end")
 
 
-def test_a_step_marks_both_events_before_it_tells_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """READY is told behind the event of the reduced gradients, the end of the update behind the event of the update: whoever
-    hears of a phase finds the event that it has to wait for."""
-    story = Story()
+def test_a_step_marks_both_events_before_it_reports_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """READY is reported behind the event of the reduced gradients, the end of the update behind the event of the update: whoever
+    learns of a phase finds the event that it has to wait for."""
+    story = Events()
 
     class Marked(Lane):
         def __init__(self, device: torch.device) -> None:

@@ -41,9 +41,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout.build(params, world, replicas, bucket, ring, hosts)
 
 
-@settings(deadline=None)  # a loaded machine is no slow layout
+@settings(deadline=None)  # a loaded machine is not a slow layout
 @given(layouts())
-def test_every_element_lies_on_exactly_r_holders(layout: Layout) -> None:
+def test_every_element_is_on_exactly_r_holders(layout: Layout) -> None:
     counts: dict[str, Counter[int]] = {spec.name: Counter() for spec in layout.params}
     for rank in range(layout.world):
         for segment in layout.segments(rank):
@@ -52,7 +52,7 @@ def test_every_element_lies_on_exactly_r_holders(layout: Layout) -> None:
         assert counts[spec.name] == Counter({i: layout.replicas for i in range(spec.numel)})
 
 
-@settings(deadline=None)  # a loaded machine is no slow layout
+@settings(deadline=None)  # a loaded machine is not a slow layout
 @given(layouts())
 def test_every_shard_has_r_different_holders_and_every_rank_an_equal_load(layout: Layout) -> None:
     for shard in range(layout.shards):
@@ -65,7 +65,7 @@ def test_every_shard_has_r_different_holders_and_every_rank_an_equal_load(layout
     assert all(layout.held(rank)[0] == shard for shard, rank in enumerate(firsts))
 
 
-@settings(deadline=None)  # a loaded machine is no slow layout
+@settings(deadline=None)  # a loaded machine is not a slow layout
 @given(layouts())
 def test_the_holders_of_a_shard_count_each_element_once_and_share_the_work(layout: Layout) -> None:
     for bucket in layout.buckets:
@@ -76,7 +76,7 @@ def test_the_holders_of_a_shard_count_each_element_once_and_share_the_work(layou
             assert max(stop - start for start, stop in runs) < bucket.shard_numel / layout.replicas + 2 * ALIGN
 
 
-@settings(deadline=None)  # a loaded machine is no slow layout
+@settings(deadline=None)  # a loaded machine is not a slow layout
 @given(layouts())
 def test_buckets_are_contiguous_in_reverse_order_and_never_mix_dtypes(layout: Layout) -> None:
     for dtype in DTYPES:
@@ -90,7 +90,7 @@ def test_buckets_are_contiguous_in_reverse_order_and_never_mix_dtypes(layout: La
         assert 0 <= bucket.numel - ends[-1] < ALIGN * (layout.shards + 1)
 
 
-@settings(deadline=None)  # a loaded machine is no slow layout
+@settings(deadline=None)  # a loaded machine is not a slow layout
 @given(layouts())
 def test_segments_map_onto_the_bucket_memory_without_overlap_and_on_register_boundaries(layout: Layout) -> None:
     for shard in range(layout.shards):
@@ -105,7 +105,7 @@ def test_segments_map_onto_the_bucket_memory_without_overlap_and_on_register_bou
             end[segment.bucket] = segment.offset + segment.padded
 
 
-@settings(deadline=None)  # a loaded machine is no slow layout
+@settings(deadline=None)  # a loaded machine is not a slow layout
 @given(param_lists(), st.integers(2, 6))
 def test_replicas_and_both_layouts_use_the_same_cuts(params: list[ParamSpec], shards: int) -> None:
     even = Layout.build(params, 2 * shards, 2, 1000)
@@ -170,32 +170,32 @@ def test_interleaved_hosts_never_hold_both_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "replicas", "ring", "wanted"),
+    ("world", "replicas", "ring", "expected"),
     [
         (3, 2, False, "TTPOddReplicaOptimizer"),
         (1, 2, False, "replicas=1"),
         (4, 3, True, "2 replicas"),
         (1, 2, True, "replicas=1"),
-        (0, 1, False, "world is 0"),
+        (0, 1, False, "got world 0"),
     ],
 )
 def test_a_world_that_does_not_divide_is_refused_with_what_to_do(
-    world: int, replicas: int, ring: bool, wanted: str
+    world: int, replicas: int, ring: bool, expected: str
 ) -> None:
-    with pytest.raises(LayoutError, match=wanted):
+    with pytest.raises(LayoutError, match=expected):
         Layout.build([ParamSpec("w", (10,))], world, replicas, ring=ring)
 
 
 @pytest.mark.parametrize(
-    ("params", "wanted"),
+    ("params", "expected"),
     [
         ([], "no parameters"),
         ([ParamSpec("w", (2,)), ParamSpec("w", (3,))], "'w' appears twice"),
         ([ParamSpec("e", (0, 4))], "'e' of shape"),
     ],
 )
-def test_parameters_that_have_no_address_are_refused(params: list[ParamSpec], wanted: str) -> None:
-    with pytest.raises(LayoutError, match=wanted):
+def test_parameters_that_have_no_address_are_refused(params: list[ParamSpec], expected: str) -> None:
+    with pytest.raises(LayoutError, match=expected):
         Layout.build(params, 2)
 
 
@@ -211,7 +211,7 @@ def test_a_model_of_ten_thousand_parameters_is_cut_at_once() -> None:
     assert padding < ALIGN * (len(params) + 32 * len(layout.buckets))
 
 
-def test_copies_lie_at_the_same_places_whatever_else_a_rank_has() -> None:
+def test_copies_have_the_same_places_whatever_else_a_rank_has() -> None:
     """Three ranks sum a bucket in an order that depends on the place: what two ranks of the model both have lies alike in both,
     the one that counts it included."""
     norms = [ParamSpec(f"norm.{i}", (100,), shared="0") for i in range(6)]

@@ -180,7 +180,7 @@ def test_a_collective_spans_the_job_only_if_every_rank_enters_its_last_part(
     ("notices", "unled", "size", "ending"),
     [
         (0, 0, 4, Ending.GO_ON),
-        (0, 4, 4, Ending.GO_ON),  # training goes on without protection
+        (0, 4, 4, Ending.GO_ON),  # training continues without protection
         (1, 0, 4, Ending.WAIT),
         (1, 3, 4, Ending.WAIT),  # the controller of one rank leads
         (1, 4, 4, Ending.SAVE),

@@ -17,11 +17,11 @@ IN_DEPTH = (
     "clip_by_value_clamps_the_average",
     "roll_forward_gives_the_bits_of_the_main_path",
     "a_step_rolled_forward_at_the_gate_is_not_applied_twice",
-    "the_phases_are_told_in_order",
+    "the_phases_are_reported_in_order",
     "the_local_copy_is_the_step_before",
     "gradients_survive_careless_clearing",
     "silent_corruption_of_one_replica_is_found_and_named_once",
-    "ranks_that_disagree_are_told_so",
+    "ranks_that_disagree_raise",
     "the_wire_carries_what_theory_says",
     "memory_is_what_theory_says",
     "parameters_in_fp32_are_their_own_masters",
@@ -106,7 +106,7 @@ def test_three_replicas(run_ranks: Callable[..., None]) -> None:
     run_ranks(3, "three_replicas_are_identical")
 
 
-def test_a_corrupt_replica_of_three_is_told_from_the_others(run_ranks: Callable[..., None]) -> None:
+def test_a_corrupt_replica_of_three_is_distinguished_from_the_others(run_ranks: Callable[..., None]) -> None:
     run_ranks(3, "the_odd_one_out_of_three_replicas_is_named")
 
 

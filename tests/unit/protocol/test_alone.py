@@ -35,7 +35,7 @@ from ttp.proto.messages import (
     Welcome,
 )
 
-UNPROTECTED = "training goes on without protection"
+UNPROTECTED = "training continues without protection"
 
 
 def logged(rank: ProcessorBench) -> list[str]:
@@ -251,7 +251,7 @@ def test_a_controller_that_fell_silent_is_said_to_have() -> None:
     rank.tick(after=1.0)
     rank.tick(after=1.0)
     rank.tick(after=1.1)
-    assert "nothing was heard from the controller for 3 s" in logged(rank)
+    assert "nothing received from the controller for 3 s" in logged(rank)
     assert not only(rank.effects, Connect), "it is the only one: there is a pause before it is tried again"
     assert rank.state.link is LinkState.DOWN and rank.state.lost_since == rank.now
 
@@ -310,4 +310,4 @@ def test_a_sign_of_life_prolongs_the_lease() -> None:
         rank.hear(Beat())
         assert rank.state.link is LinkState.UP
     rank.hear(Freeze(1, CAUSE), after=1.0)
-    assert rank.state.heard == rank.now
+    assert rank.state.received_s == rank.now

@@ -278,10 +278,10 @@ def test_the_suspects_are_those_that_wait_for_nobody(
     assert suspects(places(*told), tuple(range(len(told)))) == named
 
 
-@pytest.mark.parametrize(("busy", "wanted"), [(8, "7 in COMPUTE"), (9, "7 and 1 more in COMPUTE")])
-def test_of_many_suspects_eight_are_named(busy: int, wanted: str) -> None:
+@pytest.mark.parametrize(("busy", "expected"), [(8, "7 in COMPUTE"), (9, "7 and 1 more in COMPUTE")])
+def test_of_many_suspects_eight_are_named(busy: int, expected: str) -> None:
     pace = replace(places(*[(COMPUTE, 9, False)] * busy, (READY, 9, True)), moved_at=0.0)
-    assert f"ranks 0, 1, 2, 3, 4, 5, 6, {wanted} of step 9" in progress.standstill(
+    assert f"ranks 0, 1, 2, 3, 4, 5, 6, {expected} of step 9" in progress.standstill(
         pace, tuple(range(busy + 1)), 5.0, SETTINGS
     )
 

@@ -64,7 +64,7 @@ def test_a_second_notice_does_not_wait() -> None:
     rank = ProcessorBench(1)
     rank.take(SIGTERM)
     rank.take(SIGTERM, after=0.5)
-    assert told(rank) == ["SIGTERM; told twice"]
+    assert told(rank) == ["SIGTERM; sent twice"]
     rank.take(SIGTERM)
     assert not told(rank)
 
@@ -123,13 +123,13 @@ def test_a_false_alarm_in_between_does_not_take_the_notice_back() -> None:
 
 
 def test_only_a_rank_that_was_told_to_leave_leaves_with_a_status_of_its_own() -> None:
-    for notice, wanted in ((True, EXIT_CODE_PREEMPTED), (False, EXIT_CODE_PERSISTED)):
+    for notice, expected in ((True, EXIT_CODE_PREEMPTED), (False, EXIT_CODE_PERSISTED)):
         rank = ProcessorBench(1)
         if notice:
             rank.take(SIGTERM)
         rank.freeze()
         rank.hear(Exit(EXIT_CODE_PERSISTED, "step 7 is saved"))
-        assert [effect.code for effect in only(rank.effects, ExitProcess)] == [wanted]
+        assert [effect.code for effect in only(rank.effects, ExitProcess)] == [expected]
 
 
 def test_a_preempted_rank_of_a_healthy_job_is_dumped_and_all_leave() -> None:

@@ -16,7 +16,7 @@ COMPUTE = Phase.COMPUTE
 
 def torn(rank: int, order: PublishOrder, *writers: int) -> StepFailed:
     """Rank `rank` finds files of these writers that are not what they told."""
-    error = "r2_0 has 5 bytes, wanted 10"
+    error = "r2_0 has 5 bytes, expected 10"
     return StepFailed(rank, order.freeze_id, "publish", order.tmp_name, error, torn=writers)
 
 
@@ -32,7 +32,7 @@ def test_what_two_publishers_found_torn_is_written_by_another_holder_in_the_same
     assert (rank, again) == (1, order), "one word may be that of a bad mount"
     job.say(torn(1, order, 2))
     assert job.told("publish_failed")[1]["torn"] == (2,)
-    assert job.told("replanned")[0]["reason"] == "files of rank 2 ended short: r2_0 has 5 bytes, wanted 10"
+    assert job.told("replanned")[0]["reason"] == "files of rank 2 ended short: r2_0 has 5 bytes, expected 10"
     assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2}
     asked_again(job, 0, 1, 2)
     orders = job.orders()

@@ -137,14 +137,14 @@ def test_a_clock_that_leaps_back_leaves_no_vouch_in_the_future() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vouched_s", "total_s", "started", "wanted"),
+    ("vouched_s", "total_s", "started", "expected"),
     [(10.0, 120.0, True, 10.0), (10.0, 120.0, False, 30.0), (10.0, 60.0, False, 15.0), (1.0, 120.0, True, 3.0), (10.0, 8.0, True, 3.0)],
 )  # fmt: skip
 def test_the_vouched_lease_is_a_quarter_of_a_faults_time_at_most_and_a_lease_at_least(
-    vouched_s: float, total_s: float, started: bool, wanted: float
+    vouched_s: float, total_s: float, started: bool, expected: float
 ) -> None:
     settings = ControllerSettings("job", 1, 4, vouched_lease_s=vouched_s, total_timeout_s=total_s)
-    assert vouched_lease(settings, started) == wanted
+    assert vouched_lease(settings, started) == expected
 
 
 # --- a new controller ---

@@ -158,7 +158,7 @@ StartRanks = Callable[..., list[Rank]]
 
 @pytest.fixture
 def new_controller(tmp_path: Path) -> Iterator[StartController]:
-    """Start controllers of job `job`, and see that none is left behind."""
+    """Start controllers of job `job`, and see that none remains."""
     started: list[ControllerProcess] = []
 
     def start(world_size: int = 3, **more: object) -> ControllerProcess:
@@ -186,7 +186,7 @@ def new_controller(tmp_path: Path) -> Iterator[StartController]:
 
 @pytest.fixture
 def new_ranks(tmp_path: Path) -> Iterator[StartRanks]:
-    """Start ranks and wait until the controller has welcomed them; stop them at the end, and see that no thread is left."""
+    """Start ranks and wait until the controller has welcomed them; stop them at the end, and see that no thread remains."""
     before = set(threading.enumerate())
     ranks: list[Rank] = []
 
@@ -205,4 +205,4 @@ def new_ranks(tmp_path: Path) -> Iterator[StartRanks]:
         thread.join(LONG_S)
         if thread.is_alive():
             stack = sys._current_frames().get(thread.ident or 0)
-            raise AssertionError(f"thread {thread.name} was left behind at {stack}")
+            raise AssertionError(f"thread {thread.name} still runs at {stack}")

@@ -1,5 +1,5 @@
 """A rank in a process of its own: `rank_process.py ADDRESS` is rank 2 of 3, with `--alone` rank 0 of 1. Trains a step and
-waits until it is killed or told to leave; with `--stuck` it is preempted while its main thread holds the logging lock."""
+waits until it is killed or gets a preemption notice; with `--stuck` it is preempted while its main thread holds the logging lock."""
 
 from __future__ import annotations
 

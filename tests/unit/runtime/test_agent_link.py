@@ -43,7 +43,7 @@ def new_link() -> Iterator[OpenLink]:
 
 @contextlib.contextmanager
 def two_ranks(new_controller: StartController, new_link: OpenLink) -> Iterator[tuple[ControllerProcess, AgentLink]]:
-    """A controller that has heard of both ranks, and the launcher's line to it."""
+    """A controller that has learned of both ranks, and the launcher's line to it."""
     controller = new_controller(world_size=2)
     link = new_link(controller.address)
     with open_channel(controller.address) as channel:
@@ -88,7 +88,7 @@ def test_a_stopped_controller_is_not_attached_after_its_lease(
 
 
 def test_an_idle_standby_is_not_taken_for_a_controller(new_controller: StartController, new_link: OpenLink) -> None:
-    """It takes the stream, but leads nobody: with it alone the workers are unled."""
+    """It takes the stream, but leads no rank: with it alone the workers are unled."""
     standby = new_controller(world_size=2, standby=1, term=2, heartbeat_s=0.05, lease_s=0.3)
     link = new_link(standby.address)
     until(lambda: link._attached, "the standby's greeting")
@@ -128,7 +128,7 @@ def test_deaths_that_a_lost_controller_knew_are_repeated_to_the_standby(
 def test_the_launcher_does_not_return_to_a_controller_of_a_lower_term(
     new_controller: StartController, new_link: OpenLink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that was cut off and has come back would hear of deaths that its successor acts on, and count as the job's controller."""
+    """One that was cut off and has come back would learn of deaths that its successor acts on, and count as the job's controller."""
     caplog.set_level("DEBUG", "ttp.launch")
     earlier = new_controller(world_size=2, term=1)
     now = new_controller(world_size=2, term=2)
@@ -159,10 +159,10 @@ def test_a_message_of_the_stream_before_is_dropped_by_the_launcher(
 
 
 @pytest.mark.parametrize(("how", "said"), [("exiting", False), ("signal SIGKILL", True)])
-def test_that_nothing_was_saved_is_no_news_when_all_may_have_succeeded(
+def test_that_nothing_was_saved_is_not_news_when_all_may_have_succeeded(
     new_controller: StartController, new_link: OpenLink, caplog: pytest.LogCaptureFixture, how: str, said: bool
 ) -> None:
-    """They have exit code 0, and never told that training was over: ttprun says that, and nothing that contradicts it."""
+    """They have exit code 0, and never reported that training was over: ttprun says that, and nothing that contradicts it."""
     caplog.set_level("INFO", "ttp.launch")
     with two_ranks(new_controller, new_link) as (_, link):
         link.worker_exit(0, 100, how)
@@ -197,19 +197,19 @@ def test_why_the_ranks_leave_is_news_where_one_lives_or_has_failed(
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
-def test_a_controller_of_an_earlier_term_gives_nobody_up(
+def test_a_controller_of_an_earlier_term_gives_no_rank_up(
     new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch, earlier: int
 ) -> None:
     """It was taken for dead and has come back: the ranks that were silent to it may stand under its successor."""
     with two_ranks(new_controller, new_link) as (controller, link):
         real = request_status(controller.address)
-        silent = replace(real.ranks[1], dead=True, cause=Cause(CauseKind.SILENT, (1,), "nothing was heard"))
-        told = replace(real, stage=Stage.EXITING.value, term=real.term - earlier, ranks=(real.ranks[0], silent))
-        monkeypatch.setattr(agent_link, "request_status", lambda *args, **kwargs: told)
+        silent = replace(real.ranks[1], dead=True, cause=Cause(CauseKind.SILENT, (1,), "nothing was received"))
+        reported = replace(real, stage=Stage.EXITING.value, term=real.term - earlier, ranks=(real.ranks[0], silent))
+        monkeypatch.setattr(agent_link, "request_status", lambda *args, **kwargs: reported)
         assert link.given_up() == (None if earlier else frozenset({1}))
 
 
-def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
+def test_the_controller_reports_which_ranks_were_silent_when_all_is_decided(
     new_controller: StartController, new_link: OpenLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before: until then a rank that is silent may come back and be needed. Nor one that left, or a controller that is gone."""
@@ -237,7 +237,7 @@ def test_the_controller_says_which_ranks_were_silent_when_all_is_decided(
 def test_a_silent_rank_lives_while_the_launcher_sees_its_process_run(
     new_controller: StartController, new_link: OpenLink, tmp_path: Path
 ) -> None:
-    """Three ranks say nothing. Rank 2, whose process nobody sees, is dead after its lease; rank 1 once it is not seen to run any more."""
+    """Three ranks send nothing. Rank 2, whose process no rank sees, is dead after its lease; rank 1 once it is not seen to run any more."""
     controller = new_controller(world_size=3, heartbeat_s=1.0, lease_s=3.0)
     seen = {0: 100, 1: 101}
     link = new_link(controller.address, lambda: dict(seen))

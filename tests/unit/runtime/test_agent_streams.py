@@ -117,7 +117,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     assert not made.line._thread.is_alive()
 
 
-def test_what_a_stream_that_is_over_says_late_counts_for_nothing(bench: Bench) -> None:
+def test_what_a_stream_that_is_over_says_late_is_not_used(bench: Bench) -> None:
     """Neither its greeting, nor a message, nor its end: a new stream is on the line, and has not been greeted."""
     old = bench.next()
     old.breaks()
@@ -167,7 +167,7 @@ def test_every_new_stream_brings_a_vouch_at_once(bench: Bench) -> None:
 
 
 def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads_them(bench: Bench) -> None:
-    """Since when, too: what the same controller says afterwards, and again on its next stream, changes nothing."""
+    """Since when, too: what the same controller sends afterwards, and again on its next stream, changes nothing."""
     stream = bench.opened()
     stream.brings(SENT_AWAY)
     since = bench.now
@@ -189,7 +189,7 @@ def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads
 
 
 def test_controllers_are_tried_in_turn_each_once_however_often_they_are_named(bench: Bench) -> None:
-    """Nobody listens where they were; none waits for a lease to end."""
+    """Nothing listens where they were; none waits for a lease to end."""
     first = bench.opened()
     first.brings(Successors(("c1", "c0"), LEASE_S))
     bench.line.add_controllers(["c1", "c2"])
@@ -202,7 +202,7 @@ def test_controllers_are_tried_in_turn_each_once_however_often_they_are_named(be
 
 
 def test_a_stream_that_breaks_is_followed_by_another_without_a_wait_for_the_lease(bench: Bench) -> None:
-    """To the same controller, which has been heard within its lease: from the end of the stream on it has a whole one."""
+    """To the same controller, which has been received within its lease: from the end of the stream on it has a whole one."""
     first = bench.opened()
     bench.passes(LEASE_S - 0.5)
     first.breaks()
@@ -238,7 +238,7 @@ def test_what_the_wire_cannot_carry_does_not_reach_the_launchers_loop(
     stream = bench.opened()
     bench.cannot_carry = True
     bench.line.worker_exit(1, 101, "signal SIGKILL")
-    assert "the controller could not be told: too long" in caplog.text
+    assert "could not report to the controller: too long" in caplog.text
     bench.cannot_carry = False
     stream.breaks()
 
@@ -283,7 +283,7 @@ def test_only_ranks_that_are_dead_because_they_were_silent_are_given_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is suspected may come back, one that has failed has its own end, and of one that is dead the cause may not be known."""
-    silent = Cause(CauseKind.SILENT, (0,), "nothing was heard")
+    silent = Cause(CauseKind.SILENT, (0,), "nothing was received")
     ranks = (
         SimpleNamespace(rank=0, dead=True, cause=silent),
         SimpleNamespace(rank=1, dead=False, cause=silent),

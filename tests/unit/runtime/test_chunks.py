@@ -90,7 +90,7 @@ def test_a_controller_refuses_a_message_above_the_size_and_takes_it_in_chunks(ne
         stream.end()
 
 
-class Told:
+class Reported:
     """A rank's end of a stream."""
 
     def __init__(self) -> None:
@@ -112,12 +112,12 @@ def test_a_rank_s_large_table_goes_up_in_chunks(new_controller: StartController)
     groups = tuple(ShardGroup(f"g{number}", "x" * MOST_TEXT, 8) for number in range(260))
     table = replace(registration(0, 1), groups=groups)
     assert encode_upward("job", 1, [table]).ByteSize() > MAX_MESSAGE_BYTES
-    told = Told()
-    stream = ControlStream(controller.address, "job", told)
+    reported = Reported()
+    stream = ControlStream(controller.address, "job", reported)
     stream.start()
-    assert told.opened.wait(LONG_S)
+    assert reported.opened.wait(LONG_S)
     stream.send(table)
-    assert isinstance(told.received.get(timeout=LONG_S), Welcome)
+    assert isinstance(reported.received.get(timeout=LONG_S), Welcome)
     stream.close()
 
 
@@ -139,7 +139,7 @@ def test_a_controller_s_large_order_goes_down_in_chunks() -> None:
 
 
 def test_a_message_of_another_job_is_refused_before_it_is_read(new_controller: StartController) -> None:
-    """It holds what nobody can read: whose it is counts first."""
+    """It holds what cannot be read: whose it is counts first."""
     controller = new_controller(world_size=1)
     with open_channel(controller.address) as channel:
         stream = RawStream(channel)
@@ -164,9 +164,9 @@ def test_a_rank_gives_up_a_controller_of_another_job_before_it_reads_more() -> N
     add_ControlServicer_to_server(Foreign(), server)  # type: ignore[arg-type]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    told = Told()
-    ControlStream(f"127.0.0.1:{port}", "job", told).start()
-    reason = told.received.get(timeout=LONG_S)
-    assert reason == f"127.0.0.1:{port} is the controller of job 'other', wanted 'job'; check its address"
-    assert not told.opened.is_set()
+    reported = Reported()
+    ControlStream(f"127.0.0.1:{port}", "job", reported).start()
+    reason = reported.received.get(timeout=LONG_S)
+    assert reason == f"127.0.0.1:{port} is the controller of job 'other', expected 'job'; check its address"
+    assert not reported.opened.is_set()
     server.stop(None).wait(LONG_S)

@@ -162,7 +162,7 @@ def missing() -> str:
 
 
 ENDS: dict[str, tuple[Any, list[Answer], str, bool]] = {
-    "nobody listens": ("c0", [Ended(grpc.StatusCode.UNAVAILABLE, "Connection refused")], "UNAVAILABLE: Connection refused", True),
+    "nothing listens": ("c0", [Ended(grpc.StatusCode.UNAVAILABLE, "Connection refused")], "UNAVAILABLE: Connection refused", True),
     "the network": ("c0", [Ended(grpc.StatusCode.UNAVAILABLE, "reset")], "UNAVAILABLE: reset", False),
     "bytes": ("c0", [greeting(), pb.DownwardEnvelope(job_id=JOB, term=TERM)], "unknown", False),
     "no address yet": (lambda: None, [], "the controller's address is not known yet", False),

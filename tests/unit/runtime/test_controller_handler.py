@@ -80,14 +80,14 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.orders: Callable[[Event], Sequence[Effect]] = lambda event: ()
         self.stage = Stage.RUNNING
-        self.told: list[str] = []
+        self.logged: list[str] = []
         self.status: list[Any] = []
         journal: Any = SimpleNamespace(
             wants_state=False, starting_state=lambda state: None, input=lambda now, event: None,
-            story=lambda unix_s, monotonic_s, event, fields: self.told.append(event),
+            story=lambda unix_s, monotonic_s, event, fields: self.logged.append(event),
         )  # fmt: skip
         settings = ControllerSettings("job", 1, 4, heartbeat_s=1.0, lease_s=3.0)
         self.handler = Handler(settings, journal, supersede=lambda address: None, clock=lambda: self.now)
@@ -99,16 +99,16 @@ class Bench:
         return None
 
     def transition(self, state: Any, event: Event, now: float) -> tuple[Any, Sequence[Effect]]:
-        self.heard.append(event)
+        self.received.append(event)
         return SimpleNamespace(stage=self.stage), self.orders(event)
 
-    def hears(self, link: Link, *messages: Upward) -> None:
+    def receives(self, link: Link, *messages: Upward) -> None:
         self.handler.take(StreamMessage(link, UpwardParcel("job", 1, messages)))
 
     def comes(self, *ranks: int) -> Link:
         """Return a new stream on which these ranks have registered."""
         link = Link()
-        self.hears(link, *(Registration(rank, 4, "host", 100 + rank, (), 0, ("/c",), "{}") for rank in ranks))
+        self.receives(link, *(Registration(rank, 4, "host", 100 + rank, (), 0, ("/c",), "{}") for rank in ranks))
         return link
 
     def flushes(self, later_s: float = 0.0) -> None:
@@ -131,7 +131,7 @@ def test_what_was_gathered_for_a_stream_goes_out_before_it_is_ended_for_a_new_on
     old = bench.comes(0)
     bench.orders = lambda event: (Send((0,), Thaw(1)),) if event == Received(DEATH) else ()
     new = Link()
-    bench.hears(new, DEATH, Registration(0, 4, "host", 100, (), 0, ("/c",), "{}"))
+    bench.receives(new, DEATH, Registration(0, 4, "host", 100, (), 0, ("/c",), "{}"))
     bench.flushes()
     assert old.done == [[((0,), Thaw(1))], "finishes"] and new.done == []
 
@@ -147,49 +147,49 @@ def test_a_stream_that_still_carries_another_rank_is_not_ended(bench: Bench) -> 
 def test_what_was_gathered_for_a_stream_that_has_ended_is_dropped(bench: Bench) -> None:
     link = bench.comes(0)
     bench.orders = lambda event: (Send((0,), Thaw(1)),) if event == Received(DEATH) else ()
-    bench.hears(Link(), DEATH)
+    bench.receives(Link(), DEATH)
     bench.handler.take(StreamEnded(link))
     bench.flushes()
-    assert link.done == [] and bench.heard[-1] == StreamClosed((0,))
+    assert link.done == [] and bench.received[-1] == StreamClosed((0,))
 
 
 def test_an_agent_that_came_back_is_not_lost_with_its_old_stream(bench: Bench) -> None:
-    """The old one's end is noticed late. What the agents are told goes to the new one."""
+    """The old one's end is noticed late. What the agents receive goes to the new one."""
     old, new, other = Link(), Link(), Link()
     for link, host in ((old, "a"), (other, "b"), (new, "a")):
-        bench.hears(link, AgentHello(host, (0,), (100,)))
+        bench.receives(link, AgentHello(host, (0,), (100,)))
     bench.handler.take(StreamEnded(old))
-    assert not [event for event in bench.heard if isinstance(event, StreamClosed)]
+    assert not [event for event in bench.received if isinstance(event, StreamClosed)]
     bench.orders = lambda event: (Tell(("a", "c"), Thaw(1)),)
-    bench.hears(new, DEATH)
+    bench.receives(new, DEATH)
     bench.flushes()
     assert new.done == [[((), Thaw(1))]] and old.done == other.done == []
     bench.orders = lambda event: ()
     bench.handler.take(StreamEnded(new))
-    assert bench.heard[-1] == StreamClosed((), "a")
+    assert bench.received[-1] == StreamClosed((), "a")
 
 
 def test_one_message_that_the_wire_cannot_carry_keeps_no_other_back(bench: Bench) -> None:
     link = bench.comes(0, 1)
     link.cannot_carry = Freeze
     bench.orders = lambda event: (Send((0,), Freeze(1, CAUSE)), Send((1, 3), Thaw(1)))
-    bench.hears(Link(), DEATH)
+    bench.receives(Link(), DEATH)
     bench.flushes()
-    assert link.done == [[((1,), Thaw(1))]] and bench.told == ["not_sent"]
+    assert link.done == [[((1,), Thaw(1))]] and bench.logged == ["not_sent"]
 
 
 def test_an_order_for_a_rank_without_a_stream_is_skipped(bench: Bench) -> None:
     link = bench.comes(0)
     bench.orders = lambda event: (Send((1,), ORDER), Send((0,), ORDER))
-    bench.hears(link, Finished(0))
+    bench.receives(link, Finished(0))
     bench.flushes()
-    assert link.done == [[((0,), ORDER)]] and bench.told == []
+    assert link.done == [[((0,), ORDER)]] and bench.logged == []
 
 
 def test_every_stream_gets_one_beat_a_heartbeat(bench: Bench) -> None:
     """However many ranks it carries; the agents' too."""
     ranks, agent = bench.comes(0, 1, 2), Link()
-    bench.hears(agent, AgentHello("a", (0,), (100,)))
+    bench.receives(agent, AgentHello("a", (0,), (100,)))
     bench.flushes(1.0)
     assert ranks.done == agent.done == [[((), Beat())]]
     bench.flushes(0.5)
@@ -198,11 +198,11 @@ def test_every_stream_gets_one_beat_a_heartbeat(bench: Bench) -> None:
     assert ranks.done == agent.done == [[((), Beat())]] * 2
 
 
-def test_a_standby_that_nobody_has_come_to_sends_no_beat(bench: Bench) -> None:
+def test_a_standby_that_no_rank_has_come_to_sends_no_beat(bench: Bench) -> None:
     """An agent that has come to it by mistake would take it for the active controller."""
     agent = Link()
     bench.stage = Stage.STANDBY
-    bench.hears(agent, AgentHello("a", (0,), (100,)))
+    bench.receives(agent, AgentHello("a", (0,), (100,)))
     bench.flushes(1.0)
     assert agent.done == []
 
@@ -210,29 +210,29 @@ def test_a_standby_that_nobody_has_come_to_sends_no_beat(bench: Bench) -> None:
 @pytest.mark.parametrize("message", [Freeze(1, CAUSE), Exit(75, "step 3 is saved"), Thaw(1)])
 def test_the_agents_overhear_why_the_ranks_are_frozen_and_why_they_leave(bench: Bench, message: Downward) -> None:
     rank, agent = bench.comes(0), Link()
-    bench.hears(agent, AgentHello("a", (0,), (100,)))
+    bench.receives(agent, AgentHello("a", (0,), (100,)))
     bench.orders = lambda event: (Send((0, 1), message),)
-    bench.hears(agent, DEATH)
+    bench.receives(agent, DEATH)
     bench.flushes()
     assert rank.done == [[((0,), message)]]
     assert agent.done == ([] if isinstance(message, Thaw) else [[((), message)]])
 
 
-def test_what_stands_in_one_envelope_is_heard_in_its_order(bench: Bench) -> None:
+def test_what_stands_in_one_envelope_is_received_in_its_order(bench: Bench) -> None:
     """Heartbeats side by side are one event, and those of ranks that are on another stream now none."""
     beats = [Heartbeat(rank, Phase.DONE, step) for rank, step in ((0, 1), (1, 1), (0, 2))]
     link = bench.comes(0, 1)
     bench.comes(2)
-    bench.heard.clear()
-    bench.hears(link, beats[0], beats[1], Finished(1), Heartbeat(2, Phase.DONE, 9), beats[2])
-    assert bench.heard == [HeartbeatBatch((beats[0], beats[1])), Received(Finished(1)), Received(beats[2])]
+    bench.received.clear()
+    bench.receives(link, beats[0], beats[1], Finished(1), Heartbeat(2, Phase.DONE, 9), beats[2])
+    assert bench.received == [HeartbeatBatch((beats[0], beats[1])), Received(Finished(1)), Received(beats[2])]
 
 
 @pytest.mark.parametrize(
     ("stage", "comes", "leaves"),
     [(Stage.STANDBY, False, True), (Stage.ASSEMBLING, False, True), (Stage.ASSEMBLING, True, False), (Stage.RUNNING, False, False)],
 )  # fmt: skip
-def test_a_controller_that_nobody_will_come_to_leaves_only_without_ranks(
+def test_a_controller_that_no_rank_will_come_to_leaves_only_without_ranks(
     bench: Bench, stage: Stage, comes: bool, leaves: bool
 ) -> None:
     if comes:
@@ -245,7 +245,7 @@ def test_a_controller_that_nobody_will_come_to_leaves_only_without_ranks(
 
 def test_the_first_reason_to_end_is_the_one_that_is_given(bench: Bench) -> None:
     bench.orders = lambda event: (Finish("all ranks have left"),)
-    bench.hears(Link(), DEATH)
+    bench.receives(Link(), DEATH)
     bench.handler.take(StopAsked("asked to"))
     assert bench.handler.finished == "all ranks have left"
 
@@ -257,8 +257,8 @@ def test_a_checkpoint_is_in_the_status_once_the_machine_has_accepted_it(
     """The word of a rank that was given up is not."""
     monkeypatch.setattr(handlers, "job_status", lambda state, beats, published, pid: published)
     link = bench.comes(0)
-    bench.orders = lambda heard: (Journal(event, {}),)
-    bench.hears(link, Published(0, 1, 3, "/c/iter_0000003"))
+    bench.orders = lambda received: (Journal(event, {}),)
+    bench.receives(link, Published(0, 1, 3, "/c/iter_0000003"))
     bench.handler.take(StatusAsked(bench.status.append))
     (published,) = bench.status
     assert (published.path if published else "") == ("/c/iter_0000003" if event == "published" else "")
@@ -272,8 +272,8 @@ def test_a_failure_of_the_machine_costs_one_input(bench: Bench, capsys: pytest.C
 
     link = bench.comes(0)
     bench.orders = fails
-    bench.hears(link, Finished(0))
+    bench.receives(link, Finished(0))
     bench.orders = lambda event: (Send((0,), Thaw(1)),)
-    bench.hears(link, Finished(0))
+    bench.receives(link, Finished(0))
     bench.flushes()
-    assert link.done == [[((0,), Thaw(1))]] and bench.told == ["machine_failed"] and not bench.handler.finished
+    assert link.done == [[((0,), Thaw(1))]] and bench.logged == ["machine_failed"] and not bench.handler.finished

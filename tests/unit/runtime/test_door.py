@@ -41,7 +41,7 @@ class Stream:
     said: list[int] = field(default_factory=list)
     ends: int = 0
     late: int = 0
-    """What was heard of it after its end."""
+    """What was received from it after its end."""
     written: list[pb.DownwardEnvelope] = field(default_factory=list)
     status: tuple[grpc.StatusCode, str] | None = None
     link: StreamLink | None = None
@@ -92,7 +92,7 @@ def attended(acts: list[tuple[str, Any]]) -> Stream:
     """Return a stream after all of it."""
     by_driver = any(
         what in ("is refused", "is finished") for what, _ in acts
-    )  # what is said at that moment may be heard
+    )  # what is said at that moment may be received
     stream = Stream(acts, 10 if by_driver else 0)
 
     async def attend() -> None:
@@ -100,7 +100,7 @@ def attended(acts: list[tuple[str, Any]]) -> Stream:
         context: Any = stream
         await asyncio.wait_for(service.Attach(stream.requests(service), context), 30.0)
         assert not service._links, "a stream that has ended is forgotten"
-        for _ in range(100):  # nothing is heard of it any more
+        for _ in range(100):  # nothing is received from it any more
             await asyncio.sleep(0)
 
     asyncio.run(attend())

@@ -253,7 +253,7 @@ def test_a_roll_forward_moves_the_local_copy_too() -> None:
 
 
 def test_a_training_thread_that_arrives_during_the_roll_forward_waits_too() -> None:
-    """It meets the gate while the work thread holds the lock; that is no misuse."""
+    """It meets the gate while the work thread holds the lock; that is not a misuse."""
     gate = Gate(0)
     gate.ready(1)
     gate.freeze(1, LONG_S)
@@ -278,12 +278,12 @@ def test_a_failed_roll_forward_tears_the_state() -> None:
     ("prepare", "step", "why"),
     [
         (lambda gate: gate.ready(1), 1, "the gate is open"),
-        (lambda gate: gate.freeze(1, 0), 1, r"wanted READY\(1\)"),
-        (lambda gate: (gate.ready(1), gate.freeze(1, 0)), 2, r"wanted READY\(2\)"),
+        (lambda gate: gate.freeze(1, 0), 1, r"expected READY\(1\)"),
+        (lambda gate: (gate.ready(1), gate.freeze(1, 0)), 2, r"expected READY\(2\)"),
         (
             lambda gate: [call(gate) for call in (lambda g: one_update(g, 1), lambda g: g.freeze(1, 0))],
             1,
-            r"wanted READY\(1\)",
+            r"expected READY\(1\)",
         ),
     ],
 )
@@ -401,7 +401,7 @@ def test_gradients_of_a_failed_step_are_kept_for_the_freeze() -> None:
 
 
 def test_a_failed_step_without_a_fault_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody froze: the trainer may try the step again."""
+    """No rank froze: the trainer may try the step again."""
     monkeypatch.setattr("ttp.processor.gate.ABANDONED_STEP_S", 0.05)
     gate = Gate(0)
     gate.ready(1)
@@ -460,7 +460,7 @@ def test_at_a_boundary_that_no_controller_leads_the_ranks_save() -> None:
     gate = Gate(0)
     saved: list[int] = []
     gate.on_unled_boundary = saved.append
-    gate.on_boundary = lambda step: pytest.fail("a controller is told of it")
+    gate.on_boundary = lambda step: pytest.fail("a controller is informed of it")
     gate.release_boundary()  # the end, for this test
     one_update(gate, 1)
     gate.boundary(1, unled=True)

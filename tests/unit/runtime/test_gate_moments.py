@@ -149,7 +149,7 @@ def test_when_the_lock_is_given_back_all_is_noted(moment: str) -> None:
     assert gate.freeze(1, LONG_S) == report
 
 
-def test_a_freeze_gives_an_update_in_progress_the_time_that_it_was_told() -> None:
+def test_a_freeze_gives_an_update_in_progress_the_time_that_it_was_given() -> None:
     """All of it, and none where there is none left: a lock that is asked for with a negative time may wait for good."""
     gate = Gate(0)
     gate.begin_update(1, record(1))

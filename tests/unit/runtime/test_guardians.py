@@ -22,7 +22,7 @@ Child = subprocess.Popen[bytes]
 
 @pytest.fixture
 def children() -> Iterator[list[Child]]:
-    """Two processes that wait to be told to end."""
+    """Two processes that wait to be ordered to end."""
     made = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     yield made
     for child in made:
@@ -52,8 +52,8 @@ def test_a_guardian_that_is_gone_already_does_not_count(children: list[Child]) -
     assert Guardians((children[0].pid, children[1].pid)).alive()
 
 
-def test_without_guardians_nobody_is_ever_gone() -> None:
-    """A controller that was started by hand waits as long as it is left."""
+def test_without_guardians_none_is_ever_gone() -> None:
+    """A controller that was started by hand has no guardian to wait for."""
     assert Guardians(()).alive()
     assert Guardians((os.getpid(),)).alive()
 
@@ -76,7 +76,7 @@ def test_sigterm_does_not_end_a_standby_that_is_guarded(
 def test_sigterm_ends_a_standby_whose_guardians_have_gone(
     new_controller: StartController, children: list[Child]
 ) -> None:
-    """Nobody is left who would dismiss it: it need not wait for ranks of other nodes."""
+    """No rank remains to dismiss it: it need not wait for ranks of other nodes."""
     standby = new_controller(standby=1, term=2, guardians=(children[0].pid,), options=("--orphan-timeout-s", "600"))
     end(children[0])
     standby.terminate()
@@ -84,7 +84,7 @@ def test_sigterm_ends_a_standby_whose_guardians_have_gone(
 
 
 def test_an_idle_standby_ends_after_its_guardians(new_controller: StartController, children: list[Child]) -> None:
-    """Not before both are gone; then without being told."""
+    """Not before both are gone; then without an order."""
     pids = tuple(child.pid for child in children)
     standby = new_controller(standby=1, term=2, guardians=pids, options=("--orphan-timeout-s", "0.2"))
     end(children[0])

@@ -93,7 +93,7 @@ def test_a_segment_is_full_by_its_bytes_and_not_by_its_lines(tmp_path: Path) -> 
     journal.close()
 
 
-def test_the_story_is_json_with_both_clocks_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+def test_the_event_log_is_json_with_both_clocks_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, SETTINGS)
     journal.story(100.5, 7.25, "frozen", {"ranks": (0, 1), "norm": math.nan, "by": {"1": Phase.READY}})
@@ -163,7 +163,7 @@ def test_a_file_that_names_foreign_types_builds_nothing() -> None:
 
 
 def test_lines_wait_for_a_busy_driver_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that never rests gets its story written all the same, every line and in order."""
+    """A driver that never rests gets its events written all the same, every line and in order."""
     monkeypatch.setattr(journals, "PATIENCE_S", 3600.0)
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, SETTINGS)

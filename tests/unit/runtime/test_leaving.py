@@ -1,4 +1,4 @@
-"""When a controller that got SIGTERM leaves: a driver whose clock is moved by hand, and streams that note what they are told."""
+"""When a controller that got SIGTERM leaves: a driver whose clock is moved by hand, and streams that note what they receive."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Driven:
         self._over.set()
 
     def leaves(self) -> bool:
-        """Say whether it ends with what it has heard so far, after two whole turns of its loop."""
+        """Say whether it ends with what it has received so far, after two whole turns of its loop."""
         for _ in range(2):
             answered = threading.Event()
 
@@ -67,8 +67,8 @@ class Driven:
                 assert time.monotonic() < deadline, "the driver neither answers nor ends"
         return self._over.is_set()
 
-    def hear(self, *items: Item) -> bool:
-        """Let it hear these; say whether it ends."""
+    def receive(self, *items: Item) -> bool:
+        """Let it receive these; say whether it ends."""
         for item in items:
             self.driver.put(item)
         return self.leaves()
@@ -111,16 +111,18 @@ def comes(stream: Stream) -> StreamMessage:
     )
 
 
-@pytest.mark.parametrize("order", ["told, then broken", "broken, then told"])
+@pytest.mark.parametrize("order", ["order, then broken", "broken, then order"])
 def test_a_rank_whose_stream_breaks_for_a_moment_finds_its_controller_again(controller: Driven, order: str) -> None:
-    """It may be the last that has a shard. Once it has been gone for a lease, nobody needs this controller."""
+    """It may be the last that has a shard. Once it has been gone for a lease, no rank needs this controller."""
     first, second = Stream(), Stream()
-    assert not controller.hear(comes(first))
-    broken: tuple[Item, Item] = (ASKED, StreamEnded(first)) if order.startswith("told") else (StreamEnded(first), ASKED)
-    assert not controller.hear(*broken)
+    assert not controller.receive(comes(first))
+    broken: tuple[Item, Item] = (
+        (ASKED, StreamEnded(first)) if order.startswith("order") else (StreamEnded(first), ASKED)
+    )
+    assert not controller.receive(*broken)
     assert controller.lasts(0.8 * LEASE_S)
-    assert not controller.hear(comes(second)) and controller.lasts(1.5 * LEASE_S), "attached again"
-    assert not controller.hear(StreamEnded(second)) and controller.lasts(0.8 * LEASE_S)
+    assert not controller.receive(comes(second)) and controller.lasts(1.5 * LEASE_S), "attached again"
+    assert not controller.receive(StreamEnded(second)) and controller.lasts(0.8 * LEASE_S)
     assert not controller.lasts(0.5 * LEASE_S)
     assert controller.reason == "SIGTERM"
     events = controller.story()
@@ -130,24 +132,24 @@ def test_a_rank_whose_stream_breaks_for_a_moment_finds_its_controller_again(cont
 def test_time_in_which_the_controller_stood_still_is_not_taken_from_the_ranks(controller: Driven) -> None:
     """They could not come back to a stopped process: it goes on, and gives them the lease from then."""
     first, second = Stream(), Stream()
-    assert not controller.hear(comes(first), ASKED, StreamEnded(first))
+    assert not controller.receive(comes(first), ASKED, StreamEnded(first))
     controller.now += 5 * LEASE_S
     assert not controller.leaves() and controller.lasts(0.8 * LEASE_S)
-    assert not controller.hear(comes(second)) and controller.lasts(1.5 * LEASE_S)
+    assert not controller.receive(comes(second)) and controller.lasts(1.5 * LEASE_S)
 
 
 def test_a_controller_that_no_rank_has_come_to_leaves_at_once(controller: Driven) -> None:
-    """Nobody has anything to save under it."""
-    assert controller.hear(ASKED)
+    """No rank has a state to save under it."""
+    assert controller.receive(ASKED)
     assert controller.story() == ["stopped"]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_standby_leaves_unless_somebody_guards_it(tmp_path: Path, guarded: bool) -> None:
-    """One that was started by hand has nobody else who ends it; a guarded one does not keep the word for later either."""
+    """One that was started by hand has no other rank who ends it; a guarded one does not keep the word for later either."""
     standby = Driven(tmp_path, standby=1)
     try:
-        assert standby.hear(StopWhenUnused("SIGTERM", guarded=guarded)) is not guarded
+        assert standby.receive(StopWhenUnused("SIGTERM", guarded=guarded)) is not guarded
         assert standby.lasts(2 * LEASE_S) is guarded
     finally:
         standby.close()

@@ -94,7 +94,7 @@ assert signal.getsignal(signal.SIGTERM) is later
 """,
         ["later", "noticed SIGTERM"],
     ),
-    # A data loader's worker, ended by SIGTERM: it dies of it, and nobody hears of a notice.
+    # A data loader's worker, ended by SIGTERM: it dies of it, and no rank learns of a notice.
     "forked_child": (
         """
 notice.listen()
@@ -128,10 +128,10 @@ notice.close()
 
 @pytest.mark.parametrize("case", CASES)
 def test_sigterm_is_a_notice(case: str) -> None:
-    code, wanted = CASES[case]
+    code, expected = CASES[case]
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PRELUDE + code],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == wanted
+    assert sorted(done.stdout.splitlines()) == expected

@@ -82,7 +82,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.orders: Sequence[Effect] = ()
         self.gate = Gate()
         self.put_back: list[Any] = []
@@ -111,7 +111,7 @@ class Bench:
     def next_deadline(self, state: Any) -> None: ...
 
     def transition(self, state: Any, event: Event, now: float) -> tuple[Any, Sequence[Effect]]:
-        self.heard.append(event)
+        self.received.append(event)
         return None, self.orders
 
     # the ports
@@ -162,8 +162,8 @@ class Bench:
         return stream
 
     def closings(self) -> list[StateReport]:
-        """Return what the machine has heard of the gate."""
-        return [event.report for event in self.heard if isinstance(event, GateClosed)]
+        """Return what the machine has received from the gate."""
+        return [event.report for event in self.received if isinstance(event, GateClosed)]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_new_stream_takes_the_place_of_the_one_before_which_is_closed(bench: B
 def test_a_stream_that_was_given_up_opens_brings_and_ends_nothing(bench: Bench) -> None:
     old = bench.connects()
     new = bench.connects()
-    before = list(bench.heard)
+    before = list(bench.received)
     bench.does(Connect("c3"))
     third: Any = bench.handler.stream
     assert third is not new
@@ -195,7 +195,7 @@ def test_a_stream_that_was_given_up_opens_brings_and_ends_nothing(bench: Bench) 
         bench.handler.take(Opened(stream))
         bench.handler.take(Incoming(stream, DownwardParcel("job", 1, (0,), Thaw(1))))
         bench.handler.take(Closed(stream, "noticed late"))
-    assert bench.heard == [*before, TrainReturned()]
+    assert bench.received == [*before, TrainReturned()]
     now: Any = bench.handler.stream
     assert now is third
     bench.does(Send(Finished(0)))
@@ -214,9 +214,9 @@ def test_the_end_of_the_stream_says_whether_its_controller_is_gone_for_good(benc
         stream = bench.connects()
         stream.refused = refused
         bench.handler.take(Closed(stream, "reset"))
-        assert bench.heard[-1] == Disconnected("reset", refused) and bench.handler.stream is None
+        assert bench.received[-1] == Disconnected("reset", refused) and bench.handler.stream is None
     registration: Any = "the registration"
-    assert Connected(registration) in bench.heard
+    assert Connected(registration) in bench.received
 
 
 @pytest.mark.parametrize(("ranks", "mine"), [((0,), True), ((0, 1), True), ((), True), ((1,), False)])
@@ -226,7 +226,7 @@ def test_what_is_addressed_to_others_on_the_same_stream_is_not_this_ranks(
     stream: Any = bench.connects()
     message: Downward = Thaw(1)
     bench.handler.take(Incoming(stream, DownwardParcel("job", 1, ranks, message)))
-    assert (Received(message) in bench.heard) is mine
+    assert (Received(message) in bench.received) is mine
 
 
 def test_the_first_controller_is_asked_for_anew_and_others_are_found_by_their_name(bench: Bench) -> None:
@@ -286,12 +286,12 @@ def test_an_update_that_outlasts_its_freeze_is_reported_once_it_ends_and_once(be
     for _ in range(3):
         bench.handler.tick()
     assert [report.closed for report in bench.closings()] == [False, True]
-    assert isinstance(bench.heard[-1], Tick)
+    assert isinstance(bench.received[-1], Tick)
 
 
 @pytest.mark.parametrize("what", ["opened", "closed anew", "answered late"])
 def test_an_update_of_a_freeze_that_is_over_is_not_reported(bench: Bench, what: str) -> None:
-    """The gate's state is another freeze's then, or nobody's."""
+    """The gate's state is another freeze's then, or no rank's."""
     bench.gate.report = NOT_HELD
     bench.does(CloseGate(1))
     if what == "answered late":
@@ -323,7 +323,7 @@ def test_a_lost_launcher_is_this_ranks_fault_and_the_tick_follows(bench: Bench) 
     bench.lost = "the launcher (pid 7) is gone"
     bench.handler.tick()
     bench.handler.tick()
-    fault, *ticks = bench.heard
+    fault, *ticks = bench.received
     assert fault == LocalFault(Cause(CauseKind.AGENT_LOST, (0,), "the launcher (pid 7) is gone"), "")
     assert [type(event) for event in ticks] == [Tick, Tick]
 

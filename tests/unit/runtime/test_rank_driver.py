@@ -139,7 +139,7 @@ def test_a_lost_parent_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert "is gone" in rank.processor.lost_parent()
     assert rank.processor.lost_parent() == ""
-    assert Driven().processor.lost_parent() == "", "nobody watches it"
+    assert Driven().processor.lost_parent() == "", "no process watches it"
 
 
 def waiters(rank: Driven) -> Iterator[threading.Thread]:
@@ -254,5 +254,5 @@ def test_a_stream_is_opened_with_the_highest_term_that_was_seen(rank: Driven, mo
     assert made == [(("c1", "job", rank.processor), {"fence": 5}), "started"]
 
 
-def test_the_work_thread_waits_for_an_update_as_long_as_the_driver_was_told() -> None:
+def test_the_work_thread_waits_for_an_update_as_long_as_the_driver_was_given() -> None:
     assert Driven(freeze_timeout_s=0.5).processor._worker._tasks._freeze_timeout_s == 0.5

@@ -1,4 +1,4 @@
-"""A journal is decided once more: the same lines, and an altered one is told."""
+"""A journal is decided once more: the same lines, and an altered one is reported."""
 
 from __future__ import annotations
 
@@ -79,15 +79,17 @@ def test_the_journal_of_an_earlier_launch_is_moved_aside_and_replays_there(tmp_p
     assert sorted(each.name for each in tmp_path.glob("*.jsonl")) == [path.name]
     first, second = (sorted((tmp_path / "earlier").glob(f"*_{name}_?.jsonl")) for name in ("journal", "standby_1"))
     assert len(first) == 2 and len(second) == 1
-    told = {each.name.partition("_")[2]: compare(each) for each in first}
-    assert [(name, one.difference, len(one.told)) for name, one in sorted(told.items())] == [
-        ("journal_0.jsonl", "", len(told["journal_0.jsonl"].again)),
-        ("journal_1.jsonl", "", len(compare(path).told)),
+    reported = {each.name.partition("_")[2]: compare(each) for each in first}
+    assert [(name, one.difference, len(one.recorded)) for name, one in sorted(reported.items())] == [
+        ("journal_0.jsonl", "", len(reported["journal_0.jsonl"].again)),
+        ("journal_1.jsonl", "", len(compare(path).recorded)),
     ]
-    assert len(told["journal_0.jsonl"].told) > len(compare(path).told) > 0 and compare(path).difference == ""
+    assert (
+        len(reported["journal_0.jsonl"].recorded) > len(compare(path).recorded) > 0 and compare(path).difference == ""
+    )
 
 
-def test_an_altered_story_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_altered_event_log_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first line that differs is shown, as it was written and as it is decided now."""
     path = tmp_path / "journal_0.jsonl"
     record(path, EVENTS)

@@ -103,7 +103,7 @@ def test_a_recorded_run_replays_to_the_same_effects(
     agent.close()
     for rank in ranks:
         rank.processor.stop()
-    told = story(controller, tmp_path)
+    reported = story(controller, tmp_path)
     recording = read_inputs(inputs_path(tmp_path / "journal0.jsonl"))
     assert recording.settings.world_size == 3
     replayed = [
@@ -112,7 +112,7 @@ def test_a_recorded_run_replays_to_the_same_effects(
         for effect in effects
         if isinstance(effect, JournalEffect)
     ]
-    assert replayed == told
+    assert replayed == reported
 
 
 def test_a_killed_process_freezes_the_others_at_once(
@@ -140,14 +140,14 @@ def test_a_killed_process_freezes_the_others_at_once(
             rank.processor.stop()
         for thread in set(threading.enumerate()) - before:
             thread.join(LONG_S)
-    told = story(controller, tmp_path)
-    assert told.index("freeze_sent") < told.index("death_seen"), "it waited for the lease"
+    reported = story(controller, tmp_path)
+    assert reported.index("freeze_sent") < reported.index("death_seen"), "it waited for the lease"
 
 
 def test_a_rank_whose_stream_only_broke_thaws_everyone(
     new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
 ) -> None:
-    """A false alarm: the rank comes back within its lease, and training goes on unharmed."""
+    """A false alarm: the rank comes back within its lease, and training continues unharmed."""
     controller = new_controller(lease_s=20.0)
     ranks = new_ranks(controller.address, 3)
     for rank in ranks:
@@ -252,7 +252,7 @@ def test_a_journal_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) 
         start_controller(job_id="job", term=1, world_size=1, journal=file / "journal.jsonl")
 
 
-def test_a_port_that_is_taken_is_told_from_other_failures_of_the_start(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_distinguished_from_other_failures_of_the_start(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -310,11 +310,11 @@ def test_an_orphaned_controller_leaves(new_controller: StartController, new_rank
 def closing_reasons(rank: Rank) -> list[str]:
     """Collect why the rank's streams end, from now on."""
     reasons: list[str] = []
-    told = rank.processor.stream_closed
+    reported = rank.processor.stream_closed
 
     def note(stream: ControlStream, reason: str) -> None:
         reasons.append(reason)
-        told(stream, reason)
+        reported(stream, reason)
 
     rank.processor.stream_closed = note  # type: ignore[method-assign]
     return reasons
@@ -326,7 +326,7 @@ def test_a_rank_does_not_register_with_the_controller_of_another_job(
     controller = new_controller(job_id="another")
     rank = Rank(0, 3, controller.address, str(tmp_path))
     reasons = closing_reasons(rank)
-    until(lambda: any("controller of job 'another', wanted 'job'" in reason for reason in reasons), "a refusal")
+    until(lambda: any("controller of job 'another', expected 'job'" in reason for reason in reasons), "a refusal")
     rank.processor.stop()
     assert rank.processor.wait_welcomed(0) is None
     assert not request_status(controller.address).ranks[0].attached
@@ -394,7 +394,7 @@ def test_a_torn_file_costs_its_writers_share_and_not_the_directory(
         def publish(order: PublishOrder) -> str:
             writers = {file.rank for result in order.results for file in result.files}
             if 1 in writers:
-                raise TornShare("rank1.distcp, written by rank 1, has 50 bytes, wanted 100", (1,))
+                raise TornShare("rank1.distcp, written by rank 1, has 50 bytes, expected 100", (1,))
             rank.holder.published.append(order)
             return f"{order.directory}/iter_{order.step:07d}"
 
@@ -410,7 +410,7 @@ def test_a_torn_file_costs_its_writers_share_and_not_the_directory(
 
 
 def test_a_lost_parent_is_the_ranks_own_fault(new_controller: StartController, tmp_path: Path) -> None:
-    """The launcher of a rank is killed: the rank says so, and the job is saved."""
+    """The launcher of a rank is killed: the rank reports it, and the job is saved."""
     controller = new_controller(world_size=1)
     script = str(Path(__file__).with_name("rank_process.py"))
     code = (
@@ -439,7 +439,7 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def test_no_record_is_needed_where_nobody_began(new_controller: StartController, new_ranks: StartRanks) -> None:
+def test_no_record_is_needed_where_no_rank_began(new_controller: StartController, new_ranks: StartRanks) -> None:
     """All survivors stand before step 3's update: step 2 is published with step 2's record."""
     controller = new_controller()
     ranks = new_ranks(controller.address, 3)
@@ -458,7 +458,7 @@ def test_no_record_is_needed_where_nobody_began(new_controller: StartController,
 def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
     new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
 ) -> None:
-    """149 steps within a heartbeat or two. What a rank does in an announced pause is no part of its step."""
+    """149 steps within a heartbeat or two. What a rank does in an announced pause is not part of its step."""
     controller = new_controller()
     ranks = new_ranks(controller.address, 3)
     for rank in ranks:
@@ -472,10 +472,13 @@ def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
         inputs = [event for _, event in read_inputs(inputs_path(tmp_path / "journal0.jsonl")).inputs]
         said = [event.message for event in inputs if isinstance(event, Received)]
         together = [message for event in inputs if isinstance(event, HeartbeatBatch) for message in event.messages]
-        all_told = [message for message in (*said, *together) if isinstance(message, Heartbeat)]
-        return {rank: [message for message in all_told if message.rank == rank] for rank in range(3)}
+        all_sent = [message for message in (*said, *together) if isinstance(message, Heartbeat)]
+        return {rank: [message for message in all_sent if message.rank == rank] for rank in range(3)}
 
-    until(lambda: all(any(beat.steps == 149 for beat in told) for told in beats().values()), "every rank's last step")
-    for told in beats().values():
-        times_s = [seconds for beat in told for seconds in beat.step_times_s]
-        assert 8 <= len(times_s) <= 8 * len(told) and max(times_s) < 0.3
+    until(
+        lambda: all(any(beat.steps == 149 for beat in reported) for reported in beats().values()),
+        "every rank's last step",
+    )
+    for reported in beats().values():
+        times_s = [seconds for beat in reported for seconds in beat.step_times_s]
+        assert 8 <= len(times_s) <= 8 * len(reported) and max(times_s) < 0.3

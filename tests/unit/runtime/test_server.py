@@ -46,7 +46,7 @@ class RawStream:
         self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
         self._call = ControlStub(channel).Attach(iter(self._outbox.get, None), timeout=LONG_S)
         self._answers = iter(self._call)
-        self.heard: list[DownwardParcel] = []
+        self.received: list[DownwardParcel] = []
         greeting = decode_downward(next(self._answers))
         assert greeting.message is None
         self.job_id, self.term = greeting.job_id, greeting.term
@@ -58,9 +58,9 @@ class RawStream:
         self._outbox.put(envelope)
 
     def next(self) -> tuple[tuple[int, ...], Downward | None]:
-        if not self.heard:
-            self.heard += decode_parcels(next(self._answers))
-        parcel = self.heard.pop(0)
+        if not self.received:
+            self.received += decode_parcels(next(self._answers))
+        parcel = self.received.pop(0)
         return parcel.ranks, parcel.message
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ def test_a_message_of_another_term_is_refused(channel: grpc.Channel, term: int, 
     assert attached(channel) == [False] * 3
 
 
-def test_a_stream_with_bytes_that_are_no_envelope_ends_with_the_reason(channel: grpc.Channel) -> None:
+def test_a_stream_with_bytes_that_are_not_an_envelope_ends_with_the_reason(channel: grpc.Channel) -> None:
     """Left open and not read, it would cost its ranks their lease: they would take it for a stream that works."""
     begun: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     raw: Any = channel
@@ -136,7 +136,7 @@ def registered_as_bytes() -> bytes:
     return encode_upward("job", 1, [registration(0)]).SerializeToString()
 
 
-def test_a_rank_that_speaks_before_it_registers_is_told_to(channel: grpc.Channel) -> None:
+def test_a_rank_that_sends_before_it_registers_is_ordered_to_register(channel: grpc.Channel) -> None:
     stream = RawStream(channel)
     stream.say(Heartbeat(1, Phase.COMPUTE, 1))
     code, text = stream.refusal()
@@ -185,7 +185,7 @@ def test_a_whole_fault_over_one_stream_that_carries_all_ranks(channel: grpc.Chan
     assert isinstance(freeze, Freeze) and ranks == (0, 2)
     stream.say(*(StateReport(rank, freeze.freeze_id, True, Phase.DONE, 5, 5, False, -1, ()) for rank in ranks))
     orders = {rank: order for (rank,), order in (stream.next(), stream.next())}
-    assert sorted(orders) == [0, 2] and not stream.heard, "both orders came in one envelope"
+    assert sorted(orders) == [0, 2] and not stream.received, "both orders came in one envelope"
     for rank, order in orders.items():
         assert isinstance(order, WriteOrder)
         result = ShareResult((FileEntry(f"r{rank}", 4, "00", rank),))
@@ -214,7 +214,7 @@ def test_a_rank_that_came_back_on_a_new_stream_is_not_lost_with_the_old_one(chan
     assert attached(channel) == [True, False, True]
 
 
-def test_what_a_rank_said_on_its_stream_before_is_dropped(channel: grpc.Channel) -> None:
+def test_what_a_rank_sent_on_its_stream_before_is_dropped(channel: grpc.Channel) -> None:
     """Rank 0 has come to a new stream; what is read from the old one afterwards, which still carries rank 1, is not its word any
     more: neither a heartbeat of a step that is over, nor that its training has ended."""
     old, new = RawStream(channel), RawStream(channel)

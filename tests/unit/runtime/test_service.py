@@ -86,7 +86,7 @@ def test_a_stream_whose_caller_is_gone_ends_for_the_driver_too_and_is_read_no_mo
 
 
 def test_a_stream_that_breaks_while_it_is_read_ends() -> None:
-    """Not by a refusal: nobody is there to read it."""
+    """Not by a refusal: no rank is there to read it."""
 
     class Requests:
         def __aiter__(self) -> Requests:
@@ -128,7 +128,7 @@ def test_who_asks_a_controller_to_end_without_a_reason_is_named() -> None:
     called(act)
 
 
-def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
+def test_an_answer_that_no_rank_waits_for_any_more_is_dropped() -> None:
     """The caller's time is over while the driver is busy."""
     failures: list[dict[str, Any]] = []
 

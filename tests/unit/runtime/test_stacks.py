@@ -41,7 +41,7 @@ def test_every_threads_stack_is_written_with_the_reason(tmp_path: Path) -> None:
     assert "test_every_threads_stack" in text
 
 
-def test_a_place_that_cannot_be_written_is_told_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported_and_harms_nothing(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     lines: list[str] = []
@@ -67,7 +67,7 @@ def listening(path: Path) -> tuple[StackWriter, list[str]]:
 
 @pytest.mark.skipif(not STACKS_SIGNAL, reason="no real-time signals")
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError])
-def test_a_handler_that_cannot_be_set_is_told_and_harms_nothing(
+def test_a_handler_that_cannot_be_set_is_reported_and_harms_nothing(
     tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`faulthandler.register` raises three kinds of error."""

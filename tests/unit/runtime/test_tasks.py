@@ -39,7 +39,7 @@ def test_a_roll_forward_that_is_ordered_twice_is_answered_twice_and_done_once() 
 
 
 @pytest.mark.parametrize("how", ["raises", "gives another step"])
-def test_a_roll_forward_that_fails_leaves_a_torn_state_that_nobody_takes_for_the_steps(how: str) -> None:
+def test_a_roll_forward_that_fails_leaves_a_torn_state_that_no_rank_takes_for_the_steps(how: str) -> None:
     gate, tasks = frozen()
     order = ApplyUpdate(1, commit_record(4))
     tasks.begin(order)

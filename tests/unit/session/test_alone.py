@@ -1,4 +1,4 @@
-"""A rank that is told to leave after its controller was killed saves the step by itself: a real session, controller and disk."""
+"""A rank that gets a preemption notice after its controller was killed saves the step by itself: a real session, controller and disk."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_step_in_flight_is_saved_and_the_resumed_rank_has_its_bits(
     first.lose_the_controller()
     assert first.processor._settings.alone_s == 77.0, "TTP_OT bounds the save too"
     first.step()
-    assert first.codes == [], "training goes on without protection"
+    assert first.codes == [], "training continues without protection"
     first.processor.preempted()
     first.step()
     assert first.codes == [EXIT_CODE_PREEMPTED]
@@ -117,7 +117,7 @@ def test_ranks_save_together_only_what_all_enter_and_ttp_publishes(
 
 
 class NoProcess:
-    """Keeps what a processor was told."""
+    """Keeps what a processor received."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -157,7 +157,7 @@ def fail(folder: Path, saves: Saves) -> tuple[list[tuple[object, ...]], SavedAlo
 
 
 @pytest.mark.parametrize("error", [CheckpointError("no directory took it"), RuntimeError("closed by peer"), OSError(5)])
-def test_a_save_that_fails_is_no_save(tmp_path: Path, error: Exception) -> None:
+def test_a_save_that_fails_is_not_a_save(tmp_path: Path, error: Exception) -> None:
     """Whatever it raises, the process exits: no controller would end it."""
     calls, account = fail(tmp_path, Saves(error))
     text = f"{type(error).__name__}: {error}"
@@ -288,7 +288,7 @@ def test_an_account_that_cannot_be_read_is_none(tmp_path: Path, content: str) ->
     assert saved_alone.read(tmp_path, 2, 9.0) is None
 
 
-def test_a_path_that_is_no_utf8_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_path_that_is_not_utf8_is_read_as_it_was_written(tmp_path: Path) -> None:
     account = dataclasses.replace(ACCOUNT, path="/a\udcff/iter_0000007")
     saved_alone.write(saved_alone.path_of(tmp_path, 2), account)
     assert saved_alone.read(tmp_path, 2, 9.0) == account

@@ -120,7 +120,7 @@ def start_rank(
         store.set(controller_key(0), "host:8000 12")
     monkeypatch.setattr(rank_runtime, "start_controller", lambda **options: process)
     monkeypatch.setattr(rank_runtime, "Processor", processor)
-    monkeypatch.setattr(rank_runtime, "Notice", lambda told: SimpleNamespace(listen=registers))
+    monkeypatch.setattr(rank_runtime, "Notice", lambda reported: SimpleNamespace(listen=registers))
     monkeypatch.setattr(discovery, "check_name", lambda address, rank: None)
     settings = Settings(
         launched=True,

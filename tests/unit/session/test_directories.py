@@ -88,7 +88,7 @@ def test_a_directory_whose_lock_could_not_be_taken_is_not_resumed_from(tmp_path:
 def test_a_directory_that_fails_behind_its_lock_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can be made there any more, but nobody else writes there, and it has the newest checkpoint."""
+    """Nothing can be made there any more, but no other rank writes there, and it has the newest checkpoint."""
     save_dirs, newer, older = two_directories(tmp_path)
     clean = clean_stale
 
@@ -134,7 +134,7 @@ def test_a_directory_that_cannot_be_read_is_passed_over_at_a_restart(
     assert next_start(save_dirs) == 1
 
 
-def test_a_restart_of_which_no_directory_can_be_read_is_no_fresh_start(tmp_path: Path, dead: list[str]) -> None:
+def test_a_restart_of_which_no_directory_can_be_read_is_not_a_fresh_start(tmp_path: Path, dead: list[str]) -> None:
     """An empty answer would throw the work away."""
     save_dirs, _, _ = two_directories(tmp_path)
     dead += save_dirs
@@ -143,16 +143,16 @@ def test_a_restart_of_which_no_directory_can_be_read_is_no_fresh_start(tmp_path:
 
 
 def test_the_newest_checkpoint_is_looked_for_where_directories_can_be_read(tmp_path: Path, dead: list[str]) -> None:
-    """A trainer that looks for itself, before `ttp.start`: it hears of the one that is passed over."""
+    """A trainer that looks for itself, before `ttp.start`: it learns of the one that is passed over."""
     save_dirs, _, older = two_directories(tmp_path)
     dead.append(save_dirs[0])
-    heard: list[tuple[str, str]] = []
-    found = find.find_newest_valid(save_dirs, on_skip=lambda path, reason: heard.append((str(path), reason)))
-    assert found is None and [path for path, _ in heard] == [save_dirs[0], older]
+    received: list[tuple[str, str]] = []
+    found = find.find_newest_valid(save_dirs, on_skip=lambda path, reason: received.append((str(path), reason)))
+    assert found is None and [path for path, _ in received] == [save_dirs[0], older]
 
 
 @pytest.mark.parametrize("note", [None, "", "{}", "[1]", "[" * 100_000, "pipe", '{"job_id": "other", "found": []}'])
-def test_the_note_of_any_directory_tells_a_restart_from_a_first_start(tmp_path: Path, note: str | None) -> None:
+def test_the_note_of_any_directory_distinguishes_a_restart_from_a_first_start(tmp_path: Path, note: str | None) -> None:
     """The first one's may be lost, cut off, or another job's: a run that began with `never` goes on all the same."""
     save_dirs = [str(tmp_path / "a"), str(tmp_path / "b")]
     run = RunDirectories(save_dirs, "job", first_start=True)
@@ -275,7 +275,7 @@ def test_ranks_find_out_whether_they_have_the_same_directory(tmp_path: Path) -> 
     run = first_start(tmp_path / "here")
     run.claim()
     directory_lock.check_same(str(tmp_path / "here"), run.mark, 0)
-    with pytest.raises(NotWritable, match=r"there is another one here than for rank 0.*TTP_SHARED_DIRS=False"):
+    with pytest.raises(NotWritable, match=r"there: got another one than on rank 0.*TTP_SHARED_DIRS=False"):
         directory_lock.check_same(str(tmp_path / "there"), run.mark, 0)
     with pytest.raises(NotWritable, match=r"whose node is named 'n' as well.*TTP_HOST"):
         directory_lock.check_same(str(tmp_path / "there"), run.mark, 0, own_host="n")

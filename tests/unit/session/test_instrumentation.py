@@ -1,4 +1,4 @@
-"""Nothing of the fault harness is in a process that nobody tests; what is plugged in gets every call."""
+"""Nothing of the fault harness is in a process that is not under test; what is plugged in gets every call."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def new_session(folders: tuple[Path, ...], settings: Settings) -> tuple[ttp.TTPReplicaOptimizer, ttp.Session]:
-    """A session of one rank that stands at step 1."""
+    """A session of one rank that is at step 1."""
     model = torch.nn.Linear(8, 4)
     optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
     session = ttp.start(optimizer, save_dirs=folders, settings=settings)
@@ -87,7 +87,7 @@ def test_nothing_is_written_any_more_into_a_directory_that_failed_at_the_start(
 def test_a_directory_that_was_full_at_the_start_is_tried_again(
     tmp_path: Path, fail: Callable[[Path, int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its lock is held, so that nobody else writes there, and room comes back."""
+    """Its lock is held, so that no other rank writes there, and room comes back."""
     a, b = places(tmp_path)
     fail(a, errno.ENOSPC)
     with caplog.at_level(logging.WARNING, logger="ttp"):
@@ -140,7 +140,7 @@ def test_a_restart_without_any_directory_is_refused_with_a_reason(
 def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
     """Where nodes have directories of their own, the same name is another directory on each."""
     directories = JobDirectories([str(tmp_path)], replace(FIRST, shared_dirs=False, host="node-x"), 0, CPU)
-    with pytest.raises(CheckpointError, match=r"^node node-x: resume is 'nonsense'"):
+    with pytest.raises(CheckpointError, match=r"^node node-x: resume: got 'nonsense'"):
         directories.candidates("nonsense")
     directories.release()
 

@@ -39,13 +39,13 @@ def test_resuming_a_state_that_is_not_finite_warns_and_names_the_newest_that_is(
     train(tmp_path, 4, bad_from=3)
     (line,) = resume(tmp_path, caplog)
     assert line.startswith(f"resumed step 4 of {tmp_path}/iter_0000004, whose state is not finite: it holds NaN")
-    assert f"finite state is {tmp_path}/iter_0000002; move the newer ones away to go on from it" in line
+    assert f"finite state is {tmp_path}/iter_0000002; move the newer ones away to resume from it" in line
 
 
 def test_without_a_finite_checkpoint_the_warning_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, 1, bad_from=1)
     (line,) = resume(tmp_path, caplog)
-    assert line.endswith("The newest checkpoint with a finite state is none that is left")
+    assert line.endswith("The newest checkpoint with a finite state is none of the others")
 
 
 def test_a_finite_state_is_resumed_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,7 @@ def test_a_start_before_the_process_group_is_refused_at_once_by_name(
     with pytest.raises(ConfigError, match="the replica optimizer was called without a process group: got WORLD_SIZE=2"):
         new_optimizer()
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE='two'"):
         ttp.start(optimizer, save_dirs=[tmp_path / "a"], settings=Settings(enable=enable))
     monkeypatch.setenv("WORLD_SIZE", "1")
     ttp.start(optimizer, save_dirs=[tmp_path / "a"], settings=OFF).close()

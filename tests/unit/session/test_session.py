@@ -61,15 +61,15 @@ def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path:
     own = Settings(enable=True, shared_dirs=False, host="node-x")
     whole = do_steps(*new_run(tmp_path / "whole", OFF), 9)
     current_session().close()
-    model, optimizer, session = new_run(tmp_path / "hurt", own)
+    model, optimizer, session = new_run(tmp_path / "faulted", own)
     losses = do_steps(model, optimizer, session, 4)
     session.save()
     with pytest.raises(ZeroDivisionError):
         ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9, dies_after=6)
     session.close()
-    published = [read_manifest(Path(path)) for path in find.list_checkpoints([tmp_path / "hurt"])]
+    published = [read_manifest(Path(path)) for path in find.list_checkpoints([tmp_path / "faulted"])]
     assert [(manifest.step, manifest.hosts) for manifest in published] == [(6, ("node-x",)), (4, ("node-x",))]
-    model, optimizer, session = new_run(tmp_path / "hurt", dataclasses.replace(own, enable=False), seed=1)
+    model, optimizer, session = new_run(tmp_path / "faulted", dataclasses.replace(own, enable=False), seed=1)
     point = session.resume()
     assert point is not None and (point.step, point.state) == (6, {"position": 12})
     losses = [*losses, *whole[4:6], *do_steps(model, optimizer, session, 9)]
@@ -113,11 +113,11 @@ def test_a_publisher_puts_its_own_record_of_the_step_into_the_manifest(tmp_path:
 
 def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
     """Even a lone rank is a whole holder when its own code raises: the next start loses nothing."""
-    model, optimizer, session = new_run(tmp_path / "hurt", ON)
+    model, optimizer, session = new_run(tmp_path / "faulted", ON)
     with pytest.raises(ZeroDivisionError, match="own mistake"):
         ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9, dies_after=5)
     session.close()
-    model, optimizer, session = new_run(tmp_path / "hurt", ON, seed=1)
+    model, optimizer, session = new_run(tmp_path / "faulted", ON, seed=1)
     point = session.resume()
     assert point is not None and point.step == 5 and point.state == {"position": 10}
     assert point.record is not None and point.record.step == 5
@@ -137,8 +137,8 @@ def test_the_start_shows_what_lies_where_and_what_is_survived_once_each(
         ttp.ttp_to_persist(do_steps)(model, optimizer, session, 1)
         session.close()
     lines = caplog.messages
-    for wanted in ("on no other rank", "the job survives: 0 of 1 ranks", "replicas need more ranks"):
-        assert sum(wanted in line for line in lines) == 1, lines
+    for expected in ("on no other rank", "the job survives: 0 of 1 ranks", "replicas need more ranks"):
+        assert sum(expected in line for line in lines) == 1, lines
     assert not any("controller of term" in line for line in lines), "it was introduced already"
 
 
@@ -150,8 +150,8 @@ def test_a_program_without_logging_sees_what_its_job_survives(capsys: pytest.Cap
         )
     finally:
         rank_runtime.log = quiet
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
+    output = capsys.readouterr().err.splitlines()
+    assert output == [
         "ttp: rank 0 on node a",
         "ttp: protected by a controller with 1 standby; the job survives: any 1 of 2 ranks",
         "ttp: warning: beware",
@@ -161,7 +161,7 @@ def test_a_program_without_logging_sees_what_its_job_survives(capsys: pytest.Cap
 def test_a_session_that_is_closed_in_the_middle_of_training_takes_its_controller_along(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank alone: nobody else needs it. It would leave after a while by itself, with a warning at each close before."""
+    """A rank alone: no other rank needs it. It would leave after a while by itself, with a warning at each close before."""
     model, optimizer, session = new_run(tmp_path, ON)
     do_steps(model, optimizer, session, 2)
     assert session._protection is not None
@@ -186,7 +186,7 @@ def test_a_session_closed_on_the_way_of_an_exception_saves_first(tmp_path: Path)
     assert newest is not None and newest.path == tmp_path / "iter_0000005"
 
 
-def test_a_session_within_an_exceptions_handler_ends_in_peace(tmp_path: Path) -> None:
+def test_a_session_within_an_exceptions_handler_ends_normally(tmp_path: Path) -> None:
     """`except ImportError: main()` has that exception all the time: it is not on its way."""
     try:
         raise ImportError("no such library")
@@ -247,7 +247,7 @@ class IdleProcessor:
 def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
     settled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that stays although the job is over is unusual, and told."""
+    """One that stays although the job is over is unusual, and reported."""
     protected = object.__new__(rank_runtime.Protection)
     asked = AskedController()
     parts = {"_controller": asked, "processor": IdleProcessor(settled), "_notice": Notice(print)}
@@ -370,7 +370,7 @@ def test_a_restart_goes_on_without_a_directory_that_fails(
         ttp.start(optimizer, save_dirs=save_dirs, settings=OFF)
     with caplog.at_level("WARNING", logger="ttp"):
         session = ttp.start(optimizer, save_dirs=save_dirs, settings=replace(OFF, round_number=1))
-    assert f"going on without a directory: rank 0: {tmp_path / 'a'} is full" in caplog.text
+    assert f"continuing without a directory: rank 0: {tmp_path / 'a'} is full" in caplog.text
     do_steps(model, optimizer, session, 1)
     assert session.save()
 
@@ -409,7 +409,7 @@ session.close()
 
 
 def test_a_forked_child_closes_nothing(tmp_path: Path) -> None:
-    """It has none of the session's threads: there is nobody who could end its wait."""
+    """It has none of the session's threads: there is none that could end its wait."""
     command = [sys.executable, "-c", FORKS, str(tmp_path)]
     environ = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}  # as under ttprun
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""What every controller of a job is told, the standbys included."""
+"""What every controller of a job receives, the standbys included."""
 
 from __future__ import annotations
 

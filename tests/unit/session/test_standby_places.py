@@ -58,21 +58,21 @@ def test_on_a_single_node_one_other_rank_starts_the_only_standby(size: int) -> N
 
 
 @pytest.mark.parametrize("nodes", [[1, 1], [4, 4], [2, 8], [8, 1, 4], [4] * 16, [1] * 100])
-@pytest.mark.parametrize("wanted", [1, 2, 3, MOST_STANDBYS])
+@pytest.mark.parametrize("expected", [1, 2, 3, MOST_STANDBYS])
 def test_on_several_nodes_each_standby_has_a_node_of_its_own_and_none_is_the_controllers(
-    nodes: list[int], wanted: int
+    nodes: list[int], expected: int
 ) -> None:
     """The loss of a node takes one controller at most, while there are nodes enough."""
-    found = places(nodes, TTP_STANDBYS=str(wanted))
-    count = min(wanted, len(nodes) - 1)
+    found = places(nodes, TTP_STANDBYS=str(expected))
+    count = min(expected, len(nodes) - 1)
     assert sorted(place for _, place in found.values()) == list(range(1, count + 1))
     hosts = [node for node, _ in found.values()]
     assert len(set(hosts)) == count and 0 not in hosts
     assert all(rank == sum(nodes[:node]) for rank, (node, _) in found.items()), "the first rank of its node"
 
 
-def test_nobody_starts_a_standby_when_told_not_to_or_when_alone() -> None:
-    """A lone rank's controller outlives nobody who could use it."""
+def test_no_rank_starts_a_standby_when_configured_not_to_or_when_alone() -> None:
+    """A lone rank's controller outlives every rank that could use it."""
     assert places([1]) == places([4], TTP_STANDBYS="0") == places([2, 2], TTP_STANDBYS="0") == {}
 
 
@@ -96,7 +96,7 @@ def log_dir(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("one_node", [True, False])
 def test_a_standby_waits_under_its_own_term_and_address(settings: Settings, log_dir: Path, one_node: bool) -> None:
-    """It listens for every node's ranks where there are several, and leaves when it is told to."""
+    """It listens for every node's ranks where there are several, and leaves when it is ordered."""
     standby = start_standby(replace(settings, one_node=one_node), 1, 4, log_dir)
     try:
         status = request_status(standby.address, job_id="job")
@@ -147,7 +147,7 @@ def test_a_standby_in_the_place_of_a_lost_one_is_found_and_its_end_is_seen(setti
 def test_a_standby_that_comes_up_after_all_were_dismissed_is_ended(
     settings: Settings, log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session ends while its rank starts one in another's place: nobody else would end it before the process does."""
+    """The session ends while its rank starts one in another's place: no other rank would end it before the process does."""
     store, made = HashStore(), list[ControllerProcess]()
     standbys = Standbys(settings, 4, log_dir, lambda: store)
 
@@ -174,12 +174,12 @@ def test_a_controller_in_the_place_of_all_others_is_left_undone_where_another_is
 
 
 @pytest.mark.parametrize(
-    ("nodes", "wanted", "count"), [(1, 2, 1), (1, 0, 0), (2, 2, 1), (3, 2, 2), (8, 2, 2), (8, 5, 5), (2, 0, 0)]
+    ("nodes", "expected", "count"), [(1, 2, 1), (1, 0, 0), (2, 2, 1), (3, 2, 2), (8, 2, 2), (8, 5, 5), (2, 0, 0)]
 )
 def test_as_many_standbys_are_kept_as_a_job_begins_with(
-    settings: Settings, nodes: int, wanted: int, count: int
+    settings: Settings, nodes: int, expected: int, count: int
 ) -> None:
     """One on a single node; one on each further node up to TTP_STANDBYS."""
-    own = replace(settings, nodes=nodes, one_node=nodes == 1, node_rank=0, standbys=wanted)
+    own = replace(settings, nodes=nodes, one_node=nodes == 1, node_rank=0, standbys=expected)
     assert standbys_of(own, 4 * nodes) == count
-    assert len(places([4] * nodes, TTP_STANDBYS=str(wanted))) == count
+    assert len(places([4] * nodes, TTP_STANDBYS=str(expected))) == count

@@ -1,4 +1,4 @@
-"""What a rank says that has come to the end of its training while others train on."""
+"""What a rank logs that has come to the end of its training while others train on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def waiting(processor: WaitingProcessor, world_size: int = 3, local_rank: int = 
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said while a rank waits, where ranks 0 and 2 of 4 train and rank 3 is dead."""
     lines: list[str] = []
     monkeypatch.setattr(rank_runtime, "show", lambda level, line: lines.append(line))
@@ -62,31 +62,33 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_rank_that_waits_for_others_at_its_end_says_for_whom(told: list[str]) -> None:
-    """After half a minute, and after twice as long each time; a job that ends together hears nothing."""
+def test_a_rank_that_waits_for_others_at_its_end_says_for_whom(reported: list[str]) -> None:
+    """After half a minute, and after twice as long each time; a job that ends together logs nothing."""
     processor = WaitingProcessor(2)
     waiting(processor).part(None)
-    assert processor.pauses == [30.0, 60.0, 120.0] and told == [
+    assert processor.pauses == [30.0, 60.0, 120.0] and reported == [
         "rank 1 waits in close() since step 7 for ranks 0, 2, which still train, 30 s so far",
         "rank 1 waits in close() since step 7 for ranks 0, 2, which still train, 90 s so far",
     ]
-    told.clear()
+    reported.clear()
     waiting(WaitingProcessor(1)).finished()
-    assert told[0].startswith("rank 1 waits at the end of train since step 7 for ranks 0, 2")
-    told.clear()
+    assert reported[0].startswith("rank 1 waits at the end of train since step 7 for ranks 0, 2")
+    reported.clear()
     waiting(WaitingProcessor(0)).finished()
-    assert not told
+    assert not reported
 
 
-def test_a_rank_of_a_large_job_waits_without_asking(told: list[str]) -> None:
+def test_a_rank_of_a_large_job_waits_without_asking(reported: list[str]) -> None:
     """Each answer names all ranks; 10,000 ranks that ask would keep the controller from its work."""
     waiting(WaitingProcessor(1), world_size=10_000).finished()
-    assert told == ["rank 1 waits at the end of train since step 7 for ranks that still train, 30 s so far"]
+    assert reported == ["rank 1 waits at the end of train since step 7 for ranks that still train, 30 s so far"]
     waiting(WaitingProcessor(1), world_size=10_000, local_rank=1).finished()
-    assert len(told) == 1, "one rank of each node says so"
+    assert len(reported) == 1, "one rank of each node logs it"
 
 
-def test_a_wait_is_told_when_the_controller_does_not_answer(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_reported_when_the_controller_does_not_answer(
+    reported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the reason."""
 
     def silent(address: str, *, job_id: str, timeout_s: float) -> JobStatus:
@@ -94,4 +96,4 @@ def test_a_wait_is_told_when_the_controller_does_not_answer(told: list[str], mon
 
     monkeypatch.setattr(rank_runtime, "request_status", silent)
     waiting(WaitingProcessor(1)).finished()
-    assert "since step 7 for the others (no answer), 30 s so far" in told[0]
+    assert "since step 7 for the others (no answer), 30 s so far" in reported[0]

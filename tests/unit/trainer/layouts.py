@@ -192,8 +192,8 @@ def assert_copies_agree(chunks: Sequence[Transformer], world: int) -> None:
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, mine)
     known: dict[Any, str] = {}
-    for rank, told in enumerate(everyone):
-        for name, offsets, digest in told:
+    for rank, reported in enumerate(everyone):
+        for name, offsets, digest in reported:
             assert known.setdefault((name, offsets), digest) == digest, (
                 f"rank {rank} has other bits of {name} {offsets}"
             )
@@ -217,14 +217,14 @@ def put_together(mine: list[HeldTensor], world: int) -> dict[str, torch.Tensor]:
     dist.all_gather_object(everyone, pieces)
     whole: dict[str, torch.Tensor] = {}
     there: dict[str, torch.Tensor] = {}
-    for key, shape, offsets, sizes, values in (piece for told in everyone for piece in told):
+    for key, shape, offsets, sizes, values in (piece for reported in everyone for piece in reported):
         into = whole.setdefault(key, torch.zeros(shape, dtype=values.dtype))
         known = there.setdefault(key, torch.zeros(shape, dtype=torch.bool))
         where = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
         part = values.view(sizes)
         assert bool((~known[where] | (into[where] == part)).all()), f"replicas of {key} differ"
         into[where], known[where] = part, True
-    assert all(bool(known.all()) for known in there.values()), "elements that nobody holds"
+    assert all(bool(known.all()) for known in there.values()), "elements that no rank holds"
     return whole
 
 
@@ -286,7 +286,7 @@ def assert_same_curve(
             norm, *(ROUNDED_APART * apart(one, theirs, "grad_norm_value", step) for one in (*reordered, theirs))
         )
         if (away := apart(ours, theirs, "grad_norm_value", step)) > within:
-            far.append(f"{ours.folder.name}, step {step}: the norm is {away:.1e} away, wanted {within:.1e}")
+            far.append(f"{ours.folder.name}, step {step}: the norm is {away:.1e} away, expected {within:.1e}")
             assert away <= 1e-3, far[-1]
     assert len(far) <= outliers, far
 
@@ -298,9 +298,9 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
 
 def assert_state_of(result: Result, checkpoint: Path) -> None:
     """Masters and optimizer state of all ranks together have the bits that torch alone reads in the checkpoint."""
-    wanted, found = read_by_torch(checkpoint), result.state
-    assert found.keys() == wanted.keys() and any(key.endswith(("exp_avg_sq", "momentum_buffer")) for key in found)
-    for key, value in wanted.items():
+    expected, found = read_by_torch(checkpoint), result.state
+    assert found.keys() == expected.keys() and any(key.endswith(("exp_avg_sq", "momentum_buffer")) for key in found)
+    for key, value in expected.items():
         assert torch.equal(found[key], value), (result.folder, key)
 
 

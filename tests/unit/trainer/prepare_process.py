@@ -1,4 +1,4 @@
-"""A process that prepares a text and stops in the middle until it is told to go on."""
+"""A process that prepares a text and stops in the middle until it is ordered to go on."""
 
 from __future__ import annotations
 

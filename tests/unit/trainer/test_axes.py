@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
     ("layers", "count", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (5, 5, [1] * 5)]
 )
 def test_layers_are_divided_evenly_and_in_order(layers: int, count: int, sizes: list[int]) -> None:
-    """The first stages get what is left over; only the first takes tokens, only the last gives logits."""
+    """The first stages get the remainder; only the first takes tokens, only the last gives logits."""
     cut = stages(layers, count)
     assert [stage.stop_layer - stage.first_layer for stage in cut] == sizes
     assert [layer for stage in cut for layer in range(stage.first_layer, stage.stop_layer)] == list(range(layers))
@@ -58,20 +58,22 @@ def test_stages_one_after_the_other_are_the_model(small_model: ModelConfig, tied
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "wanted"),
+    ("changes", "ranks", "expected"),
     [
-        ({"num_attention_heads": 4, "num_query_groups": 1}, 2, "num_query_groups is 1"),
-        ({"num_attention_heads": 4, "num_query_groups": 4}, 8, "num_attention_heads is 4"),
-        ({"ffn_hidden_size": 63}, 2, "ffn_hidden_size is 63"),
+        ({"num_attention_heads": 4, "num_query_groups": 1}, 2, "num_query_groups: got 1"),
+        ({"num_attention_heads": 4, "num_query_groups": 4}, 8, "num_attention_heads: got 4"),
+        ({"ffn_hidden_size": 63}, 2, "ffn_hidden_size: got 63"),
     ],
 )
 def test_what_tensor_parallel_ranks_cannot_share_is_refused_by_name(
-    small_config: MakeConfig, changes: dict[str, Any], ranks: int, wanted: str
+    small_config: MakeConfig, changes: dict[str, Any], ranks: int, expected: str
 ) -> None:
     """With the size that it would have to be a multiple of."""
     keys = {f"model_config.{name}": value for name, value in changes.items()}
     config = small_config({**keys, "parallel_config.tensor_model_parallel_size": ranks})
-    with pytest.raises(ConfigError, match=rf"model_config.{wanted}: wanted a multiple of .*tensor_model.*, {ranks}"):
+    with pytest.raises(
+        ConfigError, match=rf"model_config.{expected}, expected a multiple of .*tensor_model.*, {ranks}"
+    ):
         check_divides(config)
 
 
@@ -81,7 +83,7 @@ def test_compiled_experts_that_tensor_ranks_share_are_refused(small_config: Make
     heads = {"model_config.num_attention_heads": 2, "model_config.num_query_groups": 2}
     shared = {**heads, "parallel_config.tensor_model_parallel_size": 2}
     with pytest.raises(
-        ConfigError, match=r"compile is true with model_config.num_experts 4 and .*_size 2: .* wanted compile: false"
+        ConfigError, match=r"compile is true with model_config.num_experts 4 and .*_size 2: .* expected compile: false"
     ):
         check_divides(small_config({**keys, **shared}))
     check_divides(small_config(keys))
@@ -101,10 +103,10 @@ def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "wanted"),
+    ("keys", "ranks", "expected"),
     [
-        ({"model_config.num_layers": 2}, 4, "num_layers is 2: wanted at least one layer for each of 4 x 1"),
-        ({}, 2, "micro_batch_num is 1: wanted at least one micro-batch for each of the pipeline's 2 stages"),
+        ({"model_config.num_layers": 2}, 4, "num_layers: got 2, expected at least one layer for each of 4 x 1"),
+        ({}, 2, "micro_batch_num: got 1, expected at least one micro-batch for each of the pipeline's 2 stages"),
         ({"parallel_config.virtual_pipeline_model_parallel_size": 2}, 1, "without a pipeline"),
         (
             {
@@ -113,25 +115,25 @@ def test_a_vocabulary_need_not_divide_but_every_rank_must_have_rows(small_config
                 "dataset_config.micro_batch_num": 3,
             },
             2,
-            "micro_batch_num is 3: wanted a multiple of the pipeline's 2 ranks",
+            "micro_batch_num: got 3, expected a multiple of the pipeline's 2 ranks",
         ),
-        ({"parallel_config.expert_model_parallel_size": 2}, 1, "num_experts is None: wanted a multiple of .*, 2"),
+        ({"parallel_config.expert_model_parallel_size": 2}, 1, "num_experts: got None, expected a multiple of .*, 2"),
         (
             {"parallel_config.expert_model_parallel_size": 2, "model_config.num_experts": 5},
             1,
-            "num_experts is 5: wanted a multiple of .*, 2",
+            "num_experts: got 5, expected a multiple of .*, 2",
         ),
     ],
 )
 def test_what_a_pipeline_or_experts_ranks_cannot_share_is_refused_at_once_and_by_a_plan(
-    small_config: MakeConfig, keys: dict[str, Any], ranks: int, wanted: str
+    small_config: MakeConfig, keys: dict[str, Any], ranks: int, expected: str
 ) -> None:
     """Too few layers or micro-batches, virtual stages without stages, an interleaved schedule that is not filled, experts that are not
     there: before any process group is made."""
     config = small_config({**keys, "parallel_config.pipeline_model_parallel_size": ranks})
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         make_plan(config, 2 * ranks)
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         run(config, World(0, 2 * ranks, 0, launched=True))
 
 

@@ -1,4 +1,4 @@
-"""A wrong configuration is refused by a sentence that names the key, what it got and what was wanted."""
+"""A wrong configuration is refused by a sentence that names the key, what it got and what was expected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         (
             "training_config: {training_iter: 5}",
@@ -60,22 +60,25 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
             "training_config.grad_clip_kwargs.clip_valu: no such key; did you mean clip_value?",
         ),
         ("training_config: {xyz: 5}", "training_config.xyz: no such key; there are seed"),
-        ("training_config: {seed: x}", "training_config.seed is 'x' (str): wanted an integer"),
-        ("training_config: {seed: 1.5}", "training_config.seed is 1.5 (float): wanted an integer"),
-        ("training_config: {seed: true}", "training_config.seed is True (bool): wanted an integer"),
-        ("training_config: {deterministic: 1}", "training_config.deterministic is 1 (int): wanted true or false"),
-        ("training_config: {loss_scale: true}", "training_config.loss_scale is True (bool): wanted a number or null"),
-        ("training_config: {seed: null}", "training_config.seed is null: wanted an integer"),
-        ("training_config: 5", "training_config is 5 (int): wanted keys (seed, "),
+        ("training_config: {seed: x}", "training_config.seed: got 'x' (str), expected an integer"),
+        ("training_config: {seed: 1.5}", "training_config.seed: got 1.5 (float), expected an integer"),
+        ("training_config: {seed: true}", "training_config.seed: got True (bool), expected an integer"),
+        ("training_config: {deterministic: 1}", "training_config.deterministic: got 1 (int), expected true or false"),
+        (
+            "training_config: {loss_scale: true}",
+            "training_config.loss_scale: got True (bool), expected a number or null",
+        ),
+        ("training_config: {seed: null}", "training_config.seed: got null, expected an integer"),
+        ("training_config: 5", "training_config: got 5 (int), expected keys (seed, "),
         (
             "model_config: {hidden_size: 32, num_attention_heads: 4}",
-            "model_config.num_layers is missing: wanted an integer",
+            "model_config.num_layers is missing, expected an integer",
         ),
-        ("optimizer_config: {betas: [0.9]}", "optimizer_config.betas is [0.9] (list): wanted [a number, a number]"),
-        ("optimizer_config: {betas: [0.9, x]}", "optimizer_config.betas[1] is 'x' (str): wanted a number"),
+        ("optimizer_config: {betas: [0.9]}", "optimizer_config.betas: got [0.9] (list), expected [a number, a number]"),
+        ("optimizer_config: {betas: [0.9, x]}", "optimizer_config.betas[1]: got 'x' (str), expected a number"),
         (
             "optimizer_config: {optimizer_type: adamw}",
-            "optimizer_config.optimizer_type is 'adamw' (str): wanted AdamW or Adam or SGD or mint.AdamW or SpeedAdamW;"
+            "optimizer_config.optimizer_type: got 'adamw' (str), expected AdamW or Adam or SGD or mint.AdamW or SpeedAdamW;"
             " did you mean AdamW?",
         ),
         (
@@ -91,61 +94,67 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
             "optimizer_config: {optimizer_type: SGD, nesterov: true}",
             "optimizer_config.nesterov: got true with momentum 0, expected a momentum above 0",
         ),
-        ("optimizer_config: {momentum: 1.0}", "optimizer_config.momentum is 1.0: wanted 0 <= momentum < 1"),
+        ("optimizer_config: {momentum: 1.0}", "optimizer_config.momentum: got 1.0, expected 0 <= momentum < 1"),
         (
             "training_config: {loss_func_kwargs: {loss_func_type: CrossEntropy}}",
-            "loss_func_type is 'CrossEntropy' (str): wanted VocabParallelCrossEntropy or CrossEntropyLoss",
+            "loss_func_type: got 'CrossEntropy' (str), expected VocabParallelCrossEntropy or CrossEntropyLoss",
         ),
         ("gpt_config: {num_layers: 2}", "gpt_config: got a section of this name and model_config, expected one of"),
-        ("training_config: {training_iters: 0}", "training_config.training_iters is 0: wanted 1 or more"),
-        ("training_config: {save_interval: 0}", "training_config.save_interval is 0: wanted 1 or more, or null"),
-        ("training_config: {loss_scale: .nan}", "training_config.loss_scale is nan: wanted a finite number above 0"),
-        ("training_config: {grad_clip_kwargs: {clip_value: 0}}", "grad_clip_kwargs.clip_value is 0.0: wanted a finite"),
+        ("training_config: {training_iters: 0}", "training_config.training_iters: got 0, expected 1 or more"),
+        ("training_config: {save_interval: 0}", "training_config.save_interval: got 0, expected 1 or more, or null"),
+        (
+            "training_config: {loss_scale: .nan}",
+            "training_config.loss_scale: got nan, expected a finite number above 0",
+        ),
+        (
+            "training_config: {grad_clip_kwargs: {clip_value: 0}}",
+            "grad_clip_kwargs.clip_value: got 0.0, expected a finite",
+        ),
         (
             "optimizer_config: {learning_rate: -1}",
-            "optimizer_config.learning_rate is -1.0: wanted a finite number, 0 or more",
+            "optimizer_config.learning_rate: got -1.0, expected a finite number, 0 or more",
         ),
         (
             "optimizer_config: {betas: [0.9, 1.0]}",
-            "optimizer_config.betas is [0.9, 1.0]: wanted two numbers, 0 <= beta < 1",
+            "optimizer_config.betas: got [0.9, 1.0], expected two numbers, 0 <= beta < 1",
         ),
-        ("dataset_config: {batch_size: 0}", "dataset_config.batch_size is 0: wanted 1 or more"),
+        ("dataset_config: {batch_size: 0}", "dataset_config.batch_size: got 0, expected 1 or more"),
         (
             "optimizer_config: {learning_rate_scheduler_kwargs: {warmup_steps: 10, decay_steps: 10}}",
-            "learning_rate_scheduler_kwargs.decay_steps is 10: wanted more than the 10 warmup_steps",
+            "learning_rate_scheduler_kwargs.decay_steps: got 10, expected more than the 10 warmup_steps",
         ),
         (
             "optimizer_config: {learning_rate: 1e-4, learning_rate_scheduler_kwargs: {end_learning_rate: 2e-4}}",
-            "end_learning_rate is 0.0002: wanted at most optimizer_config.learning_rate, 0.0001",
+            "end_learning_rate: got 0.0002, expected at most optimizer_config.learning_rate, 0.0001",
         ),
         ("training_config: {seed: 1, seed: 2}", "key 'seed' is given twice"),
         ("training_config: [1", "invalid YAML: line 2"),
-        ("- 1", "wanted sections (model_config, training_config"),
+        ("- 1", "expected sections (model_config, training_config"),
     ],
 )
-def test_wrong_value_is_named(tmp_path: Path, text: str, wanted: str) -> None:
-    """The message names section.key, the value, its type, and what was wanted."""
+def test_wrong_value_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    """The message names section.key, the value, its type, and what was expected."""
     text = text if text.startswith(("model_config", "-")) else MODEL + text
-    assert wanted in refusal(tmp_path, text)
+    assert expected in refusal(tmp_path, text)
 
 
 @pytest.mark.parametrize(
-    ("model", "wanted"),
+    ("model", "expected"),
     [
-        ("hidden_size: 30", "model_config.hidden_size is 30: wanted a multiple of num_attention_heads, 4"),
-        ("hidden_size: 12", "hidden_size / num_attention_heads is 3: wanted an even size, rope rotates pairs"),
-        ("group_query_attention: true", "num_query_groups is None: wanted a divisor of num_attention_heads, 4"),
+        ("hidden_size: 30", "model_config.hidden_size: got 30, expected a multiple of num_attention_heads, 4"),
+        ("hidden_size: 12", "hidden_size / num_attention_heads: got 3, expected an even size, rope rotates pairs"),
+        ("group_query_attention: true", "num_query_groups: got None, expected a divisor of num_attention_heads, 4"),
         (
             "group_query_attention: true, num_query_groups: 3",
-            "num_query_groups is 3: wanted a divisor of num_attention_heads, 4",
+            "num_query_groups: got 3, expected a divisor of num_attention_heads, 4",
         ),
         ("num_query_groups: 2", "num_query_groups is 2, but group_query_attention is off"),
-        ("params_dtype: bfloat16", "params_dtype is 'bfloat16' and compute_dtype 'float32'"),
+        ("params_dtype: bfloat16", "params_dtype: got 'bfloat16' and compute_dtype 'float32'"),
         (
             "compute_dtype: float16",
             "compute_dtype is 'float16': its gradients vanish without training_config.loss_scale",
         ),
-        ("vocab_size: 255", "model_config.vocab_size is 255: wanted 256 or more"),
+        ("vocab_size: 255", "model_config.vocab_size: got 255, expected 256 or more"),
         (
             "encoder_attn_mask_type: padding",
             "model_config.encoder_attn_mask_type is 'padding': training sequences have no padding",
@@ -154,15 +163,15 @@ def test_wrong_value_is_named(tmp_path: Path, text: str, wanted: str) -> None:
             "fp16_lm_cross_entropy: true",
             "fp16_lm_cross_entropy is true: got model_config.compute_dtype float32, expected float16",
         ),
-        ("hidden_dropout: 1.0", "model_config.hidden_dropout is 1.0: wanted 0 <= p < 1"),
+        ("hidden_dropout: 1.0", "model_config.hidden_dropout: got 1.0, expected 0 <= p < 1"),
     ],
 )
-def test_model_that_cannot_be_is_refused(tmp_path: Path, model: str, wanted: str) -> None:
+def test_model_that_cannot_be_is_refused(tmp_path: Path, model: str, expected: str) -> None:
     """Checks across keys."""
     base = {"num_layers": "2", "hidden_size": "32", "num_attention_heads": "4"}
     base.update((key, value) for key, _, value in (pair.partition(": ") for pair in model.split(", ")))
     text = "model_config: {" + ", ".join(f"{k}: {v}" for k, v in base.items()) + "}"
-    assert wanted in refusal(tmp_path, text)
+    assert expected in refusal(tmp_path, text)
 
 
 DOCUMENT = Path(__file__).with_name("mindformers_gpt.yaml")
@@ -214,11 +223,11 @@ def test_the_models_section_may_have_another_name(tmp_path: Path) -> None:
     assert load_config(str(path)).model_config.num_layers == 2
     assert load_config(str(path), parse_overrides(["--model_config.num_layers=3"])).model_config.num_layers == 3
     path.write_text(MODEL.replace("model_config", "small") + MODEL.replace("num_layers: 2", "num_layers: 5"))
-    for given, told in (
+    for given, reported in (
         ("smal", "expected a section of the configuration file (small, model_config)"),
         ("small", "small: got"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(reported)):
             load_config(str(path), model_type=given)
     assert main(["--config", str(path), "--model_type=nosuch"]) == 2
 
@@ -255,24 +264,24 @@ def test_overrides_reach_every_depth_and_the_last_one_wins(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("args", "wanted"),
+    ("args", "expected"),
     [
         (
             ["--training_config.training_iter", "5"],
             "training_config.training_iter: no such key; did you mean training_iters?",
         ),
         (["--training_config.seed.x", "5"], "training_config.seed is a value: it has no key 'x'"),
-        (["--training_config.seed"], "wanted a value after it"),
-        (["--training_config.seed", "--training_config.resume"], "wanted a value after it"),
-        (["--training_config.seed=abc"], "training_config.seed is 'abc' (str): wanted an integer"),
+        (["--training_config.seed"], "expected a value after it"),
+        (["--training_config.seed", "--training_config.resume"], "expected a value after it"),
+        (["--training_config.seed=abc"], "training_config.seed: got 'abc' (str), expected an integer"),
         (["--training_config.seed=[1"], "value '[1': invalid YAML"),
-        (["training_config.seed", "5"], "wanted --section.key value"),
+        (["training_config.seed", "5"], "expected --section.key value"),
         (["--confg", "x"], "did you mean config?"),
     ],
 )
-def test_wrong_override_is_named(tmp_path: Path, args: list[str], wanted: str) -> None:
+def test_wrong_override_is_named(tmp_path: Path, args: list[str], expected: str) -> None:
     """The command line is as strict as the file."""
-    assert wanted in refusal(tmp_path, MODEL, *args)
+    assert expected in refusal(tmp_path, MODEL, *args)
 
 
 def test_unknown_preset_is_named_with_the_nearest() -> None:
@@ -292,7 +301,7 @@ def test_world_that_is_not_the_product_of_the_axes_is_refused_with_all_factors()
 
 def test_sequence_parallelism_without_tensor_parallel_ranks_is_refused() -> None:
     """Nothing is silently ignored."""
-    with pytest.raises(ConfigError, match=r"parallel_config.sequence_parallel is true .*wanted"):
+    with pytest.raises(ConfigError, match=r"parallel_config.sequence_parallel is true .*expected"):
         ParallelConfig(sequence_parallel=True).data_parallel_size(4)
 
 
@@ -303,11 +312,14 @@ def test_replicas_follow_the_world() -> None:
     assert ParallelConfig(optimizer_replicas=4).replicas(8, True) == 4
     assert ParallelConfig().replicas(3, False) == 3
     for wrong, dp in ((3, 2), (3, 4)):
-        with pytest.raises(ConfigError, match=rf"optimizer_replicas is {wrong}: wanted 2, or a divisor of .*, {dp}"):
+        with pytest.raises(
+            ConfigError, match=rf"optimizer_replicas: got {wrong}, expected 2, or a divisor of .*, {dp}"
+        ):
             ParallelConfig(optimizer_replicas=wrong).replicas(dp, True)
     for distributed in (True, False):
         with pytest.raises(
-            ConfigError, match=r"2 ranks have the same experts \(data 4 / expert 2\): wanted .*optimizer_replicas 2 or"
+            ConfigError,
+            match=r"2 ranks have the same experts \(data 4 / expert 2\): expected .*optimizer_replicas 2 or",
         ):
             ParallelConfig(optimizer_replicas=4, expert_model_parallel_size=2).replicas(4, distributed)
     assert ParallelConfig(expert_model_parallel_size=4).replicas(4, True) == 2
@@ -338,6 +350,6 @@ def test_tokenizer_is_short_for_its_key(capsys: pytest.CaptureFixture[str]) -> N
     """In both spellings."""
     for arguments in (["--tokenizer", "/nowhere"], ["--tokenizer=/nowhere"]):
         assert main([*arguments, "--model_config.vocab_size", "0"]) == 2
-        assert "vocab_size is 0" in capsys.readouterr().err
+        assert "vocab_size: got 0" in capsys.readouterr().err
     assert main(["--tokenizer"]) == 2
-    assert "--dataset_config.tokenizer': wanted a value after it" in capsys.readouterr().err
+    assert "--dataset_config.tokenizer': expected a value after it" in capsys.readouterr().err

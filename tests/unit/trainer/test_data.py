@@ -180,7 +180,7 @@ def test_text_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path) -> 
     with pytest.raises(DatasetError, match=r"ends at byte 5, .* changed during training"):
         text.read(0, 10)
     (tmp_path / "picture").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(DatasetError, match=r"picture: holds zero bytes, so it is no text"):
+    with pytest.raises(DatasetError, match=r"picture: holds zero bytes, so it is not text"):
         FileText(tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_what_is_held_out_is_never_trained_on(small_config: MakeConfig, tmp_path
     assert len(trained) == 36 and not trained & set(held_out)
     assert open_sequences(small_config({**keys, "dataset_config.validation_share": 0})).held_out is None
     (tmp_path / "text").write_bytes(b"x" * 17)
-    with pytest.raises(DatasetError, match="nothing is left to train on"):
+    with pytest.raises(DatasetError, match="nothing remains to train on"):
         open_sequences(small_config({**keys, "dataset_config.validation_share": 0.1}))
 
 
@@ -237,7 +237,9 @@ def test_an_index_without_its_tokens_is_refused(tmp_path: Path) -> None:
             writer.finish()
         (tmp_path / folder / "b.bin").unlink()
     for path in ("alone", "beside", "alone/b.idx"):
-        with pytest.raises(DatasetError, match=r"b\.idx: the file with the tokens is missing: wanted b\.bin beside it"):
+        with pytest.raises(
+            DatasetError, match=r"b\.idx: the file with the tokens is missing, expected b\.bin beside it"
+        ):
             token_files(tmp_path / path, "uint16")
     with pytest.raises(DatasetError, match="folder: no token file is in it"):
         Joined("folder", [])
@@ -254,21 +256,21 @@ def test_ids_that_the_model_has_not_are_refused(small_config: MakeConfig, tmp_pa
     ):
         sequences.batch(15, 1)
     train_tokenizer(tmp_path / "tok")
-    with pytest.raises(ConfigError, match=r"vocab_size is 256: wanted \d+ or more, the tokenizer"):
+    with pytest.raises(ConfigError, match=r"vocab_size: got 256, expected \d+ or more, the tokenizer"):
         open_text(small_config({"dataset_config.tokenizer": tmp_path / "tok"}))
 
 
 @pytest.mark.parametrize(
-    ("array", "wanted"),
+    ("array", "expected"),
     [
         (np.zeros(9), "float64 of shape"),
-        (np.zeros((3, 3), np.int32), r"shape \(3, 3\): wanted integers in one dimension"),
+        (np.zeros((3, 3), np.int32), r"shape \(3, 3\), expected integers in one dimension"),
     ],
 )
-def test_arrays_that_are_no_token_ids_are_refused(tmp_path: Path, array: npt.NDArray[Any], wanted: str) -> None:
-    """By type and shape; a file that is no array, too."""
+def test_arrays_that_are_not_token_ids_are_refused(tmp_path: Path, array: npt.NDArray[Any], expected: str) -> None:
+    """By type and shape; a file that is not an array, too."""
     np.save(tmp_path / "ids.npy", array)
-    with pytest.raises(DatasetError, match=wanted):
+    with pytest.raises(DatasetError, match=expected):
         ArrayTokens(tmp_path / "ids.npy", "uint16")
     (tmp_path / "ids.npy").write_bytes(b"nothing")
     with pytest.raises(DatasetError, match="cannot be read as an array of token ids"):

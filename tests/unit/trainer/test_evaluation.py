@@ -47,8 +47,8 @@ def test_the_number_is_the_mean_over_the_first_held_out_sequences(run: Run, smal
         model = model_of(trained.config, trained.checkpoint.weights(), torch.device("cpu"), "ours")
         tokens_BT, targets_BT = held_out.batch(0, 11)
         with torch.no_grad():
-            wanted = float(token_loss(model(tokens_BT), targets_BT))
-        assert float.fromhex(loss) == pytest.approx(wanted, rel=1e-6)
+            expected = float(token_loss(model(tokens_BT), targets_BT))
+        assert float.fromhex(loss) == pytest.approx(expected, rel=1e-6)
     assert "validation: step 5, loss" in (output / "log" / "rank_0" / "info.log").read_text()
 
 

@@ -33,8 +33,8 @@ def test_each_token_is_the_weighted_sum_of_its_experts(small_model: ModelConfig,
     for row, token in enumerate(x_BTD.flatten(0, 1)):
         best, which = layer.router(token).topk(chosen)
         weights = F.softmax(best, dim=-1)
-        wanted = sum(w * layer.experts[str(int(e))](token) for w, e in zip(weights, which, strict=True))
-        torch.testing.assert_close(made.flatten(0, 1)[row], wanted)
+        expected = sum(w * layer.experts[str(int(e))](token) for w, e in zip(weights, which, strict=True))
+        torch.testing.assert_close(made.flatten(0, 1)[row], expected)
 
 
 def test_an_expert_that_gets_no_token_has_a_gradient_of_zeros(small_model: ModelConfig) -> None:

@@ -36,9 +36,9 @@ def test_zero_temperature_takes_the_most_likely_token() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_come_as_often_as_the_model_says(temperature: float) -> None:
     """With the chances of softmax(logits / temperature), within four standard deviations."""
-    wanted = (LOGITS / temperature).softmax(-1)
+    expected = (LOGITS / temperature).softmax(-1)
     found = drawn(Sampling(temperature))
-    for token, chance in enumerate(wanted.tolist()):
+    for token, chance in enumerate(expected.tolist()):
         assert abs(found.get(token, 0.0) - chance) < 4 * (chance * (1 - chance) / 1500) ** 0.5 + 1e-9
 
 
@@ -80,7 +80,7 @@ def test_generation_goes_on_past_the_context_and_stops_at_the_end(small_model: M
 
 
 def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not in halves; what is left at the end shows as it is."""
+    """Not in halves; what remains at the end shows as it is."""
     print_continuation(Bytes(), list(b"gr"), iter("ößer".encode() + "ö".encode()[:1]))
     assert capsys.readouterr().out == "größer\ufffd\n"
 
@@ -94,8 +94,8 @@ def test_the_newest_valid_checkpoint_continues_the_prompt(run: Run, capsys: pyte
         status = main(
             ["--checkpoint", str(path), "--prompt", "The ", "--max-new-tokens", "8", "--device", "cpu", *more]
         )
-        told = capsys.readouterr()
-        return status, told.out, told.err
+        logged = capsys.readouterr()
+        return status, logged.out, logged.err
 
     capsys.readouterr()
     status, text, said = generate(output, "--greedy")
@@ -121,14 +121,14 @@ def test_what_cannot_be_continued_is_refused_in_one_sentence(
     """No checkpoint, no prompt, a wrong option: status 2."""
     (tmp_path / "empty").mkdir()
     output = run("output", {"training_config.save_interval": 1, "training_config.training_iters": 1})
-    for arguments, wanted in (
+    for arguments, expected in (
         (["--checkpoint", str(tmp_path / "empty"), "--prompt", "x"], "no checkpoint in"),
-        (["--checkpoint", str(tmp_path / "missing"), "--prompt", "x"], "is no directory"),
-        (["--checkpoint", str(output), "--prompt", ""], "--prompt is '': wanted one token of text at least"),
-        (["--checkpoint", str(output), "--prompt", "x", "--top-k", "0"], "--top-k is 0"),
-        (["--checkpoint", str(output), "--prompt", "x", "--max-new-tokens", "-1"], "--max-new-tokens is -1"),
-        (["--checkpoint", str(output), "--prompt", "x", "--seed", str(2**64)], "wanted a number of 64 bits"),
+        (["--checkpoint", str(tmp_path / "missing"), "--prompt", "x"], "is not a directory"),
+        (["--checkpoint", str(output), "--prompt", ""], "--prompt: got '', expected one token of text at least"),
+        (["--checkpoint", str(output), "--prompt", "x", "--top-k", "0"], "--top-k: got 0"),
+        (["--checkpoint", str(output), "--prompt", "x", "--max-new-tokens", "-1"], "--max-new-tokens: got -1"),
+        (["--checkpoint", str(output), "--prompt", "x", "--seed", str(2**64)], "expected a number of 64 bits"),
         (["--checkpoint", str(output), "--prompt", "x", "--tokenizer", str(tmp_path)], "holds no tokenizer"),
     ):
         assert main(arguments) == 2
-        assert wanted in capsys.readouterr().err
+        assert expected in capsys.readouterr().err

@@ -31,9 +31,9 @@ def write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> In
 def test_files_have_the_bytes_that_megatron_writes(tmp_path: Path) -> None:
     """Field by field, put together here by hand."""
     write(tmp_path / "text", DOCUMENTS)
-    wanted = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 5)
-    wanted += struct.pack("<4i", 3, 0, 1, 2) + struct.pack("<4q", 0, 6, 6, 8) + struct.pack("<5q", 0, 1, 2, 3, 4)
-    assert (tmp_path / "text.idx").read_bytes() == wanted
+    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 5)
+    expected += struct.pack("<4i", 3, 0, 1, 2) + struct.pack("<4q", 0, 6, 6, 8) + struct.pack("<5q", 0, 1, 2, 3, 4)
+    assert (tmp_path / "text.idx").read_bytes() == expected
     assert (tmp_path / "text.bin").read_bytes() == struct.pack("<6H", 5, 6, 7, 8, 65499, 0)
     assert (token_type(65499), token_type(65500)) == ("uint16", "int32")
 
@@ -69,7 +69,7 @@ def test_sequences_in_another_order_than_in_the_file_are_followed(tmp_path: Path
 
 
 def test_the_prefix_and_either_file_name_the_pair(tmp_path: Path) -> None:
-    """A file alone is no pair."""
+    """A file alone is not a pair."""
     write(tmp_path / "my.text", DOCUMENTS)
     for name in ("my.text", "my.text.bin", "my.text.idx"):
         assert prefix_of(tmp_path / name) == tmp_path / "my.text"
@@ -96,7 +96,7 @@ Spoil = Callable[[Path], object]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "wanted"),
+    ("spoil", "expected"),
     [
         (lambda prefix: (prefix.parent / "text.bin").write_bytes(b"1234"), "has 4 bytes, text.idx speaks of 12"),
         (lambda prefix: (prefix.parent / "text.bin").write_bytes(b""), "cannot be read"),
@@ -114,9 +114,9 @@ Spoil = Callable[[Path], object]
         ),
     ],
 )
-def test_files_that_are_not_whole_are_refused(tmp_path: Path, spoil: Spoil, wanted: str) -> None:
+def test_files_that_are_not_whole_are_refused(tmp_path: Path, spoil: Spoil, expected: str) -> None:
     """When they are opened, with what is wrong."""
     write(tmp_path / "text", DOCUMENTS)
     spoil(tmp_path / "text")
-    with pytest.raises(DatasetError, match=wanted):
+    with pytest.raises(DatasetError, match=expected):
         IndexedTokens(tmp_path / "text")

@@ -1,4 +1,4 @@
-"""metrics.jsonl keeps the exact bits, survives kills at any byte, and tells restarts apart."""
+"""metrics.jsonl keeps the exact bits, survives kills at any byte, and distinguishes restarts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_bits_survive_the_file(tmp_path: Path, value: float) -> None:
     file.append(metrics(loss=value, grad_norm=value).line(unix_s=1.0))
 
     def no_constants(text: str) -> float:
-        raise AssertionError(f"{text} is no JSON")
+        raise AssertionError(f"{text} is not JSON")
 
     line = json.loads((tmp_path / "m").read_text(), parse_constant=no_constants)
     for key in ("loss", "grad_norm"):

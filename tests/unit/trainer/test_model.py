@@ -122,8 +122,8 @@ def test_attention_equals_the_formula(small_model: ModelConfig) -> None:
     )
     scores_HTT = q_HTE @ k_HTE.transpose(1, 2) / 8**0.5
     scores_HTT = scores_HTT.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -torch.inf)
-    wanted_TD = F.linear((scores_HTT.softmax(-1) @ v_HTE).transpose(0, 1).reshape(16, 32), attention.wo.weight)
-    torch.testing.assert_close(attention(x_TD[None], None)[0], wanted_TD)
+    expected_TD = F.linear((scores_HTT.softmax(-1) @ v_HTE).transpose(0, 1).reshape(16, 32), attention.wo.weight)
+    torch.testing.assert_close(attention(x_TD[None], None)[0], expected_TD)
 
 
 def test_rope_depends_on_distance_alone() -> None:
@@ -250,8 +250,8 @@ def test_loss_is_computed_in_float32_and_is_the_cross_entropy(tokens_BT: torch.T
     mean, total = token_loss(logits_BTV, tokens_BT), token_loss(logits_BTV, tokens_BT, "sum")
     assert mean.dtype == torch.float32
     log_p_BTV = logits_BTV.double().log_softmax(-1)
-    wanted = -log_p_BTV.gather(-1, tokens_BT[..., None]).mean()
-    assert mean.item() == pytest.approx(wanted.item(), rel=1e-5)
+    expected = -log_p_BTV.gather(-1, tokens_BT[..., None]).mean()
+    assert mean.item() == pytest.approx(expected.item(), rel=1e-5)
     assert total.item() == pytest.approx(32 * mean.item(), rel=1e-6)
 
 

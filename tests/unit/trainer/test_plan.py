@@ -1,4 +1,4 @@
-"""What a run would need is told without starting it, and agrees with what is built."""
+"""What a run would need is printed without starting it, and agrees with what is built."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def replace_recompute(config: Config, way: Any) -> Config:
     return replace(config, training_config=replace(config.training_config, recompute=way))
 
 
-@pytest.mark.parametrize(("world_size", "wanted"), [(2, 1.0), (3, 1.0), (4, 1.0), (8, 1.0)])
-def test_gradients_cost_what_theory_says(small_config: MakeConfig, world_size: int, wanted: float) -> None:
+@pytest.mark.parametrize(("world_size", "expected"), [(2, 1.0), (3, 1.0), (4, 1.0), (8, 1.0)])
+def test_gradients_cost_what_theory_says(small_config: MakeConfig, world_size: int, expected: float) -> None:
     """With two replicas a rank sends each gradient once, whatever the size, and the parameters' shards once around."""
     plan = make_plan(small_config(), world_size)
     shards = world_size if world_size % 2 else world_size // 2
     nbytes = 4 * plan.local_parameters
-    assert plan.data_parallel_wire == pytest.approx(nbytes * (wanted + 1 - 1 / shards), abs=2)
+    assert plan.data_parallel_wire == pytest.approx(nbytes * (expected + 1 - 1 / shards), abs=2)
 
 
 def test_sequence_parallelism_saves_activations_and_replicas_cost_memory(small_config: MakeConfig) -> None:
@@ -174,20 +174,20 @@ def test_gradients_that_accumulate_in_shards_are_planned_beside_whole_ones(
     assert shard.data_parallel_wire == pytest.approx(count * (3 * row * size + exchanged * 4 + row * size), abs=2)
     accumulators = 4 * share * count if size == 4 else 0  # those of 16 bits are there anyway
     assert shard.gradients == pytest.approx(accumulators + count * size, abs=2), "a small model is one bucket"
-    told = (shard.gradients_otherwise, shard.data_parallel_wire_otherwise)
-    assert told == (whole.gradients, whole.data_parallel_wire)
+    reported = (shard.gradients_otherwise, shard.data_parallel_wire_otherwise)
+    assert reported == (whole.gradients, whole.data_parallel_wire)
     assert (whole.gradients_otherwise, whole.data_parallel_wire_otherwise) == (
         shard.gradients,
         shard.data_parallel_wire,
     )
 
 
-def test_gradients_that_accumulate_in_shards_are_told_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_that_accumulate_in_shards_are_reported_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """With and without; where two ranks hold two replicas there is no second shard."""
     command = ["--config", "gpt2_13b", "--plan", "--training_config.gradient_accumulation_shard=true"]
     assert main([*command, "--dataset_config.micro_batch_num=4", "--world-size", "64"]) == 0
-    told = capsys.readouterr().out
-    assert len(re.findall(r"(gradients|data parallel) .*\(.*GiB without gradient_accumulation_shard\)", told)) == 2
+    output = capsys.readouterr().out
+    assert len(re.findall(r"(gradients|data parallel) .*\(.*GiB without gradient_accumulation_shard\)", output)) == 2
     assert main([*command, "--world-size", "2"]) == 0
     assert capsys.readouterr().out.count("(gradient_accumulation_shard has no effect here)") == 2
 
@@ -195,22 +195,22 @@ def test_gradients_that_accumulate_in_shards_are_told_in_the_plan(capsys: pytest
 def test_the_command_prints_it_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Every factor of the world, memory, wire, dump, and what is survived."""
     assert main(["--config", "gpt_70b", "--plan", "--world-size", "1024", "--disk-gb-per-s=2"]) == 0
-    told = capsys.readouterr().out
-    assert "1024: data 128 x tensor 8 x pipeline 1" in told and "68,976,648,192" in told
-    assert re.search(r"dying gasp .* at 2 GB/s a rank", told)
-    assert "any 1 of 1024 ranks, each of 128 nodes" in told
+    output = capsys.readouterr().out
+    assert "1024: data 128 x tensor 8 x pipeline 1" in output and "68,976,648,192" in output
+    assert re.search(r"dying gasp .* at 2 GB/s a rank", output)
+    assert "any 1 of 1024 ranks, each of 128 nodes" in output
 
 
 @pytest.mark.parametrize(
-    ("limit", "wanted"),
+    ("limit", "expected"),
     [([], ": fits into 31GB"), (["--memory", "19GB"], ": does not fit into 19GB, 0.88 GiB too much")],
 )
-def test_the_documents_layout_is_explained(limit: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_layout_is_explained(limit: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Data 4 x tensor 2 x pipeline 4 with 24 micro-batches: compared with a device's memory, and the pipeline's (4 - 1) / 24."""
     assert main(["--config", "gpt2_13b_mp2_pp4", "--plan", "--world-size", "32", *limit]) == 0
-    told = capsys.readouterr().out
-    assert "32: data 4 x tensor 2 x pipeline 4" in told and "every layer recomputed" in told
-    assert f"memory a rank       19.88 GiB{wanted}\n" in told and "pipeline bubble     12.5% of" in told
+    output = capsys.readouterr().out
+    assert "32: data 4 x tensor 2 x pipeline 4" in output and "every layer recomputed" in output
+    assert f"memory a rank       19.88 GiB{expected}\n" in output and "pipeline bubble     12.5% of" in output
 
 
 @pytest.mark.parametrize("keys", [{}, {"model_config.num_query_groups": 1}, {"model_config.num_experts": 4}], ids=str)
@@ -227,7 +227,7 @@ def test_operations_are_what_torch_counts(small_config: MakeConfig, keys: dict[s
 
 
 @pytest.mark.parametrize(
-    ("world_size", "wanted"),
+    ("world_size", "expected"),
     [
         (
             8,
@@ -237,15 +237,15 @@ def test_operations_are_what_torch_counts(small_config: MakeConfig, keys: dict[s
     ],
 )
 def test_experts_that_one_rank_has_alone_are_not_survived(
-    world_size: int, wanted: str, capsys: pytest.CaptureFixture[str]
+    world_size: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Eight experts over eight ranks: the others' replicas do not help."""
     assert main(["--config", "mixtral_8x7b", "--plan", "--world-size", str(world_size)]) == 0
-    assert f"survived            {wanted}" in capsys.readouterr().out
+    assert f"survived            {expected}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("args", "wanted"),
+    ("args", "expected"),
     [
         ([], "--world-size: missing, expected the number of ranks"),
         (["--world-size", "0"], "--world-size: got '0', expected an integer from 1"),
@@ -254,13 +254,13 @@ def test_experts_that_one_rank_has_alone_are_not_survived(
         (["--world-size", "12"], "12 ranks are not tensor 8 x pipeline 1"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(args: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_cannot_be_is_refused(args: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a size, with no number, and with a world that the axes do not make."""
     assert main(["--config", "gpt_70b", "--plan", *args]) == 2
-    assert wanted in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_one_world_is_refused_as_a_start_would(small_config: MakeConfig) -> None:
     """The same words as at a start."""
-    with pytest.raises(ConfigError, match="wanted a multiple of"):
+    with pytest.raises(ConfigError, match="expected a multiple of"):
         make_plan(small_config({"parallel_config.tensor_model_parallel_size": 8}), 8)

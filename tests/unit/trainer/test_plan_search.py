@@ -82,8 +82,8 @@ def test_a_limit_drops_what_needs_more_and_nothing_else(small_config: MakeConfig
     assert found.too_large == len(every) - len(found.proposals) > 0
     least = min(each.plan.memory for each in every)
     assert search(config, 4, TINY, memory=least, sequences=16).proposals
-    wanted = f"the smallest of {len(every)} layouts needs {gib(least)} a rank, the limit is {gib(least - 1)}. Take"
-    with pytest.raises(ConfigError, match=re.escape(wanted)):
+    expected = f"the smallest of {len(every)} layouts needs {gib(least)} a rank, the limit is {gib(least - 1)}. Take"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         search(config, 4, TINY, memory=least - 1, sequences=16)
 
 
@@ -127,17 +127,17 @@ def test_the_command_prints_a_table_and_the_best_ones_arguments(capsys: pytest.C
     small += ["--dataset_config.micro_batch_num", "8", "--model_config.num_layers", "4"]
     limits = ["--memory", "0.0006GB", "--top", "3", "--network-gb-per-s=0.1", "--devices-per-node", "2"]
     assert main([*small, "--plan", "--search", "--world-size", "8", *limits]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.match(
-        r"8 ranks, 128 sequences a step: \d+ layouts; [1-9]\d* need more than 0.0006GB; the best of each", told
+        r"8 ranks, 128 sequences a step: \d+ layouts; [1-9]\d* need more than 0.0006GB; the best of each", output
     )
-    rows = re.findall(r"(?m)^[1-3] .*", told)
-    assert len(rows) == 3 and "\n4 " not in told
+    rows = re.findall(r"(?m)^[1-3] .*", output)
+    assert len(rows) == 3 and "\n4 " not in output
     own = ["--training_config.max_device_memory=0.0006GB", "--plan", "--search", "--world-size", "8"]
-    assert main([*small, *own, *limits[2:]]) == 0 and capsys.readouterr().out == told
+    assert main([*small, *own, *limits[2:]]) == 0 and capsys.readouterr().out == output
     assert main([*small, *own, *limits[2:], "--memory=1GB"]) == 0
     assert "; 0 need more than 1GB; " in capsys.readouterr().out
-    (line,) = re.findall(r"(?m)^number 1: (.*)", told)
+    (line,) = re.findall(r"(?m)^number 1: (.*)", output)
     assert main([*small, *shlex.split(line), "--plan", "--world-size", "8", "--devices-per-node", "2"]) == 0
     plan = capsys.readouterr().out
     (memory,), (bubble,) = re.findall(r"memory a rank +(\S+ \S+)", plan), re.findall(r"bubble +(\S+)", plan)
@@ -154,7 +154,7 @@ def test_the_command_prints_a_table_and_the_best_ones_arguments(capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("args", "wanted"),
+    ("args", "expected"),
     [
         (["--world-size", "8", "--memory", "31"], "--memory: size: got '31', expected a size above 0 in GB"),
         (["--world-size", "8", "--top", "0"], "--top: got '0', expected an integer from 1"),
@@ -162,8 +162,8 @@ def test_the_command_prints_a_table_and_the_best_ones_arguments(capsys: pytest.C
         (["--world-size", "12", "--parallel_config.tensor_model_parallel_size", "8"], "with --global-batch"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused(args: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_that_cannot_be_is_refused(args: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, status 2."""
     assert main(["--plan", "--search", *args]) == 2
-    told = capsys.readouterr().err
-    assert wanted in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert expected in output and output.count("\n") == 1

@@ -45,7 +45,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_documents_are_joined_with_the_end_of_text(tmp_path: Path, text: Path, tokenizer: Tokenizer) -> None:
-    """Each file's ids, then the end; an empty file is no document."""
+    """Each file's ids, then the end; an empty file is not a document."""
     found = prepared(text, tokenizer, tmp_path / "cache", "text")
     first, second = tokenizer.encode(["the cat", TEXT])
     assert found.read(0, found.size).tolist() == [*first, 0, *second, 0]
@@ -82,13 +82,13 @@ def test_a_long_document_is_cut_at_lines_and_is_still_one(
     monkeypatch.setattr(prepare, "_PIECE_BYTES", 50)
     monkeypatch.setattr(prepare, "_BATCH_BYTES", 120)
     (tmp_path / "text").write_text("the cat sat on the mat\n" * 40)
-    told: list[float] = []
-    prepare.write_tokens(tmp_path / "out", tmp_path / "text", tokenizer, "text", told.append)
+    reported: list[float] = []
+    prepare.write_tokens(tmp_path / "out", tmp_path / "text", tokenizer, "text", reported.append)
     found = IndexedTokens(tmp_path / "out")
     ids = found.read(0, found.size).tolist()
     assert tokenizer.decode(ids[:-1]) == (tmp_path / "text").read_text() and ids.count(0) == 1
     assert found.documents.tolist() == [0, 14]
-    assert told == sorted(told) and told[-1] == 1.0 and len(told) > 3
+    assert reported == sorted(reported) and reported[-1] == 1.0 and len(reported) > 3
 
 
 def test_a_cut_in_a_document_leaves_no_trace_in_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_cut_in_a_document_leaves_no_trace_in_its_tokens(tmp_path: Path, monke
         assert ids[: len(whole)] == whole and len(ids) - len(whole) == (tokenizer.end_of_text is not None)
 
 
-def test_null_rows_are_left_out_and_told(
+def test_null_rows_are_left_out_and_reported(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With their number; a column with nothing else, or with something else, is refused."""
@@ -121,7 +121,7 @@ def test_null_rows_are_left_out_and_told(
     found = prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "text")
     assert found.read(0, found.size).tolist() == [*tokenizer.encode(["the cat"])[0], 0]
     assert "2 of 3 rows of the column 'text' are null: left out" in caplog.text
-    with pytest.raises(DatasetError, match="row 0 of the column 'number' is int: wanted text or token ids"):
+    with pytest.raises(DatasetError, match="row 0 of the column 'number': got int, expected strings or token ids"):
         prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "number")
     with pytest.raises(DatasetError, match="no row of the column 'nothing' has anything"):
         prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "nothing")
@@ -141,7 +141,7 @@ def test_saved_data_sets_are_read_by_column_and_split(tmp_path: Path, tokenizer:
     with pytest.raises(DatasetError, match=r"no column 'body', but text, input_ids; set dataset_config\.text_column"):
         prepared(tmp_path / "rows", tokenizer, tmp_path / "cache", "body")
     DatasetDict({"test": rows}).save_to_disk(str(tmp_path / "other"))
-    with pytest.raises(DatasetError, match="has the splits test: wanted train"):
+    with pytest.raises(DatasetError, match="got the splits test, expected train"):
         prepared(tmp_path / "other", tokenizer, tmp_path / "cache", "text")
 
 
@@ -159,11 +159,11 @@ def test_a_saved_data_set_without_the_package_says_what_to_install(
         prepared(tmp_path / "rows", Bytes(), tmp_path / "cache", "text")
 
 
-def test_text_that_is_no_utf8_leaves_nothing_behind(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_text_that_is_not_utf8_leaves_nothing_behind(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The file is named; the next call begins anew."""
     (tmp_path / "text").write_bytes(b"fine\n\xff\xfe")
     for _ in range(2):
-        with pytest.raises(DatasetError, match="text: is no UTF-8 text"):
+        with pytest.raises(DatasetError, match="text: is not UTF-8"):
             prepared(tmp_path / "text", tokenizer, tmp_path / "cache", "text")
         assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock", ".json"}
 

@@ -47,7 +47,7 @@ def test_cosine_decay_is_half_a_wave(rates: Rates) -> None:
     assert rates([10, 35, 60, 110, 200], cosine) == pytest.approx([PEAK, quarter, (PEAK + END) / 2, END, END])
 
 
-def test_decay_lasts_as_long_as_the_training_unless_told(rates: Rates) -> None:
+def test_decay_lasts_as_long_as_the_training_unless_configured(rates: Rates) -> None:
     """decay_steps: null is training_iters."""
     changes = {f"{SCHEDULE}.decay_steps": None, "training_config.training_iters": 50}
     assert rates([49, 50], changes)[1] == pytest.approx(END)
@@ -60,6 +60,6 @@ def test_no_schedule_is_constant(rates: Rates) -> None:
 
 
 def test_training_shorter_than_its_warm_up_ends_in_it(rates: Rates) -> None:
-    """A short trial of a long preset is no error."""
+    """A short trial of a long preset is not an error."""
     changes = {f"{SCHEDULE}.decay_steps": None, "training_config.training_iters": 5}
     assert rates([5, 10], changes) == pytest.approx([PEAK / 2, PEAK])

@@ -134,7 +134,7 @@ def test_selective_recomputation_and_an_unsharded_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
+    ("key", "value", "expected"),
     [
         ("recompute_config.parallel_optimizer_comm_recompute", True, "nothing to gather again"),
         ("context.device_id", 0, "ttprun gives each rank a device of its own"),
@@ -143,14 +143,14 @@ def test_selective_recomputation_and_an_unsharded_optimizer() -> None:
         ("parallel_config.model_parallel", 1, "has no effect without recompute and model_parallel"),
     ],
 )
-def test_what_has_no_effect_is_noted(key: str, value: object, wanted: str) -> None:
+def test_what_has_no_effect_is_noted(key: str, value: object, expected: str) -> None:
     """With the reason."""
     _, notes = translate(changed(key, value))
-    assert any(wanted in note for note in notes), notes
+    assert any(expected in note for note in notes), notes
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
+    ("key", "value", "expected"),
     [
         ("context.mode", 2, "context.mode: got 2, expected 0 (graph mode) or 1"),
         ("context.mode", True, "context.mode: got True, expected 0 (graph mode) or 1"),
@@ -173,16 +173,16 @@ def test_what_has_no_effect_is_noted(key: str, value: object, wanted: str) -> No
         ("preset", None, "Add a line: preset: gpt2_13b"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(key: str, value: object, wanted: str) -> None:
+def test_what_cannot_be_is_refused_by_name(key: str, value: object, expected: str) -> None:
     """One line that says what is invalid, what it is, and what is expected."""
     with pytest.raises(ConfigError) as caught:
         translate(changed(key, value))
-    assert wanted in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_unknown_keys_and_sizes_are_refused_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What translation leaves to the sections' own checks: exit status 2, one line."""
-    for old, new, wanted in (
+    for old, new, expected in (
         ("vocab_emb_dp", "vocab_emb_pd", "parallel_config.vocab_emb_pd: no such key"),
         ('"31GB"', '"31MB"', "training_config.max_device_memory: got '31MB', expected a size above 0 in GB"),
         ("preset: gpt2_13b", "preset: gpt2_13", "preset: got 'gpt2_13', expected one of"),
@@ -190,8 +190,8 @@ def test_unknown_keys_and_sizes_are_refused_by_the_command(tmp_path: Path, capsy
         path = tmp_path / "changed.yaml"
         path.write_text(("preset: gpt2_13b\n" + DOCUMENT.read_text(encoding="utf-8")).replace(old, new))
         assert main(["--config", str(path), "--plan", "--world-size", "32"]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("ttp.trainer: ") and wanted in told and told.count("\n") == 1, told
+        output = capsys.readouterr().err
+        assert output.startswith("ttp.trainer: ") and expected in output and output.count("\n") == 1, output
 
 
 def test_other_files_are_left_as_they_are() -> None:

@@ -36,7 +36,7 @@ def test_the_table_has_every_name_that_the_configuration_takes() -> None:
 
 
 def names_of_devices(source: str) -> list[int]:
-    """Return the lines of code (documentation aside) that name a device or a backend, in text or as torch.<device>."""
+    """Return the lines of code (without documentation) that name a device or a backend, in text or as torch.<device>."""
     tree = ast.parse(source)
     named = re.compile(r"\b(cpu|cuda|npu|musa|gloo|nccl|hccl|mccl)\b")
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -85,9 +85,9 @@ def test_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_first_accelerator_is_taken_and_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plug-in is imported, asked, and told the local rank; a rank too many is refused."""
-    told: list[int] = []
-    device = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=told.append)
+    """A plug-in is imported, asked, and given the local rank; a rank too many is refused."""
+    reported: list[int] = []
+    device = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=reported.append)
     plugin = types.ModuleType("torch_npu")
     plugin.__spec__ = types.SimpleNamespace(name="torch_npu")  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "torch_npu", plugin)
@@ -97,19 +97,19 @@ def test_first_accelerator_is_taken_and_each_rank_has_its_own(monkeypatch: pytes
     assert (kind.name, kind.backend) == ("npu", "hccl")
     with pytest.raises(ConfigError, match=r"local rank 2 has no npu device of its own: this host has 2"):
         bind(kind, 2)
-    assert told == []
+    assert reported == []
 
 
 def test_world_is_read_from_the_launcher() -> None:
     """Alone without one; half an environment is refused."""
     assert world_from_env({}) == World(0, 1, 0, launched=False)
     assert world_from_env({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == World(3, 4, 1, launched=True)
-    for environ, wanted in (
+    for environ, expected in (
         ({"RANK": "0"}, r"WORLD_SIZE, LOCAL_RANK not set, though others are"),
-        ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, r"RANK=x, .*wanted whole numbers"),
-        ({"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, r"RANK is 4: wanted 0 to 3"),
+        ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, r"got RANK=x, .*expected integers"),
+        ({"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, r"got RANK=4, expected 0 to 3"),
     ):
-        with pytest.raises(ConfigError, match=wanted):
+        with pytest.raises(ConfigError, match=expected):
             world_from_env(environ)
 
 

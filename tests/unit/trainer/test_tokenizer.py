@@ -103,12 +103,14 @@ def test_a_folder_of_transformers_without_tokenizer_json_is_read(tmp_path: Path)
     assert open_tokenizer(str(folder)).fingerprint() != before
 
 
-def test_what_is_no_tokenizer_or_lacks_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_tokenizer_or_lacks_its_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the path, and with the package to install."""
     with pytest.raises(ConfigError, match="no such file or folder"):
         open_tokenizer(str(tmp_path / "missing"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty holds no tokenizer"):

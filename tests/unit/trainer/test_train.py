@@ -80,7 +80,7 @@ def test_stopped_and_resumed_run_equals_an_unbroken_one(run: Run) -> None:
     """Bit for bit; the logs and metrics go on in the same files."""
     whole = run("whole", {**EVERYTHING, "training_config.save_interval": 2})
     run("parts", {**EVERYTHING, "training_config.save_interval": 2, "training_config.training_iters": 4})
-    torch.manual_seed(999)  # what the process drew before is nobody's business
+    torch.manual_seed(999)  # what the process drew before must not matter
     parts = run("parts", {**EVERYTHING, "training_config.save_interval": 2})
     assert bits(parts) == bits(whole) and final(parts) == final(whole)
     events = [(line["event"], line["from_step"]) for line in read_lines(parts / "metrics.jsonl") if "event" in line]
@@ -89,7 +89,7 @@ def test_stopped_and_resumed_run_equals_an_unbroken_one(run: Run) -> None:
     assert [int(n) for n in re.findall(r"^train: Epoch:0, Step:(\d+), Loss: ", log, re.M)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_checkpoint_says_whether_its_interval_or_the_end_wanted_it(run: Run) -> None:
+def test_a_checkpoint_records_whether_its_interval_or_the_end_requested_it(run: Run) -> None:
     """As `ttp ckpt list` shows."""
     output = run("output", {"training_config.save_interval": 2, "training_config.training_iters": 3})
     manifests = sorted((output / "checkpoints").glob("iter_*/manifest.json"))
@@ -173,7 +173,7 @@ def test_sum_reduction_scales_the_gradient_by_the_tokens_and_not_the_shown_loss(
 
 
 def test_overflow_skips_the_step_and_lowers_the_scale(run: Run) -> None:
-    """A scale that no float16 gradient survives: said in the line, and training goes on once the scale fits."""
+    """A scale that no float16 gradient survives: said in the line, and training continues once the scale fits."""
     keys = {"model_config.compute_dtype": "float16", "training_config.loss_scale": 2.0**40}
     output = run("output", {**keys, "training_config.training_iters": 40})
     lines = account(read_lines(output / "metrics.jsonl"))
@@ -243,7 +243,7 @@ def test_every_way_to_train_learns(run: Run, changes: dict[str, Any]) -> None:
 
 
 def test_line_of_a_step_is_written_before_the_next_collective(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the state that belongs to a step is told before its update."""
+    """And the state that belongs to a step is reported before its update."""
     seen: list[tuple[int, list[int], int]] = []
     step = ttp.TTPReplicaOptimizer.step
     metrics_path: list[Path] = []
@@ -301,7 +301,7 @@ def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> No
     output = run(
         "output", {**changes, "training_config.training_iters": 4, "dataset_config.dataset_dir": tmp_path / "text"}
     )
-    assert "resuming with another text than the checkpoint's" in (output / "log" / "rank_0" / "info.log").read_text()
+    assert "text differs from the checkpoint's" in (output / "log" / "rank_0" / "info.log").read_text()
 
 
 def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:

@@ -43,7 +43,7 @@ class HostObjects:
         for name, each in [*((f"schedulers[{i}]", s) for i, s in enumerate(schedulers)), *state.items()]:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise ConfigError(
-                    f"{name} is a {type(each).__name__}: wanted an object with state_dict() and load_state_dict()"
+                    f"{name}: got a {type(each).__name__}, expected an object with state_dict() and load_state_dict()"
                 )
         for scheduler in schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -84,14 +84,14 @@ class HostObjects:
 
         Raises CheckpointMismatch when other objects were saved.
         """
-        saved, wanted = taken.get("schedulers", []), len(self._schedulers)
-        if len(saved) != wanted or set(taken.get("state", {})) != set(self._state):
+        saved, expected = taken.get("schedulers", []), len(self._schedulers)
+        if len(saved) != expected or set(taken.get("state", {})) != set(self._state):
             raise CheckpointMismatch(
-                f"the checkpoint has {len(saved)} schedulers and state of {sorted(taken.get('state', {}))}; this run has {wanted}"
+                f"the checkpoint has {len(saved)} schedulers and state of {sorted(taken.get('state', {}))}; this run has {expected}"
                 f" and {sorted(self._state)}: give ttp.protect the objects of the run that wrote it"
             )
-        ticks = taken.get("ticks", [None] * wanted)  # older checkpoints have none
-        early = taken.get("early", [False] * wanted)
+        ticks = taken.get("ticks", [None] * expected)  # older checkpoints have none
+        early = taken.get("early", [False] * expected)
         for tick, value, *known in zip(self._schedulers, saved, ticks, early, strict=True):
             tick.scheduler.load_state_dict(from_json(value))
             tick.begin(*known)
@@ -137,7 +137,7 @@ def to_json(value: Any, where: str) -> Any:
             pairs = [[to_json(key, where), to_json(item, f"{where}[{key!r}]")] for key, item in value.items()]
             return {_TAG: "counter" if isinstance(value, Counter) else "dict", "items": pairs}
     raise ConfigError(
-        f"{where} is a {type(value).__name__}: wanted numbers, text, booleans, None, small tensors, and lists, tuples and"
+        f"{where}: got a {type(value).__name__}, expected numbers, text, booleans, None, small tensors, and lists, tuples and"
         " dictionaries of them; leave it out of state_dict()"
     )
 
@@ -165,7 +165,7 @@ def _tensor_to_json(tensor: torch.Tensor, where: str) -> dict[str, Any]:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > MAX_TENSOR_BYTES:
         raise ConfigError(
-            f"{where} is a tensor of {nbytes} bytes: wanted at most {MAX_TENSOR_BYTES}; make it a buffer of the model, or"
+            f"{where}: got a tensor of {nbytes} bytes, expected at most {MAX_TENSOR_BYTES}; make it a buffer of the model, or"
             " leave it out of state_dict()"
         )
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

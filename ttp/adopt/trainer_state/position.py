@@ -45,7 +45,7 @@ class DataPosition:
         the newest state that the loader has of its own (not with `refetch`). So it must give the same ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
         if self._over == self.epoch:
             raise ConfigError(
-                f"batches() was called again after the end of epoch {self.epoch}: wanted once in each epoch that"
+                f"batches() was called again after the end of epoch {self.epoch}, expected once in each epoch that"
                 " `for epoch in guard.epochs(count)` counts, for the training data; iterate over other loaders themselves"
             )
         skipped = self.batch

@@ -57,11 +57,11 @@ class SeenBatches:
         kept = [entry for entry in self._batches if entry[0] == epoch]
         first, newest = [entry for entry in kept if entry[1] == 0], [entry for entry in kept if entry[1]]
         self._batches = (*first, *newest[-KEPT + 1 :], (epoch, index, found))
-        wanted = self._expected_batches.pop((epoch, index), "")
-        if wanted and (got := found.value()) != wanted:
+        expected = self._expected_batches.pop((epoch, index), "")
+        if expected and (got := found.value()) != expected:
             self._differs(
                 f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before the restart: got"
-                f" fingerprint {got}, expected {wanted}. {_FROM_STATE if from_state else _FROM_FIRST}"
+                f" fingerprint {got}, expected {expected}. {_FROM_STATE if from_state else _FROM_FIRST}"
             )
 
     def forward(self, step: int, inputs: object, rates: Sequence[float], *, counted: bool) -> None:
@@ -73,9 +73,9 @@ class SeenBatches:
         begun, self._begun = self._begun, True
         if begun and not self._expected_passes:
             return
-        batch, wanted = self._expected_passes.pop(step, ("", []))
+        batch, expected = self._expected_passes.pop(step, ("", []))
         self._expected_passes = {later: each for later, each in self._expected_passes.items() if later > step}
-        self._compare_rates(step, rates, wanted)
+        self._compare_rates(step, rates, expected)
         if not counted and not begun and step > 1:
             self._compare_inputs(step, found.value(), batch)
 
@@ -103,8 +103,8 @@ class SeenBatches:
 
     # --- inside ---
 
-    def _compare_rates(self, step: int, rates: Sequence[float], wanted: Sequence[float]) -> None:
-        for group, (got, before) in enumerate(zip(rates, wanted, strict=False)):
+    def _compare_rates(self, step: int, rates: Sequence[float], expected: Sequence[float]) -> None:
+        for group, (got, before) in enumerate(zip(rates, expected, strict=False)):
             if not math.isclose(got, before, rel_tol=1e-9):
                 self._differs(
                     f"the learning rate of param group {group} in step {step} is not the one before the restart: got {got!r}, expected"
@@ -113,18 +113,18 @@ class SeenBatches:
                 )
                 return
 
-    def _compare_inputs(self, step: int, got: str, wanted: str) -> None:
+    def _compare_inputs(self, step: int, got: str, expected: str) -> None:
         """The first batch of a start: that of `step` before the fault, if the model was called with it then."""
         what_to_do = (
             "Draw the first batch after ttp.protect and all else at random before it, make batches a function of the step, or take them"
             " from guard.batches(loader)"
         )
-        if wanted and got and got != wanted:
+        if expected and got and got != expected:
             self._differs(
                 f"the model was called with another batch in step {step} on rank {self._rank} than before the restart: got fingerprint"
-                f" {got}, expected {wanted}. {what_to_do}"
+                f" {got}, expected {expected}. {what_to_do}"
             )
-        elif not wanted and got and got == self._first != self._newest_expected:
+        elif not expected and got and got == self._first != self._newest_expected:
             show(
                 logging.WARNING,
                 f"rank {self._rank} begins after the restart, in step {step}, with the batch of step 1: the data may begin again."
@@ -133,7 +133,7 @@ class SeenBatches:
 
     def _differs(self, text: str) -> None:
         if self._on_mismatch == "error":
-            raise DataMismatch(f"{text}; or go on with other data by on_data_mismatch='warn'")
+            raise DataMismatch(f"{text}; or continue with other data by on_data_mismatch='warn'")
         show(logging.WARNING, text)
 
 

@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 MAX_TICKS = 1_000_000
-"""For one update: more is no count of a job's processes."""
+"""For one update: a larger number is not a count of a job's processes."""
 
 
 class Ticks:

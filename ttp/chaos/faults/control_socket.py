@@ -82,7 +82,7 @@ class Control:
 
     def poll(self, timeout_s: float) -> list[tuple[Peer, Message]]:
         """Return what ranks have said; waits at most so long for the first. A peer that is `lost` says no more."""
-        heard: list[tuple[Peer, Message]] = []
+        received: list[tuple[Peer, Message]] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 connection, _ = self._listener.accept()
@@ -94,9 +94,9 @@ class Control:
             for message in peer.receive():
                 if message["type"] == "hello":
                     peer.facts = message
-                heard.append((peer, message))
+                received.append((peer, message))
             if peer.lost:
                 self._selector.unregister(peer.connection)
                 peer.connection.close()
                 self.peers.remove(peer)
-        return heard
+        return received

@@ -76,7 +76,7 @@ class Injector:
     # --- ranks ---
 
     def by_order(self, fault: FaultSpec) -> bool:
-        """Say whether the rank does it itself: at a point, or because nobody else can."""
+        """Say whether the rank does it itself: at a point, or because nothing else can."""
         place = KINDS[fault.kind].place
         return place == "dump" or (place == "rank" and (fault.point != NOW or fault.kind not in SIGNALS))
 
@@ -197,7 +197,7 @@ class Injector:
             os.kill(pid, signum)
 
     def gone(self) -> bool:
-        """Say whether nothing of the run is left."""
+        """Say whether nothing of the run remains."""
         return next(iter(marked(self._target.mark)), None) is None
 
 

@@ -109,7 +109,7 @@ class Injection:
 
 
 def parse_faults(text: str) -> tuple[Injection, ...]:
-    """Parse TTP_FAULTS. Raises ConfigError that names the fault and what was wanted."""
+    """Parse TTP_FAULTS. Raises ConfigError that names the fault and what was expected."""
     return tuple(_parse_fault(part.strip()) for part in text.split(";") if part.strip())
 
 
@@ -119,7 +119,7 @@ def _parse_fault(text: str) -> Injection:
     for pair in rest.split(","):
         name, sep, value = pair.partition("=")
         if not sep or name.strip() in fields:
-            raise ConfigError(f"TTP_FAULTS: {_shown(text)}: wanted name=value once each, got {_shown(pair)}")
+            raise ConfigError(f"TTP_FAULTS: {_shown(text)}: got {_shown(pair)}, expected name=value once each")
         fields[name.strip()] = value.strip()
     unknown, missing = set(fields) - set(_FIELDS), {"rank", "step", "point"} - set(fields)
     at_start = fields.get("point") in START_POINTS
@@ -130,7 +130,7 @@ def _parse_fault(text: str) -> Injection:
     misplaced = misplaced or (at_start and "step" in fields)
     if not known or unknown or missing or misplaced:
         raise ConfigError(
-            f"TTP_FAULTS: {_shown(text)}: wanted ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
+            f"TTP_FAULTS: got {_shown(text)}, expected ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
             f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *START_POINTS, *DUMP_POINTS))};"
             f" {', '.join(DISK_ACTIONS)}, call and times belong to {' and '.join(DUMP_POINTS)}; no step at"
             f" {', '.join(START_POINTS)}"
@@ -141,7 +141,7 @@ def _parse_fault(text: str) -> Injection:
         values["call"] = int(call)
     except ValueError:
         raise ConfigError(
-            f"TTP_FAULTS: {_shown(text)}: rank, step, round, call, times and mib must be whole numbers, for a number"
+            f"TTP_FAULTS: {_shown(text)}: rank, step, round, call, times and mib must be integers, for a number"
         ) from None
     values["for_s"] = values.pop("for", 0.0)
     numbers = [value for name, value in values.items() if type(value) is int and name != "mib"]

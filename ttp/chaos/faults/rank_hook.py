@@ -1,10 +1,10 @@
-"""What may be done to one rank from inside, and what the harness is told of it.
+"""What may be done to one rank from inside, and what it reports to the harness.
 
 Faults come from two places: `TTP_FAULTS` (`ttp.chaos.faults.inject`), fixed at the start, and the socket that `TTP_CHAOS` names,
 on which `ttp chaos` gives orders while the job trains. Without either nothing here is ever called during a step, there is
-no thread and no socket. A harness that is gone, or takes in nothing any more, is no fault: the rank trains on.
+no thread and no socket. A harness that is gone, or takes in nothing any more, is not a fault: the rank trains on.
 
-On the socket, a JSON object a line. The rank says `hello` first and waits for the orders of its start; then it tells where
+On the socket, a JSON object a line. The rank sends `hello` first and waits for the orders of its start; then it reports where
 the journals are (`log_dir`), every step that it has finished (the commit record's bits), what it resumed from, and, right before a fault, that it begins
 (`firing`: the moment of a death is known to the harness to a fraction of a millisecond). Orders may come at any time.
 """
@@ -143,7 +143,7 @@ class Hook:
         except OSError as error:
             self._socket.close()
             raise ConfigError(
-                f"rank {facts['rank']}: TTP_CHAOS is {path!r}: wanted the socket of a running `ttp chaos` ({error.strerror});"
+                f"rank {facts['rank']}: TTP_CHAOS: got {path!r}, expected the socket of a running `ttp chaos` ({error.strerror});"
                 " take the variable out of the environment to train without it"
             ) from None
         self._lines = self._socket.makefile("r", encoding="utf-8")
@@ -158,7 +158,7 @@ class Hook:
         self._thread.start()
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a line. A harness that has gone does not hear it, and one that takes in nothing for `TELL_S` has gone, too: half a
+        """Send a line. A harness that has gone does not receive it, and one that takes in nothing for `TELL_S` has gone, too: half a
         line may be on its way, so nothing can follow it."""
         line = json.dumps({"type": kind, "unix_s": time.time(), **fields}) + "\n"
         with self._sending:

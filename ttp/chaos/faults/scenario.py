@@ -1,12 +1,12 @@
 """A schedule of faults, as people write it: read from YAML, checked where it is read, and frozen.
 
     name: two kills and a full disk
-    seed: 7                        # of everything that is left to chance (default: drawn, and told)
+    seed: 7                        # of all random choices (default: drawn, and reported)
     repeat: 2                      # the whole list so often
     faults:
       - fault: kill                # what (KINDS)
         rank: random               # whom: a rank, a list of ranks, or `random` (the default)
-        after_steps: [2, 8]        # when: so many steps after the job got on again; a range is drawn from by the seed
+        after_steps: [2, 8]        # when: so many steps after the job progresses again; a range is drawn from by the seed
         point: updating            # where in the step (default: at once, from outside or from another thread)
       - fault: kill
         step: 40                   # in this step of the job, or the first one after it
@@ -54,7 +54,7 @@ class FaultKind:
     """What must become of it, unless `expect` says otherwise."""
     text: str
     points: tuple[str, ...] = ()
-    """Where it may be told to happen; the first is where it happens when nothing is said. `now`: at once."""
+    """Where it may be ordered; the first is the default. `now`: at once."""
     wants: tuple[str, ...] = ()
     """Fields that it cannot do without."""
 
@@ -196,7 +196,7 @@ class Scenario:
             )
         if wrong := [fault for fault in kinds if fault.node is not None and fault.node >= max(1, self.nodes)]:
             raise ConfigError(
-                f"scenario {self.name!r}: {wrong[0].kind} of node {wrong[0].node}, got nodes: {self.nodes}; wanted a node from 0 to"
+                f"scenario {self.name!r}: {wrong[0].kind} of node {wrong[0].node}, got nodes: {self.nodes}, expected a node from 0 to"
                 f" {max(1, self.nodes) - 1}"
             )
         if not self.small_disk_mib and any(fault.kind == "fill_disk" for fault in kinds):
@@ -211,7 +211,7 @@ MOST_NODES = 256
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was wanted."""
+    """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was expected."""
     try:
         content = read_yaml_file(path, str(path))
     except FileNotFoundError:
@@ -268,16 +268,16 @@ def _faults(fields: Mapping[str, Any], where: str, *, top: bool) -> tuple[FaultS
         raise ConfigError(f"{where}: fault: got {checked.shown(name)}, expected one of {', '.join(KINDS)}")
     kind = KINDS[name]
     where = f"{where} ({name})"
-    for wanted in kind.wants:
-        if wanted not in fields:
-            raise ConfigError(f"{where}: no {wanted}: wanted a number, as {name} means: {kind.text}")
+    for expected in kind.wants:
+        if expected not in fields:
+            raise ConfigError(f"{where}: no {expected}, expected a number, as {name} means: {kind.text}")
     if not top and "then" in fields:
         raise ConfigError(f"{where}: a `then` within a `then`: list all further faults under the first one")
     ranks, count = _ranks(fields, where, kind)
     point = _point(fields, where, name)
     if "call" in fields and point not in DUMP_POINTS:
         raise ConfigError(
-            f"{where}: call with point {checked.shown(point)}: wanted point {' or '.join(DUMP_POINTS)}, whose system calls it counts"
+            f"{where}: call: got point {checked.shown(point)}, expected point {' or '.join(DUMP_POINTS)}, whose system calls it counts"
         )
     call_name, _, call = str(fields.get("call", "0")).rpartition(".")
     spec = FaultSpec(
@@ -313,7 +313,7 @@ def _ranks(fields: Mapping[str, Any], where: str, kind: FaultKind) -> tuple[tupl
     value = fields.get("rank", "random")
     if kind.place in ("node", "agent") and "rank" in fields and "count" not in fields:
         if "node" in fields:
-            raise ConfigError(f"{where}: node and rank: wanted one of them, as each says which node")
+            raise ConfigError(f"{where}: got node and rank, expected one of them, as each selects the node")
         return (_whole(value, where, "rank", 0),), 1  # the node of that rank
     if kind.place not in ("rank", "dump") and ("rank" in fields or "count" in fields):
         raise ConfigError(f"{where}: it hits no rank, got rank: {checked.shown(value)}; leave rank and count out")
@@ -325,16 +325,20 @@ def _ranks(fields: Mapping[str, Any], where: str, kind: FaultKind) -> tuple[tupl
         )
     ranks = value if isinstance(value, list) else [value]
     if not ranks or not all(type(rank) is int and 0 <= rank <= LARGEST for rank in ranks):
-        raise ConfigError(f"{where}: rank is {checked.shown(value)}: wanted a rank from 0, a list of them, or `random`")
+        raise ConfigError(
+            f"{where}: rank: got {checked.shown(value)}, expected a rank from 0, a list of them, or `random`"
+        )
     if len(set(ranks)) < len(ranks):
-        raise ConfigError(f"{where}: rank is {checked.shown(value)}: wanted each rank once; `repeat` says how often")
+        raise ConfigError(
+            f"{where}: rank: got {checked.shown(value)}, expected each rank once; `repeat` says how often"
+        )
     return tuple(ranks), len(ranks)
 
 
 def _moment(fields: Mapping[str, Any], where: str, name: str, *, top: bool) -> Moment:
     ways = [way for way in ("step", "after_steps", "after_s", "event") if way in fields]
     if len(ways) > 1:
-        raise ConfigError(f"{where}: {' and '.join(ways)}: wanted one of them, as each says when")
+        raise ConfigError(f"{where}: got {' and '.join(ways)}, expected one of them, as each selects the moment")
     way = ways[0] if ways else ""
     match way:
         case "step":
@@ -347,10 +351,10 @@ def _moment(fields: Mapping[str, Any], where: str, name: str, *, top: bool) -> M
         case "event":
             event = fields["event"]
             if top:
-                raise ConfigError(f"{where}: event {checked.shown(event)} outside of `then`: events are those of another fault; wanted step,"
+                raise ConfigError(f"{where}: event {checked.shown(event)} outside of `then`: events are those of another fault, expected step,"
                                   " after_steps or after_s")  # fmt: skip
             if event not in EVENTS:
-                raise ConfigError(f"{where}: event is {checked.shown(event)}: wanted one of {', '.join(EVENTS)}")
+                raise ConfigError(f"{where}: event: got {checked.shown(event)}, expected one of {', '.join(EVENTS)}")
             return Moment(event=event)
     if name == "corrupt":
         return Moment(event="published")
@@ -365,15 +369,15 @@ def _point(fields: Mapping[str, Any], where: str, name: str) -> str:
         return allowed[0] if allowed else ""
     point = fields["point"]
     if point not in allowed:
-        wanted = f"one of {', '.join(allowed)}" if allowed else "none: it happens in no rank"
-        raise ConfigError(f"{where}: point is {checked.shown(point)}: wanted {wanted}")
+        expected = f"one of {', '.join(allowed)}" if allowed else "none: it happens in no rank"
+        raise ConfigError(f"{where}: point: got {checked.shown(point)}, expected {expected}")
     return str(point)
 
 
 def _outcomes(value: object, where: str) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else list(_list(value, where, "expect"))
     if unknown := [entry for entry in listed if entry not in OUTCOMES]:
-        raise ConfigError(f"{where}: expect has {checked.shown(unknown[0])}: wanted some of {', '.join(OUTCOMES)}")
+        raise ConfigError(f"{where}: expect: got {checked.shown(unknown[0])}, expected some of {', '.join(OUTCOMES)}")
     return tuple(listed)
 
 
@@ -385,7 +389,7 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
 
 def _list(value: object, where: str, name: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where}: {name} is {checked.shown(value)}: wanted a list")
+        raise ConfigError(f"{where}: {name}: got {checked.shown(value)}, expected a list")
     return value
 
 
@@ -401,14 +405,14 @@ def _variable(name: str, where: str) -> str:
 def _plain(value: object, where: str) -> str:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise ConfigError(
-            f"{where} is {checked.shown(value)}: wanted a text or a number; write true and false in quotes"
+            f"{where}: got {checked.shown(value)}, expected a string or a number; write true and false in quotes"
         )
     return str(value)
 
 
 def _known(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     if unknown := sorted(set(fields) - set(known), key=str):
-        raise ConfigError(f"{where}: unknown field {checked.shown(unknown[0])}: wanted some of {', '.join(known)}")
+        raise ConfigError(f"{where}: unknown field {checked.shown(unknown[0])}, expected some of {', '.join(known)}")
 
 
 def _whole(value: object, where: str, name: str, least: int, most: int = LARGEST) -> int:
@@ -433,10 +437,8 @@ def _positive(value: object, where: str, name: str, *, zero: bool = False) -> fl
 def _range(value: object, where: str, name: str) -> tuple[float, float]:
     ends = value if isinstance(value, list) else [value, value]
     if len(ends) != 2:
-        raise ConfigError(f"{where}: {name} is {checked.shown(value)}: wanted a number, or [least, most]")
+        raise ConfigError(f"{where}: {name}: got {checked.shown(value)}, expected a number, or [least, most]")
     low, high = (_positive(end, where, name, zero=True) for end in ends)
     if low > high:
-        raise ConfigError(
-            f"{where}: {name} is {checked.shown(value)}: wanted [least, most], got them the other way round"
-        )
+        raise ConfigError(f"{where}: {name}: got {checked.shown(value)}, expected [least, most] with least <= most")
     return low, high

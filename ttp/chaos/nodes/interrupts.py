@@ -23,13 +23,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptGuard:
-    """Use as a context manager. One that was never entered hears no signal, and is never over."""
+    """Use as a context manager. One that was never entered receives no signal, and is never over."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self.say = say
-        """Tells the person who waits."""
+        """Prints for the person who waits."""
         self.over = False
-        """Nobody wants to wait any longer."""
+        """The wait was cut short."""
         self._raised = False
         self._ending = False
         self._missed: BaseException | None = None
@@ -38,8 +38,8 @@ class InterruptGuard:
     def __enter__(self) -> InterruptGuard:
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # a shell's background job does not hear Ctrl-C
-                    self._before[signum] = signal.signal(signum, self._hear)
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # a shell's background job does not receive Ctrl-C
+                    self._before[signum] = signal.signal(signum, self._receive)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -59,7 +59,7 @@ class InterruptGuard:
             self._raised = True
             raise missed
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         what = Terminated(signal.Signals(number).name) if number == signal.SIGTERM else KeyboardInterrupt()
         if self._raised:
             self.over = True

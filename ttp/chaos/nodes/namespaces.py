@@ -143,7 +143,7 @@ class Node:
         return [pid for pid in self.pids() if _state_of(pid) not in ("Z", "X", "")]
 
     def unplug(self) -> None:
-        """Pull the cable: nothing goes in or out any more, and nobody is told."""
+        """Pull the cable: nothing goes in or out any more, without a notice."""
         _ip("-n", self._switch, "link", "set", self._port, "down")
 
     def plug(self) -> None:
@@ -240,7 +240,7 @@ class Nodes:
 
     def __init__(self, count: int) -> None:
         if not 1 <= count <= 26:
-            raise ValueError(f"count is {count}: wanted 1 to 26 nodes")
+            raise ValueError(f"count: got {count}, expected 1 to 26 nodes")
         prefix = f"ttp-{os.getpid()}-{next(_numbers)}"
         self._switch = f"{prefix}-switch"
         names = [f"node-{chr(ord('a') + number)}" for number in range(count)]
@@ -248,10 +248,10 @@ class Nodes:
             Node(name, f"{SUBNET}.{number + 1}", f"{prefix}-{name[-1]}", self._switch)
             for number, name in enumerate(names)
         )
-        self._hears_sigterm = False
+        self._forwards_sigterm = False
 
     def __enter__(self) -> tuple[Node, ...]:
-        self._hear_sigterm()
+        self._handle_sigterm()
         try:
             remove_orphans()
             self._make()
@@ -267,12 +267,12 @@ class Nodes:
         if isinstance(value, Terminated) and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)  # end as what was sent: all is removed
 
-    def _hear_sigterm(self) -> None:
+    def _handle_sigterm(self) -> None:
         """Make SIGTERM an exception, where the program has no handler of its own."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
-            self._hears_sigterm = True
+            self._forwards_sigterm = True
 
     def _make(self) -> None:
         _ip("netns", "add", self._switch)
@@ -292,14 +292,14 @@ class Nodes:
             _ip("-n", space, "link", "set", "eth0", "up")
 
     def remove(self) -> None:
-        """Kill what runs on the nodes, and remove them. May be called again; does what is left to do."""
+        """Kill what runs on the nodes, and remove them. May be called again; does the rest."""
         for space in (*(node._namespace for node in self.nodes), self._switch):
             _remove(space)
         for node in self.nodes:
             node.reap()
-        if self._hears_sigterm:
+        if self._forwards_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._hears_sigterm = False
+            self._forwards_sigterm = False
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

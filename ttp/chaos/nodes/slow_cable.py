@@ -39,7 +39,7 @@ def make_tap(name: str) -> int:
 
 
 def open_port(name: str) -> socket.socket:
-    """Hear all frames that come to a device; what is sent to it goes out."""
+    """Receive all frames that come to a device; what is sent to it goes out."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)

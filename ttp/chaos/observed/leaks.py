@@ -13,7 +13,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 PER_STEPS = 1000
-"""Growth is told for so many steps."""
+"""Growth is reported per so many steps."""
 GROWTH_MIB = 32.0
 """The limit that a scenario has when it says nothing: a rank that keeps 32 KiB a step is over it."""
 WARM_UP_STEPS = 20
@@ -51,7 +51,7 @@ class Curve:
     _offered: int = 0
 
     def look(self, unix_s: float) -> None:
-        """Take a sample if the rank has got on since the last one."""
+        """Take a sample if the rank has progressed since the last one."""
         if self.samples and self.samples[-1].step >= self.step:
             return
         if self.step and (nbytes := own_bytes(self.pid)) is not None:
@@ -104,16 +104,16 @@ def own_bytes(pid: int) -> int | None:
     return sum(found) * 1024 if "RssAnon" in sizes else None  # a process that ends has none
 
 
-def growth_of(curve: Curve, hurt: Iterable[tuple[float, float]] = ()) -> Growth | None:
+def growth_of(curve: Curve, faulted: Iterable[tuple[float, float]] = ()) -> Growth | None:
     """Return what a curve shows; None: it is too short to be judged.
 
-    hurt: stretches of time (from, to) in which a fault was under way; a hog's memory is not the trainer's.
+    faulted: stretches of time (from, to) in which a fault was under way; a hog's memory is not the trainer's.
 
     The slope is the median of the slopes of all pairs of samples (Theil-Sen: a third of them may be anywhere). It counts only
     as far as every third of the curve has it: what rises for a while and then stays (caches that fill, a buffer that is made
     late) has none in some third.
     """
-    stretches = list(hurt)
+    stretches = list(faulted)
     began = curve.samples[0].step if curve.samples else 0
     samples = [
         sample

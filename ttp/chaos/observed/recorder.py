@@ -1,7 +1,7 @@
-"""What is seen of a job while it is hurt: what its ranks tell and hold, its controllers' journals, its checkpoints and trackers.
+"""What is seen of a job under faults: what its ranks report and hold, its controllers' journals, its checkpoints and trackers.
 
 Owns the record of one run, in order of coming; judges nothing but whether a checkpoint that was published is whole, which
-nobody can tell later, when it has been pruned.
+is unknown later, when it has been pruned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class StepTold:
+class ReportedStep:
     """A rank has finished a step; or had its record read back from a checkpoint (`recovered`)."""
 
     step: int
@@ -75,7 +75,7 @@ class Record:
     world_size: int = 0
     hellos: list[tuple[float, Key, int, int]] = field(default_factory=list)
     """(time, start, rank, pid)."""
-    steps: list[StepTold] = field(default_factory=list)
+    steps: list[ReportedStep] = field(default_factory=list)
     resumes: list[Resumed] = field(default_factory=list)
     journal: list[Line] = field(default_factory=list)
     """Lines of all controllers, in the order in which they were read; an event's fields stand beside its name and time."""
@@ -91,9 +91,9 @@ class Record:
 
     def finished_in(self, key: Key, until_unix_s: float) -> int:
         """Return the newest step that a rank had finished by then in this start, or the one that it began with."""
-        told = (told.step for told in self.steps if told.key == key and told.unix_s <= until_unix_s)
+        reported = (reported.step for reported in self.steps if reported.key == key and reported.unix_s <= until_unix_s)
         began = (one.step for one in self.resumes if one.key == key)
-        return max((*told, *began), default=0)
+        return max((*reported, *began), default=0)
 
     def lines(self, since_unix_s: float, *events: str) -> list[Line]:
         """Return the journal's lines of these events since then (all events unless some are named), in order of time."""
@@ -112,7 +112,7 @@ class JournalTail:
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._read: dict[int, int] = {}
-        """By inode, so many bytes: a launch that follows in the same folder moves the file aside, and has its own under that name."""
+        """By inode, so many bytes: a launch that follows in the same folder renames the file, and has its own under that name."""
 
     def new_lines(self) -> Iterator[Line]:
         """Yield the whole lines that were added since the last call."""
@@ -124,7 +124,7 @@ class JournalTail:
                 yield {**line.get("fields", {}), **line, "controller": place}
 
     def _added(self, path: Path) -> bytes:
-        """Return the whole lines that a file has got; none where it was moved aside just now, as the next look finds it there."""
+        """Return the whole lines that a file has got; none where it was renamed just now, as the next look finds it there."""
         try:
             with open(path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -148,7 +148,7 @@ class Recorder:
         self._known: set[tuple[str, int]] = set()
         self._trackers: dict[str, int | None] = {}
 
-    def hear(self, facts: Line, key: Key, message: Line) -> None:
+    def receive(self, facts: Line, key: Key, message: Line) -> None:
         """Take what a rank has said."""
         record, rank, unix_s = self.record, int(facts["rank"]), float(message["unix_s"])
         match message["type"]:
@@ -160,7 +160,7 @@ class Recorder:
             case "log_dir":
                 self._tails.setdefault(message["log_dir"], JournalTail(Path(message["log_dir"])))
             case "step":
-                record.steps.append(_told(message, rank, key, recovered=False))
+                record.steps.append(_reported(message, rank, key, recovered=False))
                 record.memory[key, rank].step = record.steps[-1].step
                 self._stands(key, record.steps[-1].step)
             case "resumed":
@@ -169,7 +169,7 @@ class Recorder:
                 record.resumes.append(Resumed(int(message["step"]), unix_s, rank, key, message["path"], skipped))
                 if message["record"] is not None:
                     fields = {**message["record"], "step": message["step"], "unix_s": unix_s}
-                    record.steps.append(_told(fields, rank, key, recovered=True))
+                    record.steps.append(_reported(fields, rank, key, recovered=True))
 
     def _stands(self, key: Key, step: int) -> None:
         record = self.record
@@ -220,6 +220,8 @@ class Recorder:
             self.record.checkpoints.append(Seen(str(path), found.step, unix_s, "", found.cause.kind.value))
 
 
-def _told(message: Line, rank: int, key: Key, *, recovered: bool) -> StepTold:
+def _reported(message: Line, rank: int, key: Key, *, recovered: bool) -> ReportedStep:
     sums = tuple(message["sums"])
-    return StepTold(int(message["step"]), float(message["unix_s"]), rank, key, message["grad_norm"], sums, recovered)
+    return ReportedStep(
+        int(message["step"]), float(message["unix_s"]), rank, key, message["grad_norm"], sums, recovered
+    )

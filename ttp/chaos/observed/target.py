@@ -1,8 +1,8 @@
-"""The job under test: any command, started, marked, hurt at its launcher and ended; on this machine or on nodes of namespaces.
+"""The job under test: any command, started, marked, faulted at its launcher and ended; on this machine or on nodes of namespaces.
 
 In the command's words `{output}` is the folder of this run (so that an unbroken run can have its own), and with nodes
 `{nodes}` their number and `{endpoints}` their names with a port, for `--rdzv-endpoint`. Every process inherits a mark in
-its environment: what still carries it after the end was left behind. `{disk}` is a folder that a small file system is
+its environment: what still carries it after the end is a leftover. `{disk}` is a folder that a small file system is
 mounted on, where the scenario wants one and this process may mount; an ordinary folder elsewhere.
 """
 
@@ -182,13 +182,13 @@ def _found(command: Sequence[str]) -> list[str]:
     """Return the command with `ttprun` as this interpreter runs it."""
     if not command:
         raise ConfigError(
-            "no command: wanted the job's after `--`, as in `ttp chaos run scenario.yaml -- ttprun ... train.py`"
+            "no command: expected the job's after `--`, as in `ttp chaos run scenario.yaml -- ttprun ... train.py`"
         )
     if command[0] == "ttprun":
         return [sys.executable, "-m", "ttp.launch", *command[1:]]
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"command {shlex.join(command)}: {command[0]!r} is no program that can be run; wanted one on PATH, or a path"
+            f"command {shlex.join(command)}: {command[0]!r} is not executable, expected a program on PATH, or a path"
         )
     return list(command)
 

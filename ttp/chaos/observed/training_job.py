@@ -1,5 +1,5 @@
 """One training job under `ttprun`, run as a child process and watched from outside: its steps, its ranks' pids, its
-controllers' journals. Kills what it is told to kill and checks that nothing is left behind.
+controllers' journals. Kills what it is ordered to kill and checks that no process remains.
 
 Reads what the job writes for people and machines (`metrics.jsonl`, `journal_*.jsonl`, `final.json`); needs no cooperation.
 """
@@ -69,7 +69,7 @@ class GrowingLines:
 
 
 class Observed(ABC):
-    """What a job that writes to `output_dir` tells an observer, however it was launched."""
+    """What a job that writes to `output_dir` shows to an observer, however it was launched."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
@@ -99,7 +99,7 @@ class Observed(ABC):
         return max((int(line["step"]) for line in self.metrics() if "loss" in line), default=0)
 
     def journals(self) -> list[list[dict[str, Any]]]:
-        """Return each start's journal, oldest first: what all its controllers told, in order of time. An event's fields
+        """Return each start's journal, oldest first: what all its controllers logged, in order of time. An event's fields
         stand beside its name and time; `controller` is 0 for the one that the start began with, i for the i-th standby."""
         return [self._journal(start) for start in self.starts()]
 

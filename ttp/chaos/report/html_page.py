@@ -46,7 +46,7 @@ def page(content: Values) -> str:
         _verdicts(content["verdicts"]),
         "<h2>Faults by kind</h2>",
         _kinds(incidents),
-        "<h2>Curves</h2><p>Each line is a fault, numbered as below; it stands at the last step that was finished before.</p>",
+        "<h2>Curves</h2><p>Each line is a fault, numbered as below; it is at the last step that was finished before.</p>",
         *_pictures(content),
         "<h2>Faults</h2>",
         _faults(incidents),
@@ -91,8 +91,8 @@ def _memory(content: Values) -> list[str]:
 def _head(content: Values) -> str:
     made = datetime.datetime.fromtimestamp(content["made_unix_s"]).astimezone().isoformat(" ", "minutes")
     good = content["good"]
-    blows, skipped = content["fired"], content["not_reached"]
-    words = f"{'Held' if good else 'Violated'}: {content['faults']} faults, {blows} blows, {len(content['laps'])} laps"
+    injections, skipped = content["fired"], content["not_reached"]
+    words = f"{'Held' if good else 'Violated'}: {content['faults']} faults, {injections} injections, {len(content['laps'])} runs"
     words += f"; {skipped} did not happen" if skipped else ""
     soak = content["soak"]
     mode = f"; soak of {soak['duration_s']:,.0f} s at {soak['faults_per_hour']:g} faults an hour" if soak else ""
@@ -104,7 +104,7 @@ def _head(content: Values) -> str:
 
 
 def _verdicts(verdicts: Sequence[Values]) -> str:
-    """Return each claim once: what was seen in the last lap, or every lap in which it was violated."""
+    """Return each claim once: what was seen in the last run, or every run in which it was violated."""
     rows = []
     for name in dict.fromkeys(verdict["name"] for verdict in verdicts):
         mine = [verdict for verdict in verdicts if verdict["name"] == name]
@@ -112,9 +112,9 @@ def _verdicts(verdicts: Sequence[Values]) -> str:
         for verdict in wrong or mine[-1:]:
             count = sum(one["state"] == verdict["state"] for one in mine)
             colour = {HELD: "good", VIOLATED: "bad"}.get(verdict["state"], "open")
-            laps = f"lap {verdict['lap']}" if wrong else f"{count} of {len(mine)}"
-            rows.append([name, _span(colour, verdict["state"]), laps, html.escape(verdict["text"])])
-    return _table(["claim", "", "laps", "what was seen"], rows, name="claims")
+            runs = f"run {verdict['lap']}" if wrong else f"{count} of {len(mine)}"
+            rows.append([name, _span(colour, verdict["state"]), runs, html.escape(verdict["text"])])
+    return _table(["claim", "", "runs", "what was seen"], rows, name="claims")
 
 
 def _kinds(incidents: Sequence[Values]) -> str:
@@ -156,7 +156,7 @@ def _faults(incidents: Sequence[Values]) -> str:
     rows = []
     for incident in incidents:
         good = incident["outcome"] in incident["expected"]
-        blows = "; ".join(
+        injections = "; ".join(
             f"{one['kind']}: {one['whom']}" + (f" at {one['point']} of step {one['step']}" if one["point"] else "")
             for one in incident["firings"]
         )
@@ -166,7 +166,7 @@ def _faults(incidents: Sequence[Values]) -> str:
                 str(incident["number"]),
                 str(incident["lap"]),
                 html.escape(incident["text"]),
-                html.escape(blows),
+                html.escape(injections),
                 _span("good" if good else "bad" if incident["firings"] else "open", incident["outcome"]),
                 _or_dash(incident["committed"]),
                 _or_dash(incident["saved_step"]),
@@ -175,7 +175,7 @@ def _faults(incidents: Sequence[Values]) -> str:
                 html.escape(notes),
             ]
         )
-    head = ["", "lap", "fault", "what was done", "outcome", "finished before", "saved", "lost", "seen ms", "published ms", "new step ms", "notes"]  # fmt: skip
+    head = ["", "run", "fault", "what was done", "outcome", "finished before", "saved", "lost", "seen ms", "published ms", "new step ms", "notes"]  # fmt: skip
     return f'<div class="scroll">{_table(head, rows, {0, 1, 5, 6, 7, 8, 9, 10})}</div>'
 
 

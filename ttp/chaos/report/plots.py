@@ -61,7 +61,7 @@ def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
 
 
 def time_lines(incidents: Sequence[Values]) -> str:
-    """Draw one bar a fault, from the first blow to the first new step, parted by its stages; the axis is logarithmic, as
+    """Draw one bar a fault, from the first injection to the first new step, parted by its stages; the axis is logarithmic, as
     a dump takes a tenth of a second and a restart a hundred times as long."""
     from matplotlib.figure import Figure
 
@@ -118,8 +118,8 @@ def memory_curves(entries: Sequence[Values], incidents: Sequence[Values], limit_
 
     runs = [name for name in dict.fromkeys(entry["run"] for entry in entries) if _points(entries, name)]
     leaks = dict.fromkeys(entry["run"] for entry in entries if (entry["growth_mib"] or 0.0) > limit_mib)
-    wanted = list(dict.fromkeys([*runs[:1], *leaks, *runs[::-1]]))[:SHOWN_RUNS]
-    shown = [name for name in runs if name in wanted]
+    expected = list(dict.fromkeys([*runs[:1], *leaks, *runs[::-1]]))[:SHOWN_RUNS]
+    shown = [name for name in runs if name in expected]
     if not shown:
         return "<p>No rank was seen for long enough.</p>"
     figure = Figure(figsize=(11, 0.6 + 2.6 * len(shown)), layout="constrained")
@@ -137,7 +137,7 @@ def memory_curves(entries: Sequence[Values], incidents: Sequence[Values], limit_
                     color=f"C{entry['rank'] % 10}", label=label, linewidth=1.2, marker=".", markersize=2.5,
                 )  # fmt: skip
         for incident in incidents:
-            if incident["firings"] and name == f"lap {incident['lap']}":
+            if incident["firings"] and name == f"run {incident['lap']}":
                 moment = incident["firings"][0]["unix_s"] - began
                 axes.axvline(moment, color="#2e4057", linewidth=0.8, alpha=0.5)
                 axes.annotate(str(incident["number"]), (moment, 1.0), xycoords=("data", "axes fraction"), fontsize=7, ha="center")  # fmt: skip
@@ -158,7 +158,7 @@ def stage_values(incidents: Sequence[Values], stage: str) -> list[float]:
 
 
 def _label(incident: Values) -> str:
-    """Return the fault's number, what it was and whom its first blow hit."""
+    """Return the fault's number, what it was and whom its first injection hit."""
     text = named(incident["text"], incident["firings"][0]["whom"]) if incident["firings"] else incident["text"]
     return f"{incident['number']}: {text[:52]}"
 

@@ -3,8 +3,8 @@
 name, command, seed, laps, faults, fired, good          the whole
 incidents[]: number, lap, text, label, firings[], outcome, expected, committed, saved_step, resumed_step, lost,
              refused, stages_ms{}, problems[]           each fault
-verdicts[]: lap, name, state, text                      each claim of each lap
-curves[]: name, points[[step, value]], value_name       each run's loss (or grad norm, where no loss is told)
+verdicts[]: lap, name, state, text                      each claim of each run
+curves[]: name, points[[step, value]], value_name       each run's loss (or grad norm, where no loss is reported)
 memory[]: run, launch, start, rank, pid, points[[unix_s, step, bytes]], growth_mib
                                                         each rank of each start; growth in 1,000 steps, null: too short to tell
 growth_mib                                              the limit of growth
@@ -23,7 +23,7 @@ from ttp.chaos.observed.leaks import growth_of
 from ttp.chaos.observed.recorder import Record
 from ttp.chaos.run.campaign import Campaign
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED, FaultOutcome
-from ttp.chaos.verdict.invariants import VIOLATED, hurt_stretches
+from ttp.chaos.verdict.invariants import VIOLATED, fault_stretches
 
 CURVE_POINTS = 2000
 """A longer curve is thinned out."""
@@ -35,14 +35,14 @@ Result = Mapping[str, Any]
 def result_of(campaign: Campaign) -> dict[str, Any]:
     """Return the campaign as plain values."""
     incidents = [asdict(incident) for incident in campaign.incidents]
-    verdicts = [{"lap": lap.number, **asdict(verdict)} for lap in campaign.laps for verdict in lap.verdicts]
+    verdicts = [{"lap": lap.number, **asdict(verdict)} for lap in campaign.runs for verdict in lap.verdicts]
     violated = [verdict for verdict in verdicts if verdict["state"] == VIOLATED]
     skipped = sum(incident["outcome"] == NOT_REACHED for incident in incidents)
     curves = [] if campaign.unbroken is None else [_curve("unbroken", campaign.unbroken)]
-    curves += [_curve(f"lap {lap.number}", lap.run.record) for lap in campaign.laps]
+    curves += [_curve(f"run {lap.number}", lap.run.record) for lap in campaign.runs]
     memory = [] if campaign.unbroken is None else _memory("unbroken", campaign.unbroken, ())
     memory += [
-        entry for lap in campaign.laps for entry in _memory(f"lap {lap.number}", lap.run.record, lap.run.incidents)
+        entry for lap in campaign.runs for entry in _memory(f"run {lap.number}", lap.run.record, lap.run.incidents)
     ]
     return {
         "made_unix_s": time.time(),
@@ -50,11 +50,11 @@ def result_of(campaign: Campaign) -> dict[str, Any]:
         "command": list(campaign.command),
         "seed": campaign.scenario.seed,
         "soak": asdict(campaign.soak) if campaign.soak else None,
-        "laps": [{"number": lap.number, "status": lap.run.status, "lasted_s": lap.lasted_s} for lap in campaign.laps],
+        "laps": [{"number": lap.number, "status": lap.run.status, "lasted_s": lap.lasted_s} for lap in campaign.runs],
         "faults": len(incidents),
         "fired": sum(len(incident["firings"]) for incident in incidents),
         "not_reached": skipped,
-        "good": bool(campaign.laps) and not violated,
+        "good": bool(campaign.runs) and not violated,
         "incidents": incidents,
         "verdicts": verdicts,
         "curves": curves,
@@ -72,12 +72,16 @@ def write_result(campaign: Campaign) -> dict[str, Any]:
 
 def _curve(name: str, record: Record) -> dict[str, Any]:
     """Return one value a step: the first of the sums that ride on the spanning collective (the trainer's loss), else the norm."""
-    with_sums = any(told.sums for told in record.steps)
+    with_sums = any(reported.sums for reported in record.steps)
     values = {}
-    for told in sorted(record.steps, key=lambda told: told.step):
-        value = float.fromhex(told.sums[0]) / max(1, record.world_size) if told.sums else float.fromhex(told.grad_norm)
+    for reported in sorted(record.steps, key=lambda reported: reported.step):
+        value = (
+            float.fromhex(reported.sums[0]) / max(1, record.world_size)
+            if reported.sums
+            else float.fromhex(reported.grad_norm)
+        )
         if math.isfinite(value):
-            values[told.step] = value
+            values[reported.step] = value
     every = max(1, math.ceil(len(values) / CURVE_POINTS))
     points = [[step, value] for place, (step, value) in enumerate(values.items()) if place % every == 0]
     return {"name": name, "value_name": "loss" if with_sums else "grad norm", "points": points}
@@ -85,11 +89,11 @@ def _curve(name: str, record: Record) -> dict[str, Any]:
 
 def _memory(name: str, record: Record, incidents: Sequence[FaultOutcome]) -> list[dict[str, Any]]:
     """Return what each rank of each start held."""
-    hurt = hurt_stretches(incidents)
+    faulted = fault_stretches(incidents)
     every = max(1, math.ceil(sum(len(curve.samples) for curve in record.memory.values()) / MEMORY_POINTS))
     entries = []
     for (key, rank), curve in record.memory.items():
-        growth = growth_of(curve, hurt)
+        growth = growth_of(curve, faulted)
         points = [[round(one.unix_s, 2), one.step, one.nbytes] for one in curve.samples[::every]]
         entry = {"run": name, "launch": key[0], "start": key[1], "rank": rank, "pid": curve.pid, "points": points}
         entries.append({**entry, "growth_mib": None if growth is None else growth.mib})

@@ -25,7 +25,7 @@ _COLOURS = {HELD: "green", VIOLATED: "bold red"}
 
 
 class Screen:
-    """Follows a campaign. Use as a context manager; `told` is what the harness calls."""
+    """Follows a campaign. Use as a context manager; the harness calls `on_progress`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -44,7 +44,7 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def told(self, harness: Harness, incident: FaultOutcome | None) -> None:
+    def on_progress(self, harness: Harness, incident: FaultOutcome | None) -> None:
         """Show how the run stands."""
         if self._live is not None:
             self._live.update(Group(incident_table(harness.incidents[-SHOWN:]), self._state(harness, incident)))
@@ -69,7 +69,7 @@ def incident_table(incidents: Sequence[FaultOutcome]) -> Table:
         stages = [incident.stages_ms.get(stage) for stage in ("seen", "frozen", "published", "first_new_step")]
         colour = "green" if incident.as_expected else ("yellow" if incident.outcome in ("", NOT_REACHED) else "red")
         table.add_row(
-            escape(incident.told),
+            escape(incident.drawn_text),
             f"[{colour}]{incident.outcome or '...'}[/]",
             "" if incident.lost is None else str(incident.lost),
             "" if incident.saved_step is None else str(incident.saved_step),
@@ -86,12 +86,12 @@ def incident_line(incident: FaultOutcome) -> str:
     again = incident.stages_ms.get("first_new_step")
     times = [f"published after {took:,.0f} ms"] if took is not None else []
     times += [f"first new step after {again:,.0f} ms"] if again is not None else []
-    text = f"fault {incident.number}: {escape(incident.told)}: {incident.outcome}{saved}{lost}"
+    text = f"fault {incident.number}: {escape(incident.drawn_text)}: {incident.outcome}{saved}{lost}"
     return text + (f" ({', '.join(times)})" if times else "")
 
 
 def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
-    """Print a lap's verdicts."""
+    """Print a run's verdicts."""
     table = Table("verdict", "", "what was seen", show_lines=False)
     for verdict in verdicts:
         colour = _COLOURS.get(verdict.state, "yellow")
@@ -100,9 +100,9 @@ def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
 
 
 def show_summary(console: Console, campaign: Campaign) -> None:
-    """Print the campaign's faults and the verdicts of every lap that is not good, or of the last one."""
+    """Print the campaign's faults and the verdicts of every run that is not good, or of the last one."""
     console.print(incident_table(campaign.incidents))
-    shown = [lap for lap in campaign.laps if any(verdict.state == VIOLATED for verdict in lap.verdicts)]
-    for lap in shown or campaign.laps[-1:]:
-        console.print(f"lap {lap.number}: {lap.lasted_s:,.0f} s, exit status {lap.run.status}")
+    shown = [lap for lap in campaign.runs if any(verdict.state == VIOLATED for verdict in lap.verdicts)]
+    for lap in shown or campaign.runs[-1:]:
+        console.print(f"run {lap.number}: {lap.lasted_s:,.0f} s, exit status {lap.run.status}")
         show_verdicts(console, lap.verdicts)

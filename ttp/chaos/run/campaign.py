@@ -1,9 +1,9 @@
-"""A scenario from its unbroken run to its verdicts: one lap of the job under the schedule, or, in a soak, as many as fit.
+"""A scenario from its baseline run to its verdicts: one run of the job under the schedule, or, in a soak, as many as fit.
 
-Owns the folders of a campaign, the unbroken run that laps are compared with, and how laps follow each other:
+Owns the folders of a campaign, the baseline run that other runs are compared with, and how those follow each other:
 
     OUTPUT/unbroken/, OUTPUT/unbroken.json     the run without a fault, and what of it is compared
-    OUTPUT/lap_0/, OUTPUT/lap_1/, ...          the hurt ones
+    OUTPUT/lap_0/, OUTPUT/lap_1/, ...          the runs under faults
     OUTPUT/result.json, OUTPUT/report.html     what became of it all
 """
 
@@ -20,11 +20,11 @@ from pathlib import Path
 from ttp.chaos.faults.scenario import FaultSpec, Moment, Scenario
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.nodes.namespaces import why_not
-from ttp.chaos.observed.recorder import Record, StepTold
+from ttp.chaos.observed.recorder import Record, ReportedStep
 from ttp.chaos.observed.target import OUTPUT
 from ttp.chaos.observed.training_job import JobError
 from ttp.chaos.run.environment import staged
-from ttp.chaos.run.harness import Harness, Told, run_unbroken
+from ttp.chaos.run.harness import Harness, OnProgress, run_unbroken
 from ttp.chaos.verdict.fault_outcome import FaultOutcome
 from ttp.chaos.verdict.invariants import Run, Verdict, judge
 from ttp.chaos.verdict.tensors import compare_checkpoints
@@ -46,7 +46,7 @@ MOST_UNBROKEN_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
-class Lap:
+class JobRun:
     number: int
     folder: Path
     run: Run
@@ -62,12 +62,12 @@ class Campaign:
     command: Sequence[str]
     output: Path
     soak: Soak | None = None
-    laps: list[Lap] = field(default_factory=list)
+    runs: list[JobRun] = field(default_factory=list)
     unbroken: Record | None = None
 
     @property
     def incidents(self) -> list[FaultOutcome]:
-        return [incident for lap in self.laps for incident in lap.run.incidents]
+        return [incident for lap in self.runs for incident in lap.run.incidents]
 
 
 def run_campaign(
@@ -78,12 +78,12 @@ def run_campaign(
     soak: Soak | None = None,
     unbroken: Path | None = None,
     compare: bool = True,
-    told: Told = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     patience: InterruptGuard | None = None,
 ) -> Iterator[Campaign]:
-    """Run it all; yields the campaign after the unbroken run and after every lap.
+    """Run it all; yields the campaign after the baseline run and after every run under faults.
 
-    unbroken: the unbroken.json of an earlier campaign of the same command. compare: whether an unbroken run is wanted.
+    unbroken: the unbroken.json of an earlier campaign of the same command. compare: whether a baseline run is made.
     Raises JobError (the job did not run, or not end), ConfigError (the command or the machine cannot do it).
     """
     if scenario.nodes and (reason := why_not()):
@@ -95,18 +95,18 @@ def run_campaign(
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output is {output}: {error.strerror}; wanted a folder that can be made") from None
+        raise ConfigError(f"--output: got {output} ({error.strerror}), expected a folder that can be made") from None
     final: Path | None = None
     if compare and any(OUTPUT in word for word in command):
-        campaign.unbroken, final = _unbroken(campaign, unbroken, told, patience)
+        campaign.unbroken, final = _unbroken(campaign, unbroken, on_progress, patience)
     yield campaign
     rng = random.Random(scenario.seed)
     deadline = time.monotonic() + (soak.duration_s if soak else 0.0)
-    while not campaign.laps or time.monotonic() < deadline:
+    while not campaign.runs or time.monotonic() < deadline:
         schedule = _soaking(scenario, soak, rng, deadline) if soak else iter(scenario.faults)
-        campaign.laps.append(_lap(campaign, schedule, rng, final, told, patience))
+        campaign.runs.append(_lap(campaign, schedule, rng, final, on_progress, patience))
         yield campaign
-        if campaign.laps[-1].run.status != 0:
+        if campaign.runs[-1].run.status != 0:
             break  # a job that does not come back would not the next time either
 
 
@@ -125,19 +125,19 @@ def _lap(
     schedule: Iterator[FaultSpec],
     rng: random.Random,
     final: Path | None,
-    told: Told,
+    on_progress: OnProgress,
     patience: InterruptGuard,
-) -> Lap:
-    number, began = len(campaign.laps), time.monotonic()
+) -> JobRun:
+    number, began = len(campaign.runs), time.monotonic()
     folder = campaign.output / f"lap_{number}"
     scenario = campaign.scenario
     with staged(campaign.command, folder, scenario, patience) as (target, control):
-        harness = Harness(target, control, scenario, rng, told)
+        harness = Harness(target, control, scenario, rng, on_progress)
         status = harness.run(schedule, number)
         record = harness.record
         if not record.hellos:
             raise JobError(
-                f"no rank has called ttp.start in lap {number} (the command ended with status {status}): faults and verdicts need it;"
+                f"no rank called ttp.start in run {number} (the command ended with status {status}): faults and verdicts need it;"
                 f" see docs/your_trainer.md\n{target.console_tail()}"
             )
         leftovers = target.leftovers()
@@ -147,7 +147,7 @@ def _lap(
         run = Run(
             record, harness.incidents, status, leftovers, litter, campaign.unbroken, differences, scenario.growth_mib
         )
-    return Lap(number, folder, run, judge(run), time.monotonic() - began)
+    return JobRun(number, folder, run, judge(run), time.monotonic() - began)
 
 
 def _newest(record: Record) -> Path | None:
@@ -155,14 +155,14 @@ def _newest(record: Record) -> Path | None:
 
 
 def comparable(found: Sequence[Path], final: Path) -> Path | None:
-    """Return which of a lap's checkpoints (newest first) to compare with the unbroken run's newest: that of its step, else the newest
+    """Return which of a run's checkpoints (newest first) to compare with the unbroken run's newest: that of its step, else the newest
     if it is older, for then one is missing. A newer one, of a fault behind a trainer's last periodic save, has no counterpart."""
     same = next((path for path in found if path.name == final.name), None)
     return same or next((path for path in found[:1] if step_of(path) < step_of(final)), None)
 
 
 def _litter(record: Record) -> list[str]:
-    """Return what should have been temporary: attempts at checkpoints that nobody will finish."""
+    """Return what should have been temporary: staging directories that no process will finish."""
     return sorted(str(path) for directory in record.save_dirs for path in Path(directory).glob("*_tmp*"))
 
 
@@ -170,46 +170,46 @@ def _litter(record: Record) -> list[str]:
 
 
 def _unbroken(
-    campaign: Campaign, given: Path | None, told: Told, patience: InterruptGuard
+    campaign: Campaign, given: Path | None, on_progress: OnProgress, patience: InterruptGuard
 ) -> tuple[Record, Path | None]:
     if given is not None:
         return read_unbroken(given)
-    record = run_unbroken(campaign.command, campaign.output / "unbroken", campaign.scenario, told, patience)
+    record = run_unbroken(campaign.command, campaign.output / "unbroken", campaign.scenario, on_progress, patience)
     final = _newest(record)
     write_unbroken(campaign.output / "unbroken.json", record, final)
     return record, final
 
 
 def write_unbroken(path: Path, record: Record, final: Path | None) -> None:
-    """Keep what laps are compared with."""
-    steps = {told.step: [told.grad_norm, list(told.sums)] for told in record.steps}
+    """Keep what runs are compared with."""
+    steps = {reported.step: [reported.grad_norm, list(reported.sums)] for reported in record.steps}
     content = {"world_size": record.world_size, "steps": steps, "final": str(final) if final else None}
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _told(step: str, told: object) -> StepTold:
-    """Return what a step told. Raises ValueError."""
-    if type(told) is not list or len(told) != 2 or not (step.isascii() and step.isdigit()):
-        raise checked.Invalid(f"steps.{step}", told, "a norm and a list of sums")
-    sums = tuple(checked.string(*each) for each in checked.items(told[1], f"steps.{step}[1]"))
-    norm = checked.string(told[0], f"steps.{step}[0]")
+def _reported(step: str, reported: object) -> ReportedStep:
+    """Return what a step reported. Raises ValueError."""
+    if type(reported) is not list or len(reported) != 2 or not (step.isascii() and step.isdigit()):
+        raise checked.Invalid(f"steps.{step}", reported, "a norm and a list of sums")
+    sums = tuple(checked.string(*each) for each in checked.items(reported[1], f"steps.{step}[1]"))
+    norm = checked.string(reported[0], f"steps.{step}[0]")
     for number in (norm, *sums):
         float.fromhex(number)
-    return StepTold(int(step), 0.0, 0, (0, 0), norm, sums)
+    return ReportedStep(int(step), 0.0, 0, (0, 0), norm, sums)
 
 
 def read_unbroken(path: Path) -> tuple[Record, Path | None]:
     """Raises ConfigError: that is not what `write_unbroken` wrote."""
     try:
         content = checked.mapping(read_json(path, MOST_UNBROKEN_BYTES), "content")
-        steps = [_told(*step) for step in checked.mapping(*checked.field(content, "steps", "")).items()]
+        steps = [_reported(*step) for step in checked.mapping(*checked.field(content, "steps", "")).items()]
         named, at = checked.field(content, "final", "")
         final = Path(checked.string(named, at)) if named else None
         world_size = checked.integer(*checked.field(content, "world_size", ""), 1)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{path}: {' '.join(str(error).split())}; wanted the unbroken.json of a campaign of the same command"
+            f"{path}: {' '.join(str(error).split())}, expected the unbroken.json of a campaign of the same command"
         ) from None
-    newest = max((told.step for told in steps), default=0)
+    newest = max((reported.step for reported in steps), default=0)
     record = Record(world_size=world_size, steps=steps, newest_step=newest)
     return record, final if final is not None and os.path.isdir(final) else None

@@ -18,7 +18,7 @@ from ttp.chaos.observed.target import Target
 def staged(
     command: Sequence[str], folder: Path, scenario: Scenario, patience: InterruptGuard
 ) -> Iterator[tuple[Target, Control]]:
-    """Make all that a run of the command needs; nothing of it is left afterwards. Raises ConfigError, NodesError."""
+    """Make all that a run of the command needs; nothing of it remains afterwards. Raises ConfigError, NodesError."""
     with contextlib.ExitStack() as stack:
         stack.callback(patience.ended)
         nodes = stack.enter_context(Nodes(scenario.nodes)) if scenario.nodes else ()

@@ -1,6 +1,6 @@
 """One run of a job under a schedule: waits for the moment of each fault, has it carried out, and waits until it is settled.
 
-Owns the loop that hears ranks, reads journals and undoes what is due; what became of a fault is told by `incident.py`, what
+Owns the loop that receives from ranks, reads journals and undoes what is due; what became of a fault is judged by `incident.py`, what
 it means by `invariants.py`. One thread.
 """
 
@@ -29,14 +29,14 @@ LOOK_S = 0.5
 MEMORY_S = 0.25
 """Time between two looks at the ranks' memory."""
 SETTLED_STEPS = 3
-"""A fault after which training went on for so many steps, and nobody is frozen, has done nothing."""
+"""A fault after which training went on for so many steps, and no rank is frozen, has done nothing."""
 FATAL_STEPS, FATAL_S = 40, 15.0
 """The same for a fault that is expected to end a rank: so many steps, and so long."""
 DRAIN_S = 5.0
 MARGIN_STEPS = 2
 """An order must come before its step: the next step may be under way."""
 
-Told = Callable[["Harness", FaultOutcome | None], None]
+OnProgress = Callable[["Harness", FaultOutcome | None], None]
 """Called when something has changed, now and then."""
 
 
@@ -44,14 +44,19 @@ class Harness:
     """The run of one command. Use it within the `with` of its target and its control."""
 
     def __init__(
-        self, target: Target, control: Control, scenario: Scenario, rng: random.Random, told: Told = lambda *_: None
+        self,
+        target: Target,
+        control: Control,
+        scenario: Scenario,
+        rng: random.Random,
+        on_progress: OnProgress = lambda *_: None,
     ) -> None:
         self.target = target
         self.incidents: list[FaultOutcome] = []
         self._control = control
         self._scenario = scenario
         self._rng = rng
-        self._told = told
+        self._on_progress = on_progress
         self._watch = Recorder()
         self._keys: dict[Peer, Key] = {}
         self._peers: dict[int, Peer] = {}
@@ -106,7 +111,7 @@ class Harness:
 
     def _pump(self, timeout_s: float) -> None:
         for peer, message in self._control.poll(timeout_s):
-            self._hear(peer, message)
+            self._receive(peer, message)
         self._watch.look()
         now = time.monotonic()
         self._striker.undo(now)
@@ -116,17 +121,17 @@ class Harness:
         if now >= self._look_at:
             self._look_at = now + LOOK_S
             self._watch.look_at_directories(time.time())
-            self._told(self, self._incident)
+            self._on_progress(self, self._incident)
 
     def _drain(self) -> None:
-        """Hear what ranks said last."""
+        """Receive what ranks sent last."""
         deadline = time.monotonic() + DRAIN_S
         while self._control.peers and time.monotonic() < deadline:
             self._pump(0.02)
         self._pump(0.0)
         self._watch.look_at_directories(time.time())
 
-    def _hear(self, peer: Peer, message: Message) -> None:
+    def _receive(self, peer: Peer, message: Message) -> None:
         if message["type"] == "hello":
             key = (self.target.launches, int(message["start"]))
             self._keys[peer] = key
@@ -137,7 +142,7 @@ class Harness:
             mine = [order for rank, order in self._standing if rank == peer.rank and key > self._armed_key]
             self._standing = [entry for entry in self._standing if entry[1] not in mine]
             peer.give(mine)
-        self._watch.hear(peer.facts, self._keys[peer], message)
+        self._watch.receive(peer.facts, self._keys[peer], message)
         if message["type"] == "firing" and message["id"] in self._given:
             fault, rank = self._given.pop(message["id"])
             point, step = str(message["point"]), int(message["step"])
@@ -171,13 +176,13 @@ class Harness:
         finally:
             incident.over_unix_s = time.time()
             for peer in self._peers.values() if self._given else ():
-                peer.give((), cancel=True)  # what has not happened by now must not hurt the next one
+                peer.give((), cancel=True)  # what has not happened by now must not hit the next one
             self._given.clear()
             self._standing.clear()
             self._incident = None
         self._watch.look_at_directories(time.time())
         settle(incident, self.record, how)
-        self._told(self, incident)
+        self._on_progress(self, incident)
 
     def _training(self) -> bool:
         """All ranks of the newest start are there, and it has made a new step."""
@@ -189,11 +194,11 @@ class Harness:
     def _new_steps(self, key: Key, since_unix_s: float) -> int:
         """Return how many different steps a start has finished since then."""
         steps = set()
-        for told in reversed(self.record.steps):
-            if told.unix_s < since_unix_s or told.key < key:
+        for reported in reversed(self.record.steps):
+            if reported.unix_s < since_unix_s or reported.key < key:
                 break
-            if told.key == key and not told.recovered:
-                steps.add(told.step)
+            if reported.key == key and not reported.recovered:
+                steps.add(reported.step)
         return len(steps)
 
     def _happen(self, fault: FaultSpec, incident: FaultOutcome) -> str:
@@ -210,21 +215,21 @@ class Harness:
             return NOT_REACHED if self.target.ended() is not None else OVERDUE
         for one, its_ranks in chosen:
             if one.point not in (*DUMP_POINTS, *START_POINTS):
-                self._strike_when_told(one, its_ranks, incident)
+                self._strike_when_reported(one, its_ranks, incident)
         relaunched = self._bring_back(fault, incident)
         if self.wait(lambda: self._settled(fault, incident), self._scenario.deadline_s):
             return "relaunched" if relaunched else ""
         return ENDED if self.target.ended() is not None else OVERDUE
 
     def _choose(self, fault: FaultSpec, others: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ranks; random ones are no others of the same incident, while there are enough."""
+        """Return the ranks; random ones differ from others of the same incident, while there are enough."""
         world = range(self.record.world_size)
         if wrong := [rank for rank in fault.ranks if rank not in world]:
             raise JobError(
                 f"{fault.text}: rank {wrong[0]}: the job has ranks 0 to {len(world) - 1}; correct the scenario"
             )
         if KINDS[fault.kind].place not in ("rank", "dump"):
-            return (-1,)  # one blow, to no rank
+            return (-1,)  # one injection, to no rank
         if fault.ranks:
             return fault.ranks
         free = [rank for rank in world if rank not in others] or list(world)
@@ -233,30 +238,30 @@ class Harness:
     def _strike_at_its_moment(self, fault: FaultSpec, ranks: tuple[int, ...]) -> None:
         """Wait for the moment of a schedule's fault, and strike; one at a point is ordered in time."""
         moment, last = fault.moment, self.record.newest_step
-        wanted = 0
+        expected = 0
         if moment.step is not None:
-            wanted = moment.step
+            expected = moment.step
         elif moment.after_steps is not None:
-            wanted = last + self._rng.randint(*moment.after_steps)
+            expected = last + self._rng.randint(*moment.after_steps)
         elif moment.after_s is not None:
             end = time.monotonic() + self._rng.uniform(*moment.after_s)
             self.wait(lambda: time.monotonic() >= end, float("inf"))
         if fault.point in POINTS:
-            self.wait(lambda: self.record.newest_step >= wanted - MARGIN_STEPS - 1, self._scenario.job_s)
-            self._arm(fault, ranks, max(wanted, self.record.newest_step + MARGIN_STEPS))
+            self.wait(lambda: self.record.newest_step >= expected - MARGIN_STEPS - 1, self._scenario.job_s)
+            self._arm(fault, ranks, max(expected, self.record.newest_step + MARGIN_STEPS))
             return
-        self.wait(lambda: self.record.newest_step >= wanted - 1, self._scenario.job_s)
-        if wanted:  # anywhere within the step, not at its beginning
+        self.wait(lambda: self.record.newest_step >= expected - 1, self._scenario.job_s)
+        if expected:  # anywhere within the step, not at its beginning
             end = time.monotonic() + self._rng.random() * self._step_s()
             self.wait(lambda: time.monotonic() >= end, float("inf"))
         self._strike(fault, ranks)
 
     def _step_s(self) -> float:
         """Return about how long a step lasts."""
-        moments = sorted({told.step: told.unix_s for told in self.record.steps[-64:]}.values())
+        moments = sorted({reported.step: reported.unix_s for reported in self.record.steps[-64:]}.values())
         return min(5.0, (moments[-1] - moments[0]) / (len(moments) - 1)) if len(moments) > 1 else 0.1
 
-    def _strike_when_told(self, fault: FaultSpec, ranks: tuple[int, ...], incident: FaultOutcome) -> None:
+    def _strike_when_reported(self, fault: FaultSpec, ranks: tuple[int, ...], incident: FaultOutcome) -> None:
         """Wait for the moment of a further fault, and strike."""
         began = incident.began_unix_s
         moment = fault.moment
@@ -321,7 +326,7 @@ class Harness:
         return "; ".join(self.target.leftovers())
 
     def _settled(self, fault: FaultSpec, incident: FaultOutcome) -> bool:
-        """The job gets on again: in a later start, or in this one with nobody frozen."""
+        """The job progresses again: in a later start, or in this one with no rank frozen."""
         last = incident.last_unix_s
         hit = incident.firings[-1].key
         if self._striker.key > hit:
@@ -330,11 +335,11 @@ class Harness:
         since = last + max((one.for_s for one in (fault, *fault.then)), default=0.0)
         if time.time() < since:
             return False
-        told = self.record.lines(incident.began_unix_s, "freeze_sent", "thawed", "took_over")
-        leading = max((line["controller"] for line in told if line["event"] == "took_over"), default=0)
-        if (own := [line for line in told if line["controller"] >= leading]) and own[-1]["event"] == "freeze_sent":
+        reported = self.record.lines(incident.began_unix_s, "freeze_sent", "thawed", "took_over")
+        leading = max((line["controller"] for line in reported if line["event"] == "took_over"), default=0)
+        if (own := [line for line in reported if line["controller"] >= leading]) and own[-1]["event"] == "freeze_sent":
             return False
-        if "kill_controller" in kinds and not any(line["event"] == "took_over" for line in told):
+        if "kill_controller" in kinds and not any(line["event"] == "took_over" for line in reported):
             return False
         if "unharmed" in incident.expected:
             return self._new_steps(hit, since) >= SETTLED_STEPS
@@ -345,12 +350,12 @@ def run_unbroken(
     command: Iterable[str],
     folder: Path,
     scenario: Scenario,
-    told: Told = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     patience: InterruptGuard | None = None,
 ) -> Record:
     """Run the command with no fault and return its record. Raises JobError when it fails, ConfigError."""
     with staged(list(command), folder, scenario, patience or InterruptGuard()) as (target, control):
-        harness = Harness(target, control, scenario, random.Random(0), told)
+        harness = Harness(target, control, scenario, random.Random(0), on_progress)
         status = harness.run()
         if status != 0:
             raise JobError(f"the unbroken run ended with status {status}\n{target.console_tail()}")

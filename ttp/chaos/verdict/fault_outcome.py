@@ -1,6 +1,6 @@
 """One fault of a run with all that came of it: what was done, when each stage was reached, what became of the job.
 
-Pure functions over a run's record. An incident begins with its first firing and ends where the job gets on again.
+Pure functions over a run's record. An incident begins with its first firing and ends where the job progresses again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FaultOutcome:
     label: str
     expected: tuple[str, ...]
     planned: int = 1
-    """How many blows were meant; a writer's or a publisher's may not come, where another rank wrote or published."""
+    """How many injections were meant; a writer's or a publisher's may not come, where another rank wrote or published."""
     firings: list[Firing] = field(default_factory=list)
     outcome: str = ""
     stages_ms: dict[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class FaultOutcome:
     committed: int = 0
     """The newest step that any rank of its start had finished before the first firing."""
     unproven: int = 0
-    """So many of these steps nobody knew of but the dead: no survivor had their commit record."""
+    """So many of these steps were known to the dead only: no survivor had their commit record."""
     saved_step: int | None = None
     resumed_step: int | None = None
     lost: int | None = None
@@ -80,7 +80,7 @@ class FaultOutcome:
         return bool(self.firings)
 
     @property
-    def told(self) -> str:
+    def drawn_text(self) -> str:
         """`text`, with the rank that chance chose."""
         return named(self.text, self.firings[0].whom) if self.firings else self.text
 
@@ -98,7 +98,7 @@ class FaultOutcome:
 
 
 def named(text: str, whom: str) -> str:
-    """Put whom the first blow has hit into the fault's text."""
+    """Put whom the first injection has hit into the fault's text."""
     return text.replace("rank random", whom.split(" (")[0], 1)
 
 
@@ -163,17 +163,17 @@ def stages(
         return [float(line["unix_s"]) for line in lines if line["event"] in events]
 
     new = [
-        told.unix_s
-        for told in record.steps
-        if not told.recovered
-        and told.unix_s > incident.last_unix_s
-        and (told.key > last or incident.outcome == "unharmed")
+        reported.unix_s
+        for reported in record.steps
+        if not reported.recovered
+        and reported.unix_s > incident.last_unix_s
+        and (reported.key > last or incident.outcome == "unharmed")
     ]
     moments = {
         "seen": min(first(*_SIGNS), default=None),
         "frozen": min(first("frozen"), default=None),
         "decided": min(first("decided"), default=None),
-        "written": max(first("written"), default=None),  # every writer tells; the stage is over with the last
+        "written": max(first("written"), default=None),  # every writer reports; the stage is over with the last
         "published": max(first("published"), default=None),
         "resumed": max((one.unix_s for one in resumed), default=None),
         "first_new_step": min(new, default=None),

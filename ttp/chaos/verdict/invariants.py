@@ -35,7 +35,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that is judged of one lap."""
+    """All that is judged of one run."""
 
     record: Record
     incidents: Sequence[FaultOutcome]
@@ -62,7 +62,7 @@ def judge(run: Run) -> list[Verdict]:
         _verdict("I5 each shard once", _broken(run), "the files of every checkpoint tile every tensor, with no overlap", problems),
         _verdict("I6 right step", _wrong_step(fired), f"{_saved(fired)} dying gasps, none behind a finished step", problems),
         _verdict("I7 frozen", _moved(run), "no rank finished a step behind a published one in the same start", problems),
-        _verdict("I8 fenced", _fenced(run), f"{_count(run, 'took_over')} takeovers; nobody published under an older term", problems),
+        _verdict("I8 fenced", _fenced(run), f"{_count(run, 'took_over')} takeovers; no publication under an older term", problems),
         _verdict("I9 covered", _uncovered(fired), f"{len(fired)} faults: saved, or refused with a reason", problems),
         _verdict("I10 newest valid", _wrong_resume(run), f"{len(run.record.resumes)} loads by ranks", problems),
         _verdict("I11 in time", _late(run, fired), f"all of {len(fired)} faults settled in time, nothing left behind", problems),
@@ -168,17 +168,19 @@ def _moved(run: Run) -> list[str]:
             continue
         key, saved = incident.firings[0].key, incident.saved_step + incident.unproven
         wrong += [
-            f"{incident.text}: rank {told.rank} finished step {told.step} of start {key[1]}, behind the saved step {saved}"
-            for told in run.record.steps
-            if told.key == key and told.step > saved and not told.recovered
+            f"{incident.text}: rank {reported.rank} finished step {reported.step} of start {key[1]}, behind the saved step {saved}"
+            for reported in run.record.steps
+            if reported.key == key and reported.step > saved and not reported.recovered
         ]
     return wrong
 
 
 def _fenced(run: Run) -> list[str]:
-    """A controller that was stopped may decide by what it had heard before, once it goes on, and hears what its earlier orders came
-    to: nobody takes new ones. Both sides of a parted network may have ranks, each under a controller of its own: what they publish is I4's."""
-    parted = hurt_stretches([one for one in run.incidents if any(firing.kind == "partition" for firing in one.firings)])
+    """A controller that was stopped may decide by what it had received before, once it continues, and receives what its earlier orders came
+    to: no rank takes new ones. Both sides of a parted network may have ranks, each under a controller of its own: what they publish is I4's."""
+    parted = fault_stretches(
+        [one for one in run.incidents if any(firing.kind == "partition" for firing in one.firings)]
+    )
     wrong = []
     took: dict[int, float] = {}
     ordered: dict[tuple[int, str], float] = {}
@@ -223,9 +225,7 @@ def _wrong_resume(run: Run) -> list[str]:
             )
         corrupted = any(firing.kind == "corrupt" for firing in incident.firings)
         if corrupted and incident.outcome == "saved":
-            wrong.append(
-                f"{incident.text}: a checkpoint with flipped bits was loaded, or nobody said that it was skipped"
-            )
+            wrong.append(f"{incident.text}: a checkpoint with flipped bits was loaded, or its skip was not logged")
     by_start: dict[tuple[int, int], set[int]] = defaultdict(set)
     for resumed in run.record.resumes:
         by_start[resumed.key].add(resumed.step)
@@ -251,9 +251,9 @@ def _bytes(run: Run) -> Verdict:
     wrong = [*differences(run.record, run.unbroken), *(run.final or ())]
     if wrong:
         return _verdict(name, wrong, "", {})
-    steps = len({told.step for told in run.unbroken.steps})
+    steps = len({reported.step for reported in run.unbroken.steps})
     final = "not compared (the two runs have none of one step)" if run.final is None else "the same bits"
-    if not tells_bits(run.unbroken):
+    if not has_bits(run.unbroken):
         state = UNSEEN if run.final is None else HELD
         return Verdict(name, state, f"{_NO_BITS}; the newest checkpoints' tensors: {final}")
     return Verdict(
@@ -269,7 +269,7 @@ def _data(run: Run) -> Verdict:
     if not any(incident.resumed_step is not None for incident in run.incidents):
         return Verdict(name, UNSEEN, "the job was never resumed")
     wrong = differences(run.record, run.unbroken)
-    if not wrong and not tells_bits(run.unbroken):
+    if not wrong and not has_bits(run.unbroken):
         return Verdict(name, UNSEEN, _NO_BITS)
     return _verdict(name, wrong, "every step after a resume has the unbroken run's sums", {})
 
@@ -277,30 +277,30 @@ def _data(run: Run) -> Verdict:
 _NO_BITS = "no step has a sum or a grad norm that could differ"
 
 
-def tells_bits(record: Record) -> bool:
+def has_bits(record: Record) -> bool:
     """Say whether the steps carry anything that a diverged run would have otherwise."""
-    return any(told.sums or float.fromhex(told.grad_norm) != 0.0 for told in record.steps)
+    return any(reported.sums or float.fromhex(reported.grad_norm) != 0.0 for reported in record.steps)
 
 
-def differences(hurt: Record, unbroken: Record) -> list[str]:
-    """Compare what every rank told of every step with the unbroken run; all steps must be there."""
-    wanted = {told.step: (told.grad_norm, told.sums) for told in unbroken.steps}
+def differences(faulted: Record, unbroken: Record) -> list[str]:
+    """Compare what every rank reported of every step with the baseline run; all steps must be there."""
+    expected = {reported.step: (reported.grad_norm, reported.sums) for reported in unbroken.steps}
     wrong = []
-    for told in hurt.steps:
-        if told.step not in wanted:
-            wrong.append(f"step {told.step}: the unbroken run has none")
-        elif (told.grad_norm, told.sums) != wanted[told.step]:
-            got = f"grad norm {told.grad_norm}, sums {list(told.sums)}"
-            norm, sums = wanted[told.step]
-            wrong.append(f"step {told.step}, rank {told.rank}: {got}; the unbroken run: {norm}, {list(sums)}")
-    if missing := sorted(set(wanted) - {told.step for told in hurt.steps}):
+    for reported in faulted.steps:
+        if reported.step not in expected:
+            wrong.append(f"step {reported.step}: the unbroken run has none")
+        elif (reported.grad_norm, reported.sums) != expected[reported.step]:
+            got = f"grad norm {reported.grad_norm}, sums {list(reported.sums)}"
+            norm, sums = expected[reported.step]
+            wrong.append(f"step {reported.step}, rank {reported.rank}: {got}; the unbroken run: {norm}, {list(sums)}")
+    if missing := sorted(set(expected) - {reported.step for reported in faulted.steps}):
         wrong.append(f"steps {missing[:SHOWN]} are missing ({len(missing)})")
     return wrong
 
 
 def _outcomes(incidents: Sequence[FaultOutcome]) -> Verdict:
     wrong = [
-        f"{incident.text}: {incident.outcome}, wanted {' or '.join(incident.expected)}"
+        f"{incident.text}: {incident.outcome}, expected {' or '.join(incident.expected)}"
         for incident in incidents
         if incident.fired and not incident.as_expected
     ]
@@ -309,17 +309,17 @@ def _outcomes(incidents: Sequence[FaultOutcome]) -> Verdict:
     return _verdict("outcomes", wrong, text + (f"; {skipped} did not happen" if skipped else ""), {})
 
 
-def hurt_stretches(incidents: Sequence[FaultOutcome]) -> list[tuple[float, float]]:
+def fault_stretches(incidents: Sequence[FaultOutcome]) -> list[tuple[float, float]]:
     """Return the times (from, to) at which a fault was under way."""
     return [(incident.began_unix_s, incident.over_unix_s) for incident in incidents if incident.fired]
 
 
 def growths(run: Run) -> list[tuple[str, Growth]]:
-    """Return what the memory of every rank of every start shows where it can be told: of the lap (``), then of the unbroken run."""
-    hurt = hurt_stretches(run.incidents)
+    """Return what the memory of every rank of every start shows where it can be judged: of the run (``), then of the baseline run."""
+    faulted = fault_stretches(run.incidents)
     curves = [("", curve) for curve in run.record.memory.values()]
     curves += [("the unbroken run's ", curve) for curve in (run.unbroken.memory.values() if run.unbroken else ())]
-    return [(whose, growth) for whose, curve in curves if (growth := growth_of(curve, hurt)) is not None]
+    return [(whose, growth) for whose, curve in curves if (growth := growth_of(curve, faulted)) is not None]
 
 
 def _memory(run: Run) -> Verdict:

@@ -16,17 +16,17 @@ from ttp.errors import CheckpointError
 def compare_checkpoints(one: Path, other: Path) -> list[str]:
     """Return the differences, one line each. Reads both whole, so they must fit into memory."""
     try:
-        mine, wanted = _tensors(one), _tensors(other)
+        mine, expected = _tensors(one), _tensors(other)
     except (CheckpointError, OSError, RuntimeError) as error:
         return [f"{one} and {other} cannot be compared: {error}"]
     wrong = []
     if one.name != other.name:
         wrong.append(f"the newest checkpoint is {one.name}, the unbroken run's {other.name}")
-    wrong += [f"{name}: only one of {one} and {other} has it" for name in sorted(set(mine) ^ set(wanted))]
+    wrong += [f"{name}: only one of {one} and {other} has it" for name in sorted(set(mine) ^ set(expected))]
     return wrong + [
         f"{name} in {one.name}: its bits differ from the unbroken run's"
-        for name in sorted(set(mine) & set(wanted))
-        if not _same_bits(mine[name], wanted[name])
+        for name in sorted(set(mine) & set(expected))
+        if not _same_bits(mine[name], expected[name])
     ]
 
 

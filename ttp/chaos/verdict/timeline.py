@@ -1,4 +1,4 @@
-"""Judges a job that was hurt against one that was not: equal bit for bit, and the fault's time line.
+"""Judges a job under faults against its baseline run: equal bit for bit, and the fault's time line.
 
 Pure functions over what the jobs wrote.
 """
@@ -47,25 +47,27 @@ def by_step(metrics: Sequence[Line]) -> dict[int, Line]:
     return {int(line["step"]): line for line in metrics if "loss" in line}
 
 
-def compare(hurt: Sequence[Line], unbroken: Sequence[Line], hurt_final: Line, unbroken_final: Line) -> RunComparison:
+def compare(
+    faulted: Sequence[Line], unbroken: Sequence[Line], faulted_final: Line, unbroken_final: Line
+) -> RunComparison:
     """Compare loss and grad norm of every step, in every line (a step trained twice must agree with itself too), and the
     final weights."""
     reference = by_step(unbroken)
     differences = []
-    for line in hurt:
+    for line in faulted:
         if "loss" not in line:
             continue
         step = int(line["step"])
         for name in ("loss", "grad_norm"):
-            wanted = reference[step][name] if step in reference else "no such step"
-            if line[name] != wanted:
-                differences.append(f"step {step}: {name} {line[name]}, the unbroken run has {wanted}")
-    missing = sorted(set(reference) - set(by_step(hurt)))
+            expected = reference[step][name] if step in reference else "no such step"
+            if line[name] != expected:
+                differences.append(f"step {step}: {name} {line[name]}, the unbroken run has {expected}")
+    missing = sorted(set(reference) - set(by_step(faulted)))
     if missing:
         differences.append(f"steps {missing} are missing")
     for name in ("step", "weights_sha256"):
-        if hurt_final[name] != unbroken_final[name]:
-            differences.append(f"final {name} {hurt_final[name]}, the unbroken run has {unbroken_final[name]}")
+        if faulted_final[name] != unbroken_final[name]:
+            differences.append(f"final {name} {faulted_final[name]}, the unbroken run has {unbroken_final[name]}")
     return RunComparison(len(reference), tuple(differences))
 
 
@@ -102,7 +104,7 @@ def lost_steps(timeline: FaultTimeline, committed_before: int) -> int | None:
 
 def known_to_the_dead_alone(journal: Sequence[Line], published: int) -> bool:
     """True when no survivor of the fault had a commit record after that of the published step. What the dead rank had printed after
-    it nobody else could prove ("The dead rank's step does not count", docs/protocol.md); trained again, it gives the same bits.
+    no other rank could prove ("The dead rank's step does not count", docs/protocol.md); trained again, it gives the same bits.
     """
     frozen = [line for line in journal if line.get("event") == "frozen"]
     return bool(frozen) and max(frozen[-1]["records"], default=-1) <= published

@@ -1,6 +1,6 @@
 """`ttp ckpt diff A B`: whether two checkpoints hold the same bits, and where the first difference is.
 
-Owns what is shown of a comparison. Step, cause, layout and time of writing are shown and not compared: they are no part of what is
+Owns what is shown of a comparison. Step, cause, layout and time of writing are shown and not compared: they are not part of what is
 trained on.
 """
 

@@ -167,7 +167,7 @@ def _place(entry: TensorEntry | BlobEntry) -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Turn `float32` into torch.float32. Raises CorruptCheckpoint for a name that is no dtype."""
+    """Turn `float32` into torch.float32. Raises CorruptCheckpoint for a name that is not a dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CorruptCheckpoint(f"{checked.shown(name)} is not the name of a torch dtype")
@@ -310,8 +310,8 @@ class RunLoadPlanner(LoadPlanner):
             description = self._described(target)
             self._dtypes[target.key] = description.properties.dtype
             boxes = boxes_of(target)
-            wanted = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-            for item in create_read_items_for_chunk_list(target.key, description, wanted):
+            expected = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+            for item in create_read_items_for_chunk_list(target.key, description, expected):
                 stored, box = item.storage_index, boxes[item.dest_index.index or 0]
                 chunks[stored] = description.chunks[stored.index or 0]
                 self._uses.setdefault(stored, []).append((target, box, item))

@@ -38,7 +38,7 @@ def step_directory_name(step: int) -> str:
 
 
 def step_of_directory(path: Path) -> int | None:
-    """Return the step of a published directory's name, None for any other name (temporary, moved aside, foreign)."""
+    """Return the step of a published directory's name, None for any other name (temporary, renamed as broken, foreign)."""
     match = _STEP_DIRECTORY.fullmatch(path.name)
     return int(match.group(1)) if match and step_directory_name(int(match.group(1))) == path.name else None
 
@@ -163,7 +163,7 @@ def _locked(directory: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     logger.warning(
-                        "%s: another process holds its lock for %.0f s; going on", directory, _LOCK_PATIENCE_S
+                        "%s: another process holds its lock for %.0f s; continuing", directory, _LOCK_PATIENCE_S
                     )
                     break
                 time.sleep(0.01)

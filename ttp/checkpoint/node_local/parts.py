@@ -93,7 +93,7 @@ def remove_superseded(save_dirs: Iterable[StrPath], below: int) -> list[Path]:
     """Remove the superseded parts of all steps below `below`, and return them (one rank of each node calls).
 
     To be called when every file of the checkpoint of `below` was verified and all ranks have loaded it. A step of which only a
-    superseded part is left here keeps it. One that cannot be removed takes room, no more.
+    superseded part remains here keeps it. One that cannot be removed takes room, no more.
     """
     removed = []
     for path in list_parts(save_dirs):

@@ -28,7 +28,7 @@ def plan_prune(folders: Sequence[Path], keep: int, partial: bool, advance: Calla
     """Choose by reading; `advance` is called with bytes read. partial: steps that are not whole here go as well, where they are older
     than all that stay.
 
-    Raises CheckpointError where no step is whole, or where a folder has a checkpoint that is no part.
+    Raises CheckpointError where no step is whole, or where a folder has a checkpoint that is not a part.
     """
     broken: list[Step] = []
     writes: dict[int, dict[Write, list[NodePart]]] = {}

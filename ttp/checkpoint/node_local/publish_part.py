@@ -60,7 +60,7 @@ class PartPublication(Publication):
         write_manifest(claim, replace(self.manifest, files=tuple(files)))
 
     def place(self, claim: Path) -> bool:
-        """Rename the finished part; what has the name is moved aside first."""
+        """Rename the finished part; what has the name is renamed first."""
         while True:
             try:
                 os.rename(claim, self.final)  # fails when it is there: a part is never empty

@@ -118,7 +118,7 @@ class LocalSave:
         if mine.step != step or not mine.settled:
             log.error(
                 "rank %d: step %d is saved with the trainer's own objects as they are%s after step %d: its training thread did not"
-                " get on to the next step, so schedule, counters and random numbers may be another step's",
+                " continue with the next step, so schedule, counters and random numbers may be another step's",
                 *(self._rank, step, "" if mine.settled else " half way", mine.step),
             )
         if mine.randomness is not None:

@@ -192,7 +192,7 @@ class Watcher:
         self._written: tuple[object, ...] = ()
         self._beat_at = 0.0
         self._own_bytes = 0
-        """Of the bytes that this process wrote while a handler ran: those of answers, which are no work of the handler's."""
+        """Of the bytes that this process wrote while a handler ran: those of answers, which are not the handler's work."""
 
     def start(self) -> None:
         self._thread.start()
@@ -293,7 +293,7 @@ def _replace(path: Path, value: Mapping[str, Any]) -> int:
 
 def savings(step: int, parts: Sequence[Sequence[int]], usable: set[int], first: int) -> tuple[Saving, ...]:
     """Return who saves each model part: rank `first` its own, the lowest usable rank the others'. Raises CheckpointError for a part
-    of which no usable rank is left."""
+    without a usable rank."""
     found = []
     for ranks in parts:
         here = tuple(sorted(usable.intersection(ranks)))

@@ -67,10 +67,10 @@ def newer_rename_handler(handler: Callable[..., object]) -> RenameHandler:
 
 def _check_takes(handler: object, what: str, names: tuple[str, ...]) -> None:
     if not callable(handler):
-        raise ConfigError(f"the {what} handler is {handler!r}: wanted a function of ({', '.join(names)})")
+        raise ConfigError(f"{what} handler: got {handler!r}, expected a function of ({', '.join(names)})")
     try:
         signature = inspect.signature(handler)
-    except ValueError:  # of a function in C: nobody knows what it takes
+    except ValueError:  # of a function in C: its parameters are unknown
         return
     try:
         signature.bind(*names)
@@ -84,7 +84,7 @@ def _check_takes(handler: object, what: str, names: tuple[str, ...]) -> None:
 def _check_status(status: object, step: int) -> None:
     if status is not None and (isinstance(status, bool) or status != 0):
         raise CheckpointError(
-            f"step {step}: the rename handler returned {status!r}: wanted 0 (or nothing) when the checkpoint is visible; see what"
+            f"step {step}: the rename handler returned {status!r}, expected 0 (or nothing) when the checkpoint is visible; see what"
             " it has printed"
         )
 

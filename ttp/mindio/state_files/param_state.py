@@ -54,13 +54,13 @@ def load(path: str | Path, chunks: Sequence[Named], steps: Mapping[str, int]) ->
     tensors: dict[str, torch.Tensor] = {}
     for number, named in enumerate(chunks):
         buffers = list(found[number].values()) if isinstance(found, Mapping) and number in found else []
-        wanted = list(_by_buffer(named).values())
-        if len(buffers) != len(wanted):
+        expected = list(_by_buffer(named).values())
+        if len(buffers) != len(expected):
             raise CheckpointMismatch(
-                f"invalid {path}: got {len(buffers)} buffers of model chunk {number}, expected {len(wanted)}. Load it with the"
+                f"invalid {path}: got {len(buffers)} buffers of model chunk {number}, expected {len(expected)}. Load it with the"
                 " pipeline layout and gradient types of the run that wrote it"
             )
-        for vectors, members in zip(buffers, wanted, strict=True):
+        for vectors, members in zip(buffers, expected, strict=True):
             _check(path, number, vectors, sum(param.numel() for _, param in members))
             for name, start, stop, shape in _places(members):
                 tensors[model_key(name)] = vectors["param"][start:stop].view(shape)

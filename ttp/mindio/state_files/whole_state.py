@@ -70,7 +70,7 @@ class WholeState:
         form = found.get("ttp_form")
         if form not in (1, FORM):
             raise CheckpointMismatch(
-                f"the optimizer's part of the checkpoint has the entries {sorted(map(str, found))[:8]}: wanted what"
+                f"the optimizer's part of the checkpoint has the entries {sorted(map(str, found))[:8]}, expected what"
                 " ttp.mindio.modellink.TTPReplicaOptimizer.state_dict() returns, or the whole state of torch's or Megatron's optimizer; of"
                 " any other load the model's weights only (without the optimizer's state, then optimizer.reload_model_params())"
             )
@@ -96,8 +96,10 @@ def load_whole(state: WholeState, optimizer: TTPReplicaOptimizer, names: Collect
     for key, shape in sorted(part_tensors(optimizer, names).items()):
         got = state.tensors.get(key)
         if got is None or tuple(got.shape) != tuple(shape):
-            told = "is not there" if got is None else f"has shape {tuple(got.shape)}"
-            raise CheckpointMismatch(f"{where}: {key!r} {told}, wanted shape {tuple(shape)}; is it another model's?")
+            found_as = "is not there" if got is None else f"has shape {tuple(got.shape)}"
+            raise CheckpointMismatch(
+                f"{where}: {key!r} {found_as}, expected shape {tuple(shape)}; is it another model's?"
+            )
     for target in optimizer.load_begin():
         source = state.tensors[target.key].reshape(-1)
         target.values.copy_(source[target.start : target.start + target.values.numel()])
@@ -105,10 +107,10 @@ def load_whole(state: WholeState, optimizer: TTPReplicaOptimizer, names: Collect
 
 
 def read_whole(
-    folder: Path, contents: Contents, step: int, host: Mapping[str, Any], wanted: Collection[str]
+    folder: Path, contents: Contents, step: int, host: Mapping[str, Any], expected: Collection[str]
 ) -> WholeState:
-    """Read the tensors with the keys `wanted` that `contents` lists from `folder`. Raises CorruptCheckpoint."""
-    listed = {entry.key: entry for entry in reversed(contents.tensors) if entry.key in wanted}
+    """Read the tensors with the keys `expected` that `contents` lists from `folder`. Raises CorruptCheckpoint."""
+    listed = {entry.key: entry for entry in reversed(contents.tensors) if entry.key in expected}
     tensors = {key: torch.empty(entry.shape, dtype=dcp.dtype_of(entry.dtype)) for key, entry in listed.items()}
     targets = [HeldTensor(key, tuple(tensor.shape), 0, tensor.view(-1)) for key, tensor in tensors.items()]
     read_into(folder, targets, dcp.metadata_of(contents))
@@ -123,16 +125,16 @@ def gather_whole(optimizer: TTPReplicaOptimizer, names: Collection[str], group: 
     rank, _ = world()
     optimizer.finish_gather()
     optimizer.drain()
-    wanted = part_tensors(optimizer, names) if rank == writer else {}
+    expected = part_tensors(optimizer, names) if rank == writer else {}
     held = {(target.key, target.start): target for target in optimizer.load_targets()}
     pieces = [
         (key, start, each.values.numel(), dcp.dtype_name(each.values.dtype)) for (key, start), each in held.items()
     ]
-    told = exchange_json([rank, pieces, sorted(wanted)], optimizer.device, group)
-    wishes = [(other, frozenset(keys)) for other, _, keys in told if keys]
-    tensors = {key: torch.empty(shape, dtype=torch.float32) for key, shape in wanted.items()}
+    gathered = exchange_json([rank, pieces, sorted(expected)], optimizer.device, group)
+    wishes = [(other, frozenset(keys)) for other, _, keys in gathered if keys]
+    tensors = {key: torch.empty(shape, dtype=torch.float32) for key, shape in expected.items()}
     seen: set[tuple[str, int]] = set()
-    for holder, its_pieces, _ in told:
+    for holder, its_pieces, _ in gathered:
         for key, start, numel, dtype in its_pieces:
             if (key, start) in seen:
                 continue

@@ -5,11 +5,11 @@ order (the order in which backward finishes them); it is cut into equal shards; 
 holders, so shard j of all buckets together is one group that always moves as one. Replicas use the same cuts because
 the cuts do not depend on the rank. Never allocates, never communicates.
 
-    even   d ranks, R replicas: d/R shards, R rows of d/R ranks; shard s lies on column s of the rows
-    ring   d ranks, R = 2:      d shards; shard j lies on rank j and on its successor
+    even   d ranks, R replicas: d/R shards, R rows of d/R ranks; shard s is on column s of the rows
+    ring   d ranks, R = 2:      d shards; shard j is on rank j and on its successor
 
 Every parameter starts, and every shard ends, on a multiple of ALIGN elements. So a piece of a parameter within a
-shard is a whole number of vector registers on every machine, and an optimizer kernel rounds each element the same way
+shard is an integral number of vector registers on every machine, and an optimizer kernel rounds each element the same way
 wherever the cuts fall (a fused kernel treats a ragged tail with other instructions, which differ in the last bit).
 """
 
@@ -86,7 +86,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, start + numel) of a parameter lie at [offset, offset + numel) of shard `shard` of bucket `bucket`."""
+    """Elements [start, start + numel) of a parameter are at [offset, offset + numel) of shard `shard` of bucket `bucket`."""
 
     param: int
     name: str
@@ -100,7 +100,7 @@ class Segment:
 
     @property
     def padded(self) -> int:
-        """`numel` rounded up to ALIGN: the elements after the segment, up to there, are zeros that nobody else uses."""
+        """`numel` rounded up to ALIGN: the elements after the segment, up to there, are zeros that have no other use."""
         return -(-self.numel // ALIGN) * ALIGN
 
     @property
@@ -229,20 +229,22 @@ def _check(
     params: Sequence[ParamSpec], world: int, replicas: int, bucket_numel: int, ring: bool, hosts: Sequence[str] | None
 ) -> None:
     if not params:
-        raise LayoutError("the optimizer got no parameters; wanted at least one")
+        raise LayoutError("the optimizer got no parameters, expected at least one")
     names: set[str] = set()
     for spec in params:
         if spec.name in names:
-            raise LayoutError(f"parameter {spec.name!r} appears twice; wanted unique names (model.named_parameters())")
+            raise LayoutError(
+                f"parameter {spec.name!r} appears twice, expected unique names (model.named_parameters())"
+            )
         if spec.numel == 0:
             raise LayoutError(f"parameter {spec.name!r} of shape {spec.shape} has no elements; leave it out")
         names.add(spec.name)
     if bucket_numel < 1:
-        raise LayoutError(f"bucket size is {bucket_numel} elements; wanted at least 1")
+        raise LayoutError(f"bucket size: got {bucket_numel} elements, expected at least 1")
     if hosts is not None and len(hosts) != world:
-        raise LayoutError(f"hosts names {len(hosts)} ranks; wanted one host for each of the {world} ranks")
+        raise LayoutError(f"hosts: got {len(hosts)} names, expected one host for each of the {world} ranks")
     if world < 1 or replicas < 1:
-        raise LayoutError(f"world is {world} and replicas is {replicas}; wanted at least 1 of each")
+        raise LayoutError(f"got world {world} and replicas {replicas}, expected at least 1 of each")
     if ring:
         if replicas != 2 or world < 2:
             raise LayoutError(
@@ -262,7 +264,7 @@ def _buckets(params: Sequence[ParamSpec], shards: int, bucket_numel: int) -> lis
     """Fill one open bucket per kind, walking backwards; number the buckets in the order in which backward fills them.
 
     A kind is a dtype, whether the parameters are counted (a bucket's squares count whole or not at all), and who else of the model
-    has them: all copies of a parameter lie at the same place of a bucket, so that all are summed in the same order.
+    has them: all copies of a parameter are at the same place of a bucket, so that all are summed in the same order.
     """
     open_buckets: dict[tuple[str, bool, str], list[int]] = {}
     sizes: dict[tuple[str, bool, str], int] = {}

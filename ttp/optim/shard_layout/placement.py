@@ -30,7 +30,7 @@ def grid(world: int, replicas: int, hosts: Sequence[str] | None) -> tuple[tuple[
 
 
 def cycle(world: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
-    """Return `successor`: shard j lies on ranks j and successor[j], and following successors visits every rank once.
+    """Return `successor`: shard j is on ranks j and successor[j], and following successors visits every rank once.
 
     With hosts, neighbours differ where they can: the biggest host's ranks take every other seat of a round table.
     """
@@ -51,7 +51,7 @@ def cycle(world: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
 
 def replicas_apart(hosts: Sequence[str], replicas: int) -> bool:
     """Say whether the ranks of a data-parallel group, `hosts[rank]` the machine of each, would hold every shard on `replicas`
-    different machines: by the even layout, or by the ring where their number is no multiple."""
+    different machines: by the even layout, or by the ring where their number is not a multiple."""
     ranks = len(hosts)
     if replicas < 2 or ranks < replicas:
         return False

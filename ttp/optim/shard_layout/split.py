@@ -41,10 +41,10 @@ def put_local(param: Parameter, memory: torch.Tensor) -> None:
 
 
 def block_of(param: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (shape, offsets) of this rank's part in the whole parameter. Raises LayoutError for one that is no block."""
+    """Return (shape, offsets) of this rank's part in the whole parameter. Raises LayoutError for one that is not a block."""
     if any(isinstance(placement, Partial) for placement in param.placements):
         raise LayoutError(
-            f"a parameter of shape {tuple(param.shape)} is placed as {param.placements}: wanted shards and copies"
+            f"a parameter of shape {tuple(param.shape)}: got placements {param.placements}, expected shards and copies"
         )
     (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]  # what torch's own checkpoints ask a DTensor
     return tuple(chunk.sizes), tuple(chunk.offsets)

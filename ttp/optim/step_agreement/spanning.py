@@ -34,7 +34,7 @@ class Agreed:
     """What all ranks read after the collective."""
 
     squares: float
-    """Sum of squares of the gradient as it was reduced; counts for nothing after an overflow."""
+    """Sum of squares of the gradient as it was reduced; not used after an overflow."""
     overflow: int
     """So many ranks' squares are not finite (where ranks of several groups share the model: the groups are counted together)."""
     ending: Ending
@@ -76,11 +76,11 @@ class Spanning:
         contribution = Contribution(self.attempt, step)
         finite = squares.isfinite()
         overflow, alone = (~finite).double(), torch.full_like(squares, float(unled))
-        told = torch.full_like(squares, float(notice))
+        noticed = torch.full_like(squares, float(notice))
         proof = torch.tensor(contribution.numbers, dtype=torch.float64, device=self._device)
         norm = torch.where(finite, squares, torch.zeros_like(squares))
         extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
-        vector = torch.cat([proof, torch.stack([overflow, told, alone, norm]), extra])
+        vector = torch.cat([proof, torch.stack([overflow, noticed, alone, norm]), extra])
         if self._span is not None:
             self._sum(step, vector, self._span)
         in_span = vector[:NUMBERS].clone()

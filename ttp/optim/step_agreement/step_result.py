@@ -19,7 +19,7 @@ class ClipNorm:
 
     def __post_init__(self) -> None:
         if not self.max_norm > 0:
-            raise ConfigError(f"ClipNorm.max_norm is {self.max_norm}; wanted a number above 0, or clip=None")
+            raise ConfigError(f"ClipNorm.max_norm: got {self.max_norm}, expected a number above 0, or clip=None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ClipValue:
 
     def __post_init__(self) -> None:
         if not self.value > 0:
-            raise ConfigError(f"ClipValue.value is {self.value}; wanted a number above 0, or clip=None")
+            raise ConfigError(f"ClipValue.value: got {self.value}, expected a number above 0, or clip=None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.initial) and self.initial > 0):
-            raise ConfigError(f"LossScale.initial is {self.initial}; wanted a finite number above 0")
+            raise ConfigError(f"LossScale.initial: got {self.initial}, expected a finite number above 0")
         if self.growth_interval < 1 or self.growth_factor < 1 or not 0 < self.backoff_factor <= 1:
             raise ConfigError(
                 f"LossScale got growth_interval {self.growth_interval}, growth_factor {self.growth_factor}, "
-                f"backoff_factor {self.backoff_factor}; wanted >= 1, >= 1, and above 0 up to 1"
+                f"backoff_factor {self.backoff_factor}, expected >= 1, >= 1, and above 0 up to 1"
             )
         if self.hysteresis < 1 or not self.least > 0:
             raise ConfigError(
-                f"LossScale got hysteresis {self.hysteresis}, least {self.least}; wanted >= 1, and above 0"
+                f"LossScale got hysteresis {self.hysteresis}, least {self.least}, expected >= 1, and above 0"
             )
 
 
@@ -88,7 +88,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What `step` tells the training loop; equal on every rank."""
+    """What `step` returns to the training loop; equal on every rank."""
 
     step: int
     grad_norm: float

@@ -30,10 +30,10 @@ def initialize_model_parallel(
     if enable_ttp:  # TTP
         from ttp.mindio.modellink import build_optimizer_replica_group
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    assert world_size % (tensor_model_parallel_size * pipeline_model_parallel_size) == 0, "ranks are left over"
+    assert world_size % (tensor_model_parallel_size * pipeline_model_parallel_size) == 0, "some ranks have no group"
     per_stage = world_size // pipeline_model_parallel_size
     assert per_stage // tensor_model_parallel_size % expert_model_parallel_size == 0, (
-        "data-parallel ranks are left over"
+        "some data-parallel ranks have no group"
     )
     data_parallel_ranks = []
     for i in range(pipeline_model_parallel_size):
