@@ -6,6 +6,7 @@ it. Owns the start only; the controller ends by itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -18,6 +19,11 @@ from pathlib import Path
 
 import ttp.errors
 from ttp.errors import ControllerError, NotWritable
+from ttp.fork_server.forked_process import ForkedOrphan
+from ttp.fork_server.forked_program import ENDED
+from ttp.fork_server.request import NotForked, fork_at
+
+Process = subprocess.Popen[bytes] | ForkedOrphan
 
 START_TIMEOUT_S = 60.0
 _READY = "ttp-controller listening on "
@@ -36,7 +42,7 @@ class ControllerProcess:
     address: str
     """`host:port` for processors and agents."""
     pid: int
-    process: subprocess.Popen[bytes] = field(repr=False)
+    process: Process = field(repr=False)
 
     def wait(self, timeout_s: float) -> int | None:
         """Return its exit status once it has ended, None when it has not within `timeout_s`."""
@@ -69,6 +75,7 @@ def start_controller(
     standby: int = 0,
     guardians: tuple[int, ...] = (),
     options: tuple[str, ...] = (),
+    fork_server: str = "",
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> ControllerProcess:
     """Start a controller and return once it listens.
@@ -76,7 +83,7 @@ def start_controller(
     bind: the address to listen on; `0.0.0.0` when ranks are on other hosts. advertise: the host that others reach it by
     (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. standby: i makes it
     the i-th standby; guardians: when these processes are gone, one that nobody has come to ends. options: more arguments of
-    `python -m ttp.controller`.
+    `python -m ttp.controller`. fork_server: the socket of a server that forks controllers; empty: the program is executed.
     Raises CannotListen, NotWritable (the journal's directory), ControllerError (it did not start in time).
     """
     command = [
@@ -98,25 +105,39 @@ def start_controller(
     try:
         with log:
             log_start = log.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env=_environment(),
-            )
+            process, stdout = _fork_or_execute(command, _environment(), log.fileno(), fork_server)
     except OSError as error:
         raise ControllerError(f"the controller cannot be started: {error}; its log would be {log_path}") from error
-    assert process.stdout is not None
-    with process.stdout as pipe:
-        line = _read_line(pipe.fileno(), start_timeout_s)
+    with open(stdout, "rb"):
+        line = _read_line(stdout, start_timeout_s)
     if not line.startswith(_READY):
         raise _start_error(process, line, log_path, log_start, start_timeout_s)
     _, _, rest = line.partition(_READY)
     bound_port = rest.split()[0].rpartition(":")[2]
     host = advertise or bind
     return ControllerProcess(f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}", process.pid, process)
+
+
+def _fork_or_execute(command: list[str], environ: dict[str, str], log: int, fork_server: str) -> tuple[Process, int]:
+    """Start the program in a session of its own; return it, and a descriptor from which its stdout is read. Raises OSError."""
+    read_end, write_end = os.pipe()
+    try:
+        null = os.open(os.devnull, os.O_RDONLY)
+        try:
+            if fork_server:
+                with contextlib.suppress(NotForked):  # slower, and nothing else
+                    return fork_at(fork_server, command, environ, (null, write_end, log)), read_end
+            process = subprocess.Popen(
+                command, stdin=null, stdout=write_end, stderr=log, start_new_session=True, env=environ
+            )
+            return process, read_end
+        finally:
+            os.close(null)
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
 
 
 def unwritable_log_dir(log_dir: Path, error: OSError) -> NotWritable:
@@ -151,10 +172,12 @@ def _read_line(descriptor: int, timeout_s: float) -> str:
 
 
 def _start_error(
-    process: subprocess.Popen[bytes], line: str, log_path: Path, log_start: int, timeout_s: float
+    process: Process, line: str, log_path: Path, log_start: int, timeout_s: float
 ) -> ControllerError | NotWritable:
     try:
         status: int | None = process.wait(1.0)
+        if line.startswith(ENDED):
+            status = int(line.removeprefix(ENDED))
     except subprocess.TimeoutExpired:
         status = None
         process.kill()

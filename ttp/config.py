@@ -17,6 +17,8 @@
 | TTP_SHARED_DIRS | True | False: every node has checkpoint directories of its own, not shared with the others |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
+| TTP_WARM_START | True | False: every worker is a new interpreter that imports for itself; else ttprun forks workers from one that has imported |
+| TTP_FORK_SERVER | none | set by ttprun: the socket of the process from which controllers are forked |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one start |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
@@ -41,7 +43,7 @@ from ttp.nccl import nccl_warnings
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -73,6 +75,7 @@ class Settings:
     faults: str = ""
     chaos: str = ""
     attempt_dir: str = ""
+    fork_server: str = ""
     job_id: str = "ttp"
     host: str = "localhost"
     master_addr: str = "127.0.0.1"
@@ -146,6 +149,7 @@ class Settings:
             faults=_text(environ, "TTP_FAULTS"),
             chaos=_text(environ, "TTP_CHAOS"),
             attempt_dir=_text(environ, "TTP_ATTEMPT_DIR"),
+            fork_server=_text(environ, "TTP_FORK_SERVER"),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
             master_addr=_text(environ, "MASTER_ADDR", "127.0.0.1"),
@@ -182,6 +186,11 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether ENABLE_TTP allows TTP (default: yes)."""
     return _flag(environ, "ENABLE_TTP", True)
+
+
+def warm_start(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether ttprun forks its workers (default: yes, with TTP). Raises ConfigError."""
+    return enabled(environ) and _flag(environ, "TTP_WARM_START", True)
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:

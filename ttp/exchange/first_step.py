@@ -6,12 +6,14 @@ rank of each node reports it, right after its first update, so that nothing is s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.checkpoint.format.durable import step_of_directory
+from ttp.exchange import imported_modules
 
 log = logging.getLogger("ttp")
 
@@ -25,8 +27,10 @@ def progress_key(round_number: int) -> str:
 class FirstStep:
     """Reports to the launcher a step that this start has finished."""
 
-    def __init__(self, store: Store, round_number: int) -> None:
+    def __init__(self, store: Store, round_number: int, attempt_dir: str = "") -> None:
+        """`attempt_dir`: where the agent learns what the workers import; empty: it does not."""
         self._store = store
+        self._attempt_dir = attempt_dir
         self._key = progress_key(round_number)
         self._skipped = ""
 
@@ -42,6 +46,9 @@ class FirstStep:
             self._store.set(self._key, f"{step} {self._skipped}".strip())
         except RuntimeError as error:  # torch's DistError: the node that hosts the store is gone, and so is this start
             log.debug("could not report step %d to the launcher: %s", step, error)
+        if self._attempt_dir:
+            with contextlib.suppress(OSError):  # a full disk: later workers import for themselves
+                imported_modules.write(Path(self._attempt_dir))
 
 
 def _step(path: Path) -> int:

@@ -7,8 +7,13 @@ And whatever becomes of the console, the job goes on.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ttp.fork_server.servers import ForkServers
 
 
 def main() -> None:
@@ -38,6 +43,7 @@ def main() -> None:
 
 def _run() -> None:
     """Run the job; errors that say all themselves end it in a line, with the exit code that torchrun's traceback has."""
+    fork_servers = _begin_fork_servers()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -48,7 +54,7 @@ def _run() -> None:
     from ttp.launch.main import main as run
 
     try:
-        run()
+        run(fork_servers=fork_servers)
     except ChildFailedError as failed:
         if not enabled():
             raise
@@ -63,6 +69,22 @@ def _run() -> None:
         because = f" ({str(error.__cause__).splitlines()[0]})" if str(error.__cause__ or "") else ""
         print(f"ttprun: error: {error}{because}", file=sys.stderr)
         sys.exit(1)
+
+
+def _begin_fork_servers() -> ForkServers | None:
+    """Have the workers' modules imported by another process, while this one imports its own."""
+    from ttp.config import warm_start
+    from ttp.errors import ConfigError
+    from ttp.fork_server.servers import ForkServers
+
+    try:
+        if not warm_start() or not {"-h", "--help", "--no-python", "--no_python"}.isdisjoint(sys.argv):
+            return None
+    except ConfigError:  # main refuses it in a line
+        return None
+    servers = ForkServers()
+    servers.begin(os.environ)
+    return servers
 
 
 if __name__ == "__main__":

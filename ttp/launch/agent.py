@@ -24,7 +24,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.config import start_name
+from ttp.exchange import imported_modules
 from ttp.exchange.first_step import progress_key
+from ttp.fork_server.client import ForkServer
+from ttp.fork_server.preload import has_accelerator
 from ttp.launch.attempts.attempt import SHUTDOWN_S, Attempt
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.launch.attempts.context import LaunchContext
@@ -36,6 +39,7 @@ from ttp.launch.rendezvous.multi_endpoint import ROUND_S
 from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
+from ttp.launch.warm_start import forking
 from ttp.launch.watch.processes import children_leading_sessions, end_workers
 from ttp.text.wording import ranks_text
 
@@ -93,6 +97,7 @@ class HoldAgent(LocalElasticAgent):
         self.last_words = ""
         """Why the job has failed here, once it has."""
         self._futile_starts = CrashLoop(launching.futile_starts)
+        self._imports_learned = False
         self._pause_s = 0.0
         """Before the next rendezvous, when the last start was for nothing."""
         # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
@@ -145,6 +150,8 @@ class HoldAgent(LocalElasticAgent):
         attempt_dir = self._attempt_directory.make()
         os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
         os.environ["TTP_ATTEMPT_DIR"] = str(attempt_dir or "")
+        servers = self._launching.fork_servers
+        os.environ["TTP_FORK_SERVER"] = servers.address if servers is not None else ""
         if (
             signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         ):  # see __main__; torch's handler follows, unless told otherwise
@@ -190,7 +197,7 @@ class HoldAgent(LocalElasticAgent):
                 f" path as seen from the folder of ttprun ({os.getcwd()}); a module goes with -m, another program with --no-python"
             )
         try:
-            local_pids: dict[int, int] = super()._start_workers(worker_group)
+            local_pids = self._fork_or_execute(worker_group)
             self._notices.install()
         except (FileNotFoundError, PermissionError) as error:
             program = worker_group.spec.entrypoint
@@ -203,12 +210,45 @@ class HoldAgent(LocalElasticAgent):
             ) from error
         return local_pids
 
+    def _fork_or_execute(self, worker_group: WorkerGroup) -> dict[int, int]:
+        """Start the workers from the fork server where that can be done."""
+        servers = self._launching.fork_servers
+        if servers is None:
+            local_pids: dict[int, int] = super()._start_workers(worker_group)
+            return local_pids
+        with forking(servers.workers) as how:
+            local_pids = super()._start_workers(worker_group)
+        if how.forked:
+            log.info("forked %d workers from %s", how.forked, servers.workers.description)
+        if how.forked < len(local_pids):
+            log.info("%d workers import for themselves: %s", len(local_pids) - how.forked, how.reason)
+        return local_pids
+
+    def _learn_imports(self, server: ForkServer) -> None:
+        """Have the fork server import what the workers had imported at their first step, once. Where there are accelerators it is
+        not known what such an import does to the devices, and nothing is learned."""
+        directory = self._attempt_directory.path
+        if self._imports_learned or directory is None or has_accelerator():
+            return
+        try:
+            names = imported_modules.read(directory)
+        except (OSError, ValueError) as error:
+            log.warning("the list of modules that the workers imported cannot be read: %s", error)
+            self._imports_learned = True
+            return
+        if names:
+            self._imports_learned = True
+            server.also_import(names)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Say how the workers are (every monitor interval). torch's own method ends all as soon as one has failed: it is
         asked only when nobody is left to be held."""
         round_ = self._round
         if round_ is None:
             return self._ask_torch(worker_group)
+        if self._launching.fork_servers is not None:
+            self._launching.fork_servers.look()
+            self._learn_imports(self._launching.fork_servers.workers)
         if not round_.failed():
             round_.end_given_up()
         if round_.failed():

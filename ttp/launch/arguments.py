@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ class _Parser(ArgumentParser):
         """Return the options that an abbreviation may stand for (argparse's own place for that, private as it is)."""
         found: list[Any] = super()._get_option_tuples(option_string)
         return [each for each in found if each[0].dest not in self.own] or found
+
+
+def _modules(names: str) -> list[str]:
+    """Return the modules of a list with commas. Raises ArgumentTypeError."""
+    found = names.split(",")
+    for name in found:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ArgumentTypeError(f"invalid module name: got {name!r}, expected names with dots, separated by commas")
+    return found
 
 
 def make_parser() -> ArgumentParser:
@@ -80,6 +89,13 @@ def make_parser() -> ArgumentParser:
         default=None,
         metavar="FILE",
         help="file for the job's starts, faults and summary as JSON lines (default: story.jsonl beside the journals)",
+    )
+    group.add_argument(
+        "--preload",
+        type=_modules,
+        default=[],
+        metavar="MODULE[,MODULE]",
+        help="modules that the workers' fork server imports, beside torch's and TTP's own (default: what this job's workers had imported at their first step)",
     )
     group.add_argument(
         "--rank_table_file",

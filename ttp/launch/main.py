@@ -31,6 +31,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
+from ttp.fork_server.preload import BY_PROGRAM
+from ttp.fork_server.servers import ForkServers
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
@@ -49,9 +51,9 @@ log = logging.getLogger("ttp.launch")
 
 
 @record
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
     """Run a job on this node, as `torchrun` does: returns when it has succeeded, raises ChildFailedError (exit code 1)
-    when it has not."""
+    when it has not. `fork_servers`: fork the workers; begun before torch was imported here."""
     try:
         use_ttp = enabled()
         parser = make_parser()
@@ -75,10 +77,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         config, command, command_args = _config_of(args)
         check_host_name(settings.host, config.max_nodes)
         check_local_addr(config.local_addr, config.max_nodes)
-        launch(config, command, command_args, make_launching(settings, args, config.run_id))
+        if fork_servers is not None:
+            by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
+            fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])
+        launch(config, command, command_args, make_launching(settings, args, config.run_id, fork_servers))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    finally:
+        if fork_servers is not None:
+            fork_servers.close()
 
 
 def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
@@ -110,7 +118,9 @@ def _warn_of_unknown_variables() -> None:
         log.warning("the variable %s is set, and nothing reads it: %s", name, meant)
 
 
-def make_launching(settings: Settings, args: Namespace, run_id: str) -> LaunchContext:
+def make_launching(
+    settings: Settings, args: Namespace, run_id: str, fork_servers: ForkServers | None = None
+) -> LaunchContext:
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
     launch_name = f"{run_id}_{uuid.uuid4().hex[:8]}"  # as torch names its folder of logs
 
@@ -134,6 +144,7 @@ def make_launching(settings: Settings, args: Namespace, run_id: str) -> LaunchCo
         script="" if args.no_python or args.module or args.training_script == "-" else args.training_script,
         quotes_traces=hides_stderr(args),
         reporter=Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name),
+        fork_servers=fork_servers,
     )
 
 

@@ -128,7 +128,7 @@ class Protection:
         self._write_controllers(address, *welcome.successors)
         self._notice.listen()
         if settings.launched and settings.local_rank <= 0 and settings.master_port:
-            self._first_step = FirstStep(self._store(), settings.round_number)
+            self._first_step = FirstStep(self._store(), settings.round_number, settings.attempt_dir)
             self.gate.on_first_step = self._first_step.tell
         self._client = None
         if rank == 0 and not self._reports_to_launcher:
@@ -289,6 +289,7 @@ class Protection:
                 lease_s=settings.lease_s,
                 total_timeout_s=settings.total_timeout_s,
                 options=controller_options(settings, self._world_size),
+                fork_server=settings.fork_server,
                 guardians=(os.getpid(),),
             )
         except CannotListen as error:

@@ -118,6 +118,7 @@ def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path
         total_timeout_s=settings.total_timeout_s,
         standby=place,
         options=controller_options(settings, world_size),
+        fork_server=settings.fork_server,
         guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
     )
 

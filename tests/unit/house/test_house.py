@@ -31,7 +31,14 @@ CHECKS_OF_INPUT = ("ttp.inputs.checked", "ttp.inputs.input_file", "ttp.inputs.op
 
 MAY_IMPORT = {
     "ttp.proto": ("ttp.proto", "ttp.errors"),
-    "ttp.controller": ("ttp.proto", "ttp.errors", "ttp.text.wording", *CHECKS_OF_INPUT, "ttp.controller"),
+    "ttp.controller": (
+        "ttp.proto",
+        "ttp.errors",
+        "ttp.text.wording",
+        *CHECKS_OF_INPUT,
+        "ttp.fork_server",
+        "ttp.controller",
+    ),
     "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
     "ttp.trainer": ("ttp",),
 }
@@ -76,6 +83,7 @@ def test_only_config_reads_ttp_variables_from_the_environment() -> None:
         "ttp/config.py",
         "controller/process.py",  # hands its environment on to the controller
         "proto/transport.py",  # gRPC takes its settings from there
+        "ttp/fork_server/forked_program.py",  # gives a forked process the variables that an executed one would have
     }
     for folder in FOLDERS:
         for path in python_files(folder):

@@ -22,6 +22,7 @@ from ttp.launch.rendezvous.choose import store_host
 from ttp.launch.rendezvous.topology import choose_rendezvous
 
 OWN_FLAGS = [
+    "--preload",
     "--rank-table-file",
     "--rank_table_file",
     "--ttp-death-poll",
@@ -36,11 +37,12 @@ OWN_FLAGS = [
 OF_MSRUN = [
     "--cluster-time-out", "--cluster_time_out", "--join", "--local-worker-num", "--local_worker_num", "--worker-num", "--worker_num",
 ]  # fmt: skip
-OWN_DEFAULTS = {
+OWN_DEFAULTS: dict[str, object] = {
     "ttp_ot": None,
     "ttp_death_poll": 0.002,
     "ttp_futile_starts": 3,
     "ttp_story": None,
+    "preload": [],
     "rank_table_file": None,
     "worker_num": None,
     "local_worker_num": None,
@@ -84,11 +86,15 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
     groups = [group for group in make_parser()._action_groups if group.title in ("ttp", "msrun")]
     actions = [action for group in groups for action in group._group_actions]
     text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun.md").read_text()
-    rows = re.findall(r"^\| `(--\S+) ([A-Z]+|True)` \| (.*?) \| (.*?) \|$", text, re.M)
+    rows = re.findall(r"^\| `(--\S+) ([A-Z,\[\]]+|True)` \| (.*?) \| (.*?) \|$", text, re.M)
     assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in actions]
     for (_, _, default, meaning), action in zip(rows, actions, strict=True):
         assert (action.help or "").startswith(meaning), meaning
-        unset = {"ttp_ot": "`TTP_OT` or 120", "ttp_story": "`story.jsonl` beside the journals"}
+        unset = {
+            "ttp_ot": "`TTP_OT` or 120",
+            "ttp_story": "`story.jsonl` beside the journals",
+            "preload": "what earlier workers had imported",
+        }
         assert default == unset.get(action.dest, str(action.default or "none"))
 
 
@@ -240,6 +246,7 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
         ),
         (("--nnodes", "2", "--node-rank", "-1", "--master-port", "1"), "--node-rank is -1"),
         (("--local-addr", "no such host"), "--local-addr is 'no such host', which does not resolve here ("),
+        (("--preload", "a,,b"), "argument --preload: invalid module name: got '', expected names with dots"),
         (("--rank_table_file", ""), "--rank_table_file is empty: wanted the path of a rank table"),
         (("--rank_table_file", " "), "--rank_table_file is empty: wanted the path of a rank table"),
         (("--ttp-ot", "1e10"), "got '1e10', expected seconds above 0, at most 1e+09"),

@@ -22,6 +22,10 @@ class AttemptDirectory:
     def __init__(self) -> None:
         self._path: Path | None = None
 
+    @property
+    def path(self) -> Path | None:
+        return self._path
+
     def make(self) -> Path | None:
         """Make the next attempt's directory in the place of the last one; None, with a warning: no place for temporary files takes it."""
         self.remove()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ttp.fork_server.servers import ForkServers
 from ttp.launch.attempts.crash_loop import FUTILE_STARTS
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.links.controller_shutdown import RequestShutdown
@@ -36,3 +37,5 @@ class LaunchContext:
     """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
     reporter: Reporter | None = None
     """Reports the job's attempts and faults; None: nothing is reported."""
+    fork_servers: ForkServers | None = None
+    """Fork this node's workers and controllers; None: they are executed."""

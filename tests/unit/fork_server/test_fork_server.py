@@ -1,0 +1,356 @@
+"""Workers that are forked are what a new interpreter would have been, and whatever goes wrong with a server costs speed alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, not_forkable
+from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.request import NotForked, fork_at
+
+FACTS = """
+import json, os, sys
+main = sys.modules["__main__"]
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "name": __name__, "file": __file__, "main file": main.__file__,
+    "spec": getattr(__spec__, "name", None), "package": __package__, "path": sys.path, "folder": os.getcwd(),
+    "environ": dict(os.environ), "leads a session": os.getsid(0) == os.getpid(), "group": os.getpgid(0) == os.getpid(),
+    "loader": type(__loader__).__name__, "annotations": __annotations__, "doc": __doc__, "unbuffered": sys.stdout.write_through,
+    "shown": open("/proc/self/cmdline").read().split("\\0")[:len(sys.orig_argv)],
+    "shown environ": sorted(v for v in open("/proc/self/environ", errors="replace").read().split("\\0") if v.startswith(("TTP_", "RANK="))),
+    "signals": [str(signal_of) for signal_of in map(__import__("signal").getsignal, range(1, 32))],
+    "descriptors": sorted(os.listdir("/proc/self/fd")), "first builtin": __builtins__.__name__,
+    "safe path": sys.flags.safe_path, "parent": os.getppid(),
+}), flush=True)
+print("to stderr", file=sys.stderr)
+print(sys.stdin.read())
+"""
+END_S = 60.0
+
+
+@contextlib.contextmanager
+def serving(
+    modules: Sequence[str] = ("json",), listener: Listener | None = None, environ: dict[str, str] | None = None
+) -> Iterator[ForkServer]:
+    server = ForkServer(modules, listener)
+    server.start({**os.environ, **(environ or {})})
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def run(server: ForkServer, *program: str, folder: Path, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Fork `python -u program` and return its status and what it wrote."""
+    args = [sys.executable, "-u", *program]
+    variables = {**os.environ, **(environ or {})}
+    server.prepare(args, variables)
+    with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
+        child = server.fork(args, variables, out, err)
+        status = child.wait(END_S)
+        return status, (folder / "out").read_text(), (folder / "err").read_text()
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        (tmp_path / "script.py").write_text(text)
+        return "script.py"
+
+    return write
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_a_forked_program_sees_what_an_executed_one_sees(
+    script: Callable[[str], str], tmp_path: Path, as_module: bool
+) -> None:
+    """Every fact that a program can ask for at its beginning, from `__file__` to open descriptors, is the same."""
+    name = script(FACTS)
+    program = ["-m", "script", "a", "--b=c d"] if as_module else [name, "a", "--b=c d"]
+    variables = {**os.environ, "RANK": "3", "TTP_START_ID": "x", "ODD": "\udcff="}
+    executed = subprocess.run(
+        [sys.executable, "-u", *program],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        start_new_session=True,
+    )
+    assert executed.returncode == 0, executed.stderr.decode()
+    with serving() as server, open(os.devnull, "rb") as null:
+        before = os.dup(0)
+        os.dup2(null.fileno(), 0)
+        try:
+            status, out, err = run(server, *program, folder=tmp_path, environ=variables)
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
+    assert (status, err) == (0, executed.stderr.decode()), err
+    assert json.loads(out.splitlines()[0]) == json.loads(executed.stdout.splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("", 0),
+        ("import sys; sys.exit(75)", 75),
+        ("import sys; sys.exit('no')", 1),
+        ("raise ValueError(3)", 1),
+        ("import os; os._exit(9)", 9),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("raise KeyboardInterrupt", -2),
+        ("def f(:", 1),
+        ("import atexit; atexit.register(print, 'at exit')", 0),
+        ("import threading, time; threading.Timer(0.1, print, ['thread']).start()", 0),
+        ("__import__('pickle').dumps(type('A', (), {'__module__': '__main__'}))", 1),
+    ],
+)
+def test_a_forked_program_ends_as_an_executed_one(
+    script: Callable[[str], str], tmp_path: Path, text: str, status: int
+) -> None:
+    """Same status, same output, same traceback."""
+    name = script(text)
+    executed = subprocess.run([sys.executable, "-u", name], capture_output=True)
+    with serving() as server:
+        forked = run(server, name, folder=tmp_path)
+    assert executed.returncode == status
+    assert forked[:2] == (status, executed.stdout.decode())
+    if status != -signal.SIGINT:  # which has the fork's own frames before the script's
+        assert forked[2] == executed.stderr.decode()
+
+
+def test_a_script_that_cannot_be_read(script: Callable[[str], str], tmp_path: Path) -> None:
+    name = script("")
+    args = [sys.executable, "-u", name]
+    with serving() as server:
+        server.prepare(args, os.environ)
+        os.remove(name)
+        assert run_prepared(server, args) == 2
+
+
+def run_prepared(server: ForkServer, args: list[str]) -> int:
+    return server.fork(args, os.environ, None, None).wait(END_S)
+
+
+def test_generators_of_random_numbers_differ_from_worker_to_worker(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = script("import random, numpy; print(random.random(), numpy.random.random())")
+    with serving(["numpy", "random"], environ={"OPENBLAS_NUM_THREADS": "1"}) as server:
+        environ = {"OPENBLAS_NUM_THREADS": "1"}
+        first, second = (run(server, name, folder=tmp_path, environ=environ)[1].split() for _ in range(2))
+    assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_threads_of_a_library_that_ends_them_before_a_fork_do_no_harm(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """OpenBLAS has threads of its own as soon as numpy is loaded."""
+    name = script("import numpy; print(numpy.ones((300, 300)).dot(numpy.ones((300, 300))).sum())")
+    with serving(["numpy"], environ={"OPENBLAS_NUM_THREADS": "4"}) as server:
+        assert run(server, name, folder=tmp_path, environ={"OPENBLAS_NUM_THREADS": "4"})[1] == "27000000.0\n"
+
+
+def module(folder: Path, name: str, text: str) -> dict[str, str]:
+    (folder / "lib").mkdir(exist_ok=True)
+    (folder / "lib" / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": str(folder / "lib")}
+
+
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+
+
+def test_a_module_that_starts_a_thread_is_not_forked_with(script: Callable[[str], str], tmp_path: Path) -> None:
+    """Of the default list: nothing is forked, and the reason is given. One that was added: another server does without it."""
+    name, path = script("import sys; print('threaded' in sys.modules)"), module(tmp_path, "threaded", THREAD)
+    with (
+        serving(["threaded"], environ=path) as server,
+        pytest.raises(NotForked, match="an imported module started 1 threads"),
+    ):
+        run(server, name, folder=tmp_path, environ=path)
+    with serving(["json"], environ=path) as server:
+        server.also_import(["threaded"])
+        assert run(server, name, folder=tmp_path, environ=path)[:2] == (0, "False\n")
+
+
+def test_a_module_that_was_changed_is_imported_anew(script: Callable[[str], str], tmp_path: Path) -> None:
+    name = script("import sys; print(sys.modules['mine'].VALUE)")
+    path = module(tmp_path, "mine", "VALUE = 1")
+    with serving(["mine"], environ=path) as server:
+        assert run(server, name, folder=tmp_path, environ=path)[1] == "1\n"
+        module(tmp_path, "mine", "VALUE = 'two'")
+        assert run(server, name, folder=tmp_path, environ=path)[1] == "two\n"
+
+
+def test_a_module_beside_the_script_hides_one_that_was_preloaded(script: Callable[[str], str], tmp_path: Path) -> None:
+    """An executed worker would import the script's own."""
+    name, path = script("import mine"), module(tmp_path, "mine", "")
+    with serving(["mine"], environ=path) as server:
+        assert run(server, name, folder=tmp_path, environ=path)[0] == 0
+        (tmp_path / "mine.py").touch()
+        with pytest.raises(NotForked, match=r"mine.py hides a module"):
+            run(server, name, folder=tmp_path, environ=path)
+
+
+def test_a_module_that_cannot_be_imported_is_the_workers_own_affair(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = script("import no_such_module")
+    with serving(["no_such_module", "json"]) as server:
+        status, _, err = run(server, name, folder=tmp_path)
+    assert status == 1 and "ModuleNotFoundError: No module named 'no_such_module'" in err
+
+
+def test_workers_with_another_variable_of_a_library_get_another_server(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """A library has read it when the modules were imported."""
+    name, path = (
+        script("import mine; print(mine.VALUE)"),
+        module(tmp_path, "mine", "import os; VALUE = os.environ['OMP_NUM_THREADS']"),
+    )
+    with serving(["mine"], environ={"OMP_NUM_THREADS": "1", **path}) as server:
+        first = server.pid
+        assert run(server, name, folder=tmp_path, environ={"OMP_NUM_THREADS": "1", **path})[1] == "1\n"
+        assert server.pid == first
+        assert run(server, name, folder=tmp_path, environ={"OMP_NUM_THREADS": "7", "RANK": "0", **path})[1] == "7\n"
+        assert server.pid != first
+
+
+def test_a_variable_that_comes_too_late_is_named(script: Callable[[str], str], tmp_path: Path) -> None:
+    name = script("import os; os.environ['OMP_NUM_THREADS'] = '3'; os.environ['MINE'] = '1'")
+    with serving() as server:
+        _, _, err = run(server, name, folder=tmp_path, environ={})
+    assert "OMP_NUM_THREADS=3 was set after" in err and "MINE" not in err
+
+
+def test_a_server_that_died_is_started_again(script: Callable[[str], str], tmp_path: Path) -> None:
+    name = script("")
+    with serving() as server:
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+
+        def replaced() -> bool:
+            server.look()
+            return server.pid != first
+
+        until(replaced)
+        assert run(server, name, folder=tmp_path)[0] == 0
+
+
+def test_a_server_that_dies_again_and_again_is_given_up(script: Callable[[str], str], tmp_path: Path) -> None:
+    """Each start executes its workers then, and the last of the servers is not followed by another one."""
+    name, path = script(""), module(tmp_path, "deadly", "import os; os._exit(7)")
+    with serving(["deadly"], environ=path) as server:
+        for _ in range(MOST_DEATHS):
+            with pytest.raises(NotForked):
+                run(server, name, folder=tmp_path, environ=path)
+        with pytest.raises(NotForked, match=f"{MOST_DEATHS} fork servers in a row"):
+            run(server, name, folder=tmp_path, environ=path)
+        assert server.pid == 0
+
+
+AGENT = """
+import os, sys, time
+from ttp.fork_server.client import ForkServer, Listener
+listener = Listener() if sys.argv[1] == "listens" else None
+server = ForkServer([sys.argv[2]], listener)
+server.start(dict(os.environ))
+print(server.pid, server.address or "-", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("imports", ["json", "sleeping"], ids=["waiting", "importing"])
+@pytest.mark.parametrize("listens", ["listens", "alone"])
+def test_nothing_of_a_server_is_left_when_its_agent_is_killed(tmp_path: Path, imports: str, listens: str) -> None:
+    """Neither its process nor, once its imports are done, the directory of its socket."""
+    path = module(tmp_path, "sleeping", "import time; time.sleep(2)")
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, listens, imports], stdout=subprocess.PIPE, env={**os.environ, **path}
+    ) as agent:
+        assert agent.stdout is not None
+        pid, address = agent.stdout.readline().decode().split()
+        agent.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists() or state_of(int(pid)) == "Z")
+    assert address == "-" or not Path(address).parent.exists()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def until(holds: Callable[[], Any], within_s: float = END_S) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_another_process_has_one_forked_that_is_nobodys_child(tmp_path: Path) -> None:
+    """Its end is seen and it takes signals; an exit status other than 0 is the last that it writes."""
+    with serving(["json"], Listener()) as server, open(tmp_path / "out", "wb") as out:
+        argv = [sys.executable, "-P", "-m", "json.tool", "--no-such-option"]
+        process = fork_at(server.address, argv, os.environ, (0, out.fileno(), out.fileno()))
+        assert process.wait(END_S) == 0 and process.poll() == 0
+        assert (tmp_path / "out").read_text().splitlines()[-1] == "ended with exit status 2"
+        sleeping = fork_at(
+            server.address, [*argv[:3], "timeit", "-n1", "-r1", "import time; time.sleep(600)"], os.environ, (0, 1, 2)
+        )
+        with pytest.raises(subprocess.TimeoutExpired):
+            sleeping.wait(0.0)
+        sleeping.terminate()
+        assert sleeping.wait(END_S) == 0
+        path = server.address
+    with pytest.raises(NotForked):
+        fork_at(path, argv, os.environ, (0, 1, 2))
+
+
+def test_a_stranger_who_says_nothing_does_not_stop_a_server(tmp_path: Path) -> None:
+    with serving(["json"], Listener()) as server, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(server.address)
+        argv = [sys.executable, "-P", "-m", "this"]
+        with open(os.devnull, "wb") as null:
+            assert fork_at(server.address, argv, os.environ, (0, null.fileno(), 2)).wait(END_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (["-m", "x"], ""),
+        (["-m"], "no module"),
+        ([], "is not this Python"),
+        (["-"], "option - is for a new"),
+        (["-c", "x"], "option -c is for a new"),
+        (["no_such_file.py"], "is not a Python file"),
+        (["."], "is not a Python file"),
+        ([__file__], ""),
+    ],
+)
+def test_what_is_executed_as_ever(program: list[str], reason: str) -> None:
+    assert reason in not_forkable([sys.executable, "-u", *program]) and bool(reason) == bool(
+        not_forkable([sys.executable, "-u", *program])
+    )
+
+
+def test_another_interpreter_is_executed() -> None:
+    assert "is not this Python interpreter" in not_forkable(["/bin/sh", "-u", __file__])
+
+
+def test_a_child_that_was_reaped_by_somebody_else_counts_as_popen_counts_it() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    assert ForkedChild(pid, []).poll() == 0

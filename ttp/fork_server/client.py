@@ -1,0 +1,282 @@
+"""The agent's side of its fork server: starts it, has workers forked, and knows what cannot be forked.
+
+Owns the server's process and the one channel to it. A server that dies or does not answer costs a start its speed, never the job: the workers
+are executed then, as torchrun does, and the next start has a new server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from ttp.fork_server import frames
+from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.linux import adopting_orphans
+from ttp.fork_server.preload import read_at_import, shadowing, without_workers_own
+from ttp.fork_server.request import NotForked
+
+log = logging.getLogger("ttp.launch")
+
+PROGRAM = Path(__file__).with_name("request_loop.py")
+PRELOAD_S = 120.0
+"""How long a start waits for the imports; then its workers import for themselves."""
+ANSWER_S = 30.0
+"""How long the fork of one worker may take."""
+CLOSE_S = 1.0
+MOST_DEATHS = 3
+"""So many servers in a row are lost without having forked a worker, and there is no further one."""
+MOST_NAMES = 8
+PREFIX = "ttp_fork_server_"
+BACKLOG = 16
+_ROOM = 8192
+"""Bytes beyond the agent's own arguments and variables for those of a worker, which `ps` shows."""
+
+
+class Listener:
+    """A socket in a directory that only this user can enter, where a server takes requests of other processes than its agent."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.path = self._directory / "socket"
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.bind(str(self.path))
+            self.socket.listen(BACKLOG)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class ForkServer:
+    """Forks this node's workers, or its controllers. Not safe for threads: the agent's main thread owns it."""
+
+    def __init__(self, modules: Sequence[str], listener: Listener | None = None) -> None:
+        """`modules`: what the server imports, in this order. `listener`: where it takes requests of others (`request.fork_at`)."""
+        self._modules = tuple(modules)
+        self._listener = listener
+        self._added: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._unanswered = 0
+        self._environ: dict[str, str] = {}
+        self._imported: dict[str, Any] = {}
+        self._deaths = 0
+        self._reason = ""
+        """Why there is no server; empty: there is one, or the next start makes one."""
+
+    @property
+    def pid(self) -> int:
+        """The server's process, 0 when there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def address(self) -> str:
+        """Where others' requests are taken; empty: nowhere."""
+        return str(self._listener.path) if self._listener is not None and self._process is not None else ""
+
+    @property
+    def description(self) -> str:
+        """The server for a log line."""
+        megabytes = self._imported.get("resident_bytes", 0) >> 20
+        return f"process {self.pid}, {self._imported.get('modules', 0)} modules, {megabytes} MB"
+
+    def start(self, environ: Mapping[str, str]) -> None:
+        """Start the server and its imports, without waiting for them. `environ`: what the workers are to have, but for what is each one's
+        own."""
+        self._end()
+        self._environ = without_workers_own(environ)
+        ours, theirs = socket.socketpair()
+        listening = [str(self._listener.socket.fileno())] if self._listener is not None else []
+        room = _ROOM + sum(len(os.fsencode(word)) + 1 for word in sys.argv)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", str(PROGRAM), str(theirs.fileno()), *listening, "-" * room],
+                stdin=subprocess.DEVNULL,
+                env={**self._environ, "_TTP_ROOM": "-" * _ROOM},
+                pass_fds=[theirs.fileno(), *map(int, listening)],
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            self._process = None
+            self._reason = f"the fork server cannot be started: {error}"
+            return
+        finally:
+            theirs.close()
+        self._channel = ours
+        with contextlib.suppress(OSError):  # it has ended already, and whoever asks it will know
+            self._send({"kind": "preload", "modules": [*self._modules, *self._added]})
+
+    def look(self) -> None:
+        """Start the server again when it has died."""
+        if self._process is not None and self._process.poll() is not None:
+            lost = self._lost(f"exit status {self._process.returncode}")
+            if not self._reason:
+                log.info("%s; starting another one", lost)
+                self.start(self._environ)
+
+    def also_import(self, modules: Sequence[str]) -> None:
+        """Have the server import more; not waited for."""
+        added = [name for name in modules if name not in self._modules and name not in self._added]
+        if added and self._channel is not None:
+            self._added += added
+            with contextlib.suppress(OSError):
+                self._send({"kind": "preload", "modules": added})
+
+    def prepare(self, args: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Have a server ready that can fork this command. Raises NotForked.
+
+        args: the interpreter and its arguments. environ: a worker's variables.
+        """
+        if reason := not_forkable(args):
+            self._end()
+            self._reason = reason
+            raise NotForked(reason)
+        self.look()
+        if self._channel is None:
+            if self._reason:
+                raise NotForked(self._reason)
+            self.start(environ)
+        elif (wanted := read_at_import(environ)) != (has := read_at_import(self._environ)):
+            names = sorted(name for name in {*wanted, *has} if wanted.get(name) != has.get(name))
+            log.info("importing all anew, with the workers' %s", ", ".join(names))
+            self.start(environ)
+        self._await_imports()
+        if changed := self._ask({"kind": "check"}, ANSWER_S)["changed"]:
+            log.info("%s has changed since it was imported: importing all anew", changed[0])
+            self.start(self._environ)
+            self._await_imports()
+        folder = os.getcwd() if args[2] == "-m" else os.path.dirname(os.path.realpath(args[2]))
+        if hidden := shadowing(folder, self._imported["origins"]):
+            raise NotForked(f"{os.path.join(folder, hidden)} hides a module of that name that was preloaded")
+
+    def fork(
+        self, args: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+    ) -> ForkedChild:
+        """Fork a worker (after `prepare`), as `subprocess.Popen` would start one in a session of its own. Raises NotForked."""
+        request = {"kind": "fork", "adopted": True, "argv": list(args), "environ": dict(environ), "folder": os.getcwd()}
+        files = [0, stdout.fileno() if stdout is not None else 1, stderr.fileno() if stderr is not None else 2]
+        with open(os.devnull, "rb") as null:
+            descriptors = [number if _is_open(number) else null.fileno() for number in files]
+            try:
+                with adopting_orphans():
+                    answer = self._ask(request, ANSWER_S, descriptors)
+            except OSError as error:
+                raise NotForked(f"the fork server did not fork: {error}") from error
+        if "error" in answer:
+            raise NotForked(answer["error"])
+        self._deaths = 0
+        return ForkedChild(answer["pid"], args)
+
+    def close(self) -> None:
+        """End the server, for good."""
+        self._end()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _end(self) -> None:
+        channel, self._channel = self._channel, None
+        process, self._process = self._process, None
+        imports, self._unanswered, self._imported = self._unanswered > 0, 0, {}
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            try:
+                process.wait(0.0 if imports else CLOSE_S)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+    def _await_imports(self) -> None:
+        """Take in the answers about imports. Raises NotForked."""
+        if self._channel is None:
+            raise NotForked(self._reason or "there is no fork server")
+        while self._unanswered:
+            self._imported = self._receive(PRELOAD_S)
+            for name, error in self._imported["failed"].items():
+                log.debug("the fork server could not import %s: %s", name, error)
+        if not (reason := self._imported["unusable"]):
+            return
+        if not self._added:
+            raise NotForked(reason)
+        log.info("%s: starting another fork server without %s", reason, names_text(self._added))
+        self._added = []
+        self.start(self._environ)
+        self._await_imports()
+
+    def _ask(self, request: dict[str, Any], timeout_s: float, descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        self._await_imports()
+        try:
+            self._send(request, descriptors)
+        except OSError as error:
+            raise self._lost(str(error)) from error
+        return self._receive(timeout_s)
+
+    def _send(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        assert self._channel is not None
+        frames.send(self._channel, request, descriptors)
+        self._unanswered += 1
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        assert self._channel is not None
+        self._channel.settimeout(timeout_s)
+        try:
+            answer, _ = frames.receive(self._channel)
+        except (EOFError, OSError) as error:
+            raise self._lost(str(error)) from error
+        except BaseException:  # a signal: the answer would be taken for another one's
+            self._end()
+            raise
+        self._unanswered -= 1
+        return answer
+
+    def _lost(self, error: str) -> NotForked:
+        """Give up a server that has ended or does not answer; the next start has another one, unless too many were lost in a row."""
+        self._end()
+        self._deaths += 1
+        reason = f"the fork server was lost: {error}"
+        if self._deaths >= MOST_DEATHS:
+            self._reason = f"{self._deaths} fork servers in a row were lost, the last one: {error}"
+            log.warning("%s; workers are executed from now on", self._reason)
+        return NotForked(reason)
+
+
+def names_text(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} modules that earlier workers imported"
+
+
+def not_forkable(args: Sequence[str]) -> str:
+    """Return why a command is not one that is forked; empty for a script or a module in this interpreter."""
+    if len(args) < 3 or args[0] != sys.executable or args[1] != "-u":
+        return f"{args[0]} is not this Python interpreter"
+    if args[2] == "-m":
+        return "" if len(args) > 3 else "no module is named"
+    if args[2].startswith("-"):
+        return f"Python's option {args[2]} is for a new interpreter"
+    if not os.path.isfile(args[2]) or zipfile.is_zipfile(args[2]):
+        return f"{args[2]} is not a Python file"
+    return ""
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

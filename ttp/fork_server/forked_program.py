@@ -1,0 +1,127 @@
+"""A forked process: from the fork to the last line of its program, as if an interpreter had been started for it.
+
+Owns what a new interpreter has and a fork lacks: session, streams, variables, arguments, path, a `__main__` of its own, random numbers of its
+own. Nothing of the agent's protocol is here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.machinery
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+from ttp.fork_server.linux import show_as
+from ttp.fork_server.preload import is_read_at_import
+
+ENDED = "ended with exit status "
+CANNOT_OPEN = 2
+"""Exit status of an interpreter whose script cannot be read."""
+_ADOPTION_LOOK_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedProgram:
+    """What a forked process is to run."""
+
+    argv: list[str]
+    """The interpreter, `-u` or `-P`, then `-m` and a module, or a script; its arguments."""
+    adopted: bool
+    """The agent is its parent, and reads its exit status; else it writes that, if not 0, into its stdout."""
+
+    @classmethod
+    def become(cls, request: dict[str, Any], descriptors: Sequence[int], *, between: int, agent: int) -> ForkedProgram:
+        """Make the forked process what a new one would be, before any code of the user's. `between`: the parent, which ends; `agent`: the one
+        that adopts this process."""
+        os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        while os.getppid() == between:
+            time.sleep(_ADOPTION_LOOK_S)
+        if request["adopted"] and os.getppid() != agent:
+            os._exit(1)  # it is gone, and nobody would ever end this process
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        show_as(request["argv"], request["environ"])
+        if (random := sys.modules.get("numpy.random")) is not None:
+            random.seed()  # Python's own generator does so by itself, and torch begins with a fixed seed
+        if (error_file := sys.modules.get("ttp.exchange.error_file")) is not None:
+            error_file.install_in_worker()  # as `import ttp` does
+        return cls(request["argv"], request["adopted"])
+
+    def run(self) -> None:
+        """Run the program. Returns when it ends; raises SystemExit, KeyboardInterrupt."""
+        program = self.argv[2:]
+        sys.orig_argv = list(self.argv)
+        main = ModuleType("__main__")
+        main.__dict__.update(__builtins__=builtins, __annotations__={})
+        sys.modules["__main__"] = main
+        sys.addaudithook(_warn_of_late_variable)
+        try:
+            if program[0] == "-m":
+                sys.argv = ["-m", *program[2:]]
+                if self.argv[1] != "-P":
+                    _first_on_path(os.getcwd())
+                runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+            else:
+                sys.argv = list(program)
+                _first_on_path(os.path.dirname(os.path.realpath(program[0])))
+                _run_script(os.path.abspath(program[0]), main)
+        except SystemExit as ended:
+            if ended.code and not self.adopted:
+                with contextlib.suppress(OSError):  # nobody reads that any more
+                    os.write(1, f"{ENDED}{ended.code}\n".encode())
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            error.__traceback__ = _of_the_program(error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.exit(1)
+
+
+def _first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _run_script(path: str, main: ModuleType) -> None:
+    """Run a script as `__main__`."""
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(CANNOT_OPEN)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __package__=None, __spec__=None)
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+    """Leave this module's own frames out of a traceback."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _warn_of_late_variable(event: str, arguments: tuple[Any, ...]) -> None:
+    """Warn of a variable that the script sets for a library that has been loaded before (an audit hook: called for every event)."""
+    if event != "os.putenv":
+        return
+    name, value = (os.fsdecode(argument) for argument in arguments)
+    if is_read_at_import(name) and os.environ.get(name) != value:
+        print(
+            f"ttp: {name}={value} was set after the libraries that read it were imported: it has no effect here. Set it before ttprun"
+            " starts, or set TTP_WARM_START=False",
+            file=sys.stderr,
+        )

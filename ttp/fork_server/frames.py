@@ -1,0 +1,37 @@
+"""Messages between the agent and its fork server: JSON with a length before it, and file descriptors beside it, on a Unix socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+_LENGTH = struct.Struct("!Q")
+MOST_DESCRIPTORS = 3
+
+
+def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message. Raises OSError."""
+    body = json.dumps(message).encode()
+    socket.send_fds(channel, [_LENGTH.pack(len(body))], list(descriptors))
+    channel.sendall(body)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for one message. Raises EOFError when the other side is closed, OSError (TimeoutError when the socket has a timeout)."""
+    header, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, MOST_DESCRIPTORS)
+    header += _exactly(channel, _LENGTH.size - len(header))
+    message: dict[str, Any] = json.loads(_exactly(channel, *_LENGTH.unpack(header)))
+    return message, descriptors
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        chunk = channel.recv(size - len(received))
+        if not chunk:
+            raise EOFError("the other side has closed the channel")
+        received += chunk
+    return received

@@ -1,0 +1,89 @@
+"""What a fork server imports before it forks, and which environment variables those imports read.
+
+Owns the lists. Never imports anything itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+WORKERS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.nn.parallel",
+    "numpy",
+    "grpc.experimental",
+    "tabulate",
+    "rich.table",
+    "ttp.session",
+    "ttp.persist",
+    "ttp.optim.replica_optimizer",
+    "ttp.processor.core.machine",
+    "ttp.controller.agent_link",
+)
+"""Imported for the workers of every job. A module that is not installed is passed over."""
+
+CONTROLLERS = ("ttp.controller.__main__",)
+"""Imported for controllers."""
+
+BY_PROGRAM = {
+    "ttp.trainer": ("ttp.trainer.train",),
+}
+"""Imported when the workers run `-m` with this module."""
+
+READ_AT_IMPORT = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "GRPC_ENABLE_FORK_SUPPORT", "LD_", "PYTHON"),
+    *(
+        "TORCH_LOGS",
+        "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "TORCH_COMPILE_DEBUG",
+    ),
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_JIT", "ATEN_CPU_CAPABILITY"),
+)
+"""Beginnings of the names of variables that Python, torch, gRPC and the libraries below read once, when they are loaded."""
+
+_WORKERS_OWN = ("TTP_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_")
+
+ACCELERATORS = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
+
+
+def is_read_at_import(name: str) -> bool:
+    return name.startswith(READ_AT_IMPORT)
+
+
+def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are read when modules are loaded: workers that differ in them need another fork server."""
+    return {name: value for name, value in environ.items() if is_read_at_import(name)}
+
+
+def without_workers_own(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those that differ from worker to worker or from attempt to attempt."""
+    return {name: value for name, value in environ.items() if not name.startswith(_WORKERS_OWN)}
+
+
+def shadowing(folder: str, origins: Mapping[str, str]) -> str:
+    """Return the name of a module in the first folder of a worker's path that hides one that was preloaded; empty: none does.
+
+    `origins`: top-level name -> file of each preloaded module.
+    """
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return ""
+    for name in names:
+        top = name.removesuffix(".py")
+        if (top != name or top.isidentifier()) and top in origins:
+            path = os.path.join(folder, name)
+            own = path if top != name else os.path.join(path, "__init__.py")
+            if os.path.isfile(own) and os.path.realpath(own) != os.path.realpath(origins[top]):
+                return name
+    return ""
+
+
+def has_accelerator() -> bool:
+    """Say whether this node has an accelerator, by its device files: nothing is asked of a driver."""
+    return any(os.path.exists(path) for path in ACCELERATORS)
