@@ -179,11 +179,14 @@ class TrainingJob(Observed):
         config: str = "gpt_tiny",
         environ: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
+        launch_module: str = "ttp.launch",
+        program: Sequence[str] = ("-m", "ttp.trainer"),
     ) -> None:
+        """`launcher`: its own options. `launch_module`: `torch.distributed.run` for torchrun."""
         super().__init__(output_dir)
         self.ranks = ranks
         self._console = open(output_dir / "console.log", "ab")  # noqa: SIM115 - closed by __exit__
-        command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(ranks), *launcher, "-m", "ttp.trainer"]
+        command = [sys.executable, "-m", launch_module, "--nproc-per-node", str(ranks), *launcher, *program]
         command += ["--config", config, "--training_config.output_dir", str(output_dir), *overrides]
         self.command = command
         self.process = subprocess.Popen(
