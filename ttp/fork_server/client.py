@@ -17,8 +17,9 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ttp.fork_server import frames
 from ttp.fork_server.forked_process import ForkedChild
@@ -32,10 +33,12 @@ PROGRAM = Path(__file__).with_name("request_loop.py")
 PRELOAD_S = 120.0
 """How long a start waits for the imports; then its workers import for themselves."""
 ANSWER_S = 30.0
-"""How long the fork of one worker may take."""
+"""How long the forks of a start may take."""
 CLOSE_S = 1.0
 MOST_DEATHS = 3
 """So many servers in a row are lost without having forked a worker, and there is no further one."""
+MOST_AT_ONCE = 64
+"""Workers that one request has forked: three descriptors each."""
 MOST_NAMES = 8
 PREFIX = "ttp_fork_server_"
 BACKLOG = 16
@@ -61,6 +64,21 @@ class Listener:
     def close(self) -> None:
         self.socket.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one worker runs."""
+
+    argv: tuple[str, ...]
+    """This interpreter, `-u`, and a script, or `-m` and a module; its arguments."""
+    environ: Mapping[str, str]
+    descriptors: tuple[int, int, int] = (0, 1, 2)
+    """What it has as stdin, stdout and stderr; one that is not open is replaced by /dev/null."""
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return {"argv": list(self.argv), "environ": dict(self.environ)}
 
 
 class ForkServer:
@@ -166,23 +184,34 @@ class ForkServer:
         if hidden := shadowing(folder, self._imported["origins"]):
             raise NotForked(f"{os.path.join(folder, hidden)} hides a module of that name that was preloaded")
 
-    def fork(
-        self, args: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
-    ) -> ForkedChild:
-        """Fork a worker (after `prepare`), as `subprocess.Popen` would start one in a session of its own. Raises NotForked."""
-        request = {"kind": "fork", "adopted": True, "argv": list(args), "environ": dict(environ), "folder": os.getcwd()}
-        files = [0, stdout.fileno() if stdout is not None else 1, stderr.fileno() if stderr is not None else 2]
-        with open(os.devnull, "rb") as null:
-            descriptors = [number if _is_open(number) else null.fileno() for number in files]
-            try:
-                with adopting_orphans():
-                    answer = self._ask(request, ANSWER_S, descriptors)
-            except OSError as error:
-                raise NotForked(f"the fork server did not fork: {error}") from error
-        if "error" in answer:
-            raise NotForked(answer["error"])
+    def fork(self, programs: Sequence[Program]) -> list[ForkedChild]:
+        """Fork workers (after `prepare`), as `subprocess.Popen` would start each in a session of its own. Raises NotForked: not all were
+        forked, and those that were are gone."""
+        children: list[ForkedChild] = []
+        for first in range(0, len(programs), MOST_AT_ONCE):
+            some = programs[first : first + MOST_AT_ONCE]
+            request = {
+                "kind": "fork",
+                "adopted": True,
+                "folder": os.getcwd(),
+                "programs": [one.request for one in some],
+            }
+            with open(os.devnull, "rb") as null:
+                wanted = [descriptor for one in some for descriptor in one.descriptors]
+                descriptors = [number if _is_open(number) else null.fileno() for number in wanted]
+                try:
+                    with adopting_orphans():
+                        answer = self._ask(request, ANSWER_S, descriptors)
+                except OSError as error:
+                    answer = {"pids": [], "error": f"the fork server did not fork: {error}"}
+            children += [ForkedChild(pid, one.argv) for pid, one in zip(answer["pids"], some, strict=False)]
+            if answer["error"]:
+                for child in children:
+                    child.send_signal(signal.SIGKILL)
+                    child.wait()
+                raise NotForked(answer["error"])
         self._deaths = 0
-        return ForkedChild(answer["pid"], args)
+        return children
 
     def close(self) -> None:
         """End the server, for good."""

@@ -37,11 +37,18 @@ class ForkedProgram:
     """The agent is its parent, and reads its exit status; else it writes that, if not 0, into its stdout."""
 
     @classmethod
-    def become(cls, request: dict[str, Any], descriptors: Sequence[int], *, between: int, agent: int) -> ForkedProgram:
-        """Make the forked process what a new one would be, before any code of the user's. `between`: the parent, which ends; `agent`: the one
-        that adopts this process."""
+    def become(
+        cls, request: dict[str, Any], own: Sequence[int], others: Sequence[int], between: int, agent: int
+    ) -> ForkedProgram:
+        """Make the forked process what a new one would be, before any code of the user's.
+
+        own: its stdin, stdout and stderr. others: descriptors that are not its own. between: the parent, which ends. agent: the one that
+        adopts this process.
+        """
         os.setsid()
-        for number, descriptor in enumerate(descriptors):
+        for descriptor in others:
+            os.close(descriptor)
+        for number, descriptor in enumerate(own):
             os.dup2(descriptor, number)
             os.close(descriptor)
         while os.getppid() == between:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
-MOST_DESCRIPTORS = 3
+MOST_DESCRIPTORS = 252
+"""One message takes no more (SCM_MAX_FD is 253)."""
 
 
 def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:

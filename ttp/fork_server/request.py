@@ -23,17 +23,16 @@ def fork_at(
 
     address: the server's socket. argv: interpreter, `-P`, `-m`, module, arguments. descriptors: what it gets as 0, 1 and 2.
     """
-    request = {
-        "kind": "fork", "adopted": False, "argv": list(argv), "environ": dict(environ), "folder": folder
-    }  # fmt: skip
+    program = {"argv": list(argv), "environ": dict(environ)}
+    request = {"kind": "fork", "adopted": False, "folder": folder, "programs": [program]}
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(ANSWER_S)
             channel.connect(address)
             frames.send(channel, request, descriptors)
             answer, _ = frames.receive(channel)
-        if "error" in answer:
+        if answer["error"]:
             raise NotForked(answer["error"])
-        return ForkedOrphan(answer["pid"], argv)
+        return ForkedOrphan(answer["pids"][0], argv)
     except (EOFError, OSError, AttributeError) as error:  # the last one: no pidfd_open here
         raise NotForked(f"the fork server at {os.path.basename(address)} did not fork: {error}") from error

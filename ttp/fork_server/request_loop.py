@@ -124,39 +124,42 @@ class RequestLoop:
         }
 
     def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> tuple[dict[str, Any], ForkedProgram | None]:
-        """Fork a worker. Returns the answer for the agent; in the worker, what it is to run."""
+        """Fork the programs of a request. Returns the answer for who asked; in each of their processes, what it is to run."""
         read_end, write_end = os.pipe()
         try:
             between = os.fork()
         except OSError as error:
             _close(read_end, write_end, *descriptors)
-            return {"error": f"fork: {error.strerror}"}, None
+            return {"pids": [], "error": f"fork: {error.strerror}"}, None
         if between == 0:
             os.close(read_end)
             return {}, self._fork_again(request, descriptors, write_end)
         os.close(write_end)
-        pid = os.read(read_end, 32).decode()
-        _, status = os.waitpid(between, 0)  # from now on the agent is the worker's parent
-        _close(read_end, *descriptors)
-        if pid:
-            return {"pid": int(pid)}, None
-        return {"error": f"fork: {os.strerror(abs(os.waitstatus_to_exitcode(status)))}"}, None
+        with open(read_end, encoding="ascii") as pipe:
+            pids = [int(line) for line in pipe]
+        _, status = os.waitpid(between, 0)  # from now on the agent is the workers' parent
+        _close(*descriptors)
+        error_number = abs(os.waitstatus_to_exitcode(status))
+        return {"pids": pids, "error": f"fork: {os.strerror(error_number)}" if error_number else ""}, None
 
     def _fork_again(self, request: dict[str, Any], descriptors: Sequence[int], write_end: int) -> ForkedProgram:
-        """Fork the worker from a process that ends at once. Returns in the worker only."""
+        """Fork from a process that ends at once. Returns in the programs' processes only."""
         between = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            os._exit(error.errno or 1)
-        if pid:
-            os.write(write_end, str(pid).encode())
-            os._exit(0)
-        self._channel.close()
-        if self._listener is not None:
-            self._listener.close()
-        os.close(write_end)
-        return ForkedProgram.become(request, descriptors, between=between, agent=self._agent)
+        for number, program in enumerate(request["programs"]):
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os._exit(error.errno or 1)
+            if pid == 0:
+                self._channel.close()
+                if self._listener is not None:
+                    self._listener.close()
+                os.close(write_end)
+                own = descriptors[3 * number : 3 * number + 3]
+                others = [each for each in descriptors if each not in own]
+                return ForkedProgram.become({**request, **program}, own, others, between, self._agent)
+            os.write(write_end, f"{pid}\n".encode())
+        os._exit(0)
 
 
 def _close(*descriptors: int) -> None:

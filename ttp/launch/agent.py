@@ -216,12 +216,12 @@ class HoldAgent(LocalElasticAgent):
         if servers is None:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
             return local_pids
-        with forking(servers.workers) as how:
+        with forking(servers.workers) as start:
             local_pids = super()._start_workers(worker_group)
-        if how.forked:
-            log.info("forked %d workers from %s", how.forked, servers.workers.description)
-        if how.forked < len(local_pids):
-            log.info("%d workers import for themselves: %s", len(local_pids) - how.forked, how.reason)
+        if start.reason:
+            log.info("%d workers import for themselves: %s", len(local_pids), start.reason)
+        else:
+            log.info("forked %d workers from %s", len(local_pids), servers.workers.description)
         return local_pids
 
     def _learn_imports(self, server: ForkServer) -> None:

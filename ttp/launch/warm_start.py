@@ -1,57 +1,85 @@
 """Has torch's agent fork its workers where it would execute them.
 
 torch makes one `SubprocessHandler` for each worker; for the time of one start another class takes its place, which differs in how the
-process begins and in nothing else.
+process begins and in nothing else. All workers of a start are forked at once, when torch asks for the first one's number.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from ttp.fork_server.client import ForkServer
+from ttp.fork_server.client import ForkServer, Program
 from ttp.fork_server.request import NotForked
 
 _FACTORY = "get_subprocess_handler"
 
 
-@dataclass(slots=True)
-class HowStarted:
-    """How the workers of one start have begun."""
+class WarmStart:
+    """The workers of one start: forked together, or executed."""
 
-    forked: int = 0
-    reason: str = ""
-    """Why workers were executed; empty: all were forked, or there were none."""
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self._waiting: list[tuple[LaterProcess, Program, Callable[[], Any]]] = []
+        self.reason = ""
+        """Why the workers were executed; empty: they were forked."""
+
+    def add(self, program: Program, execute: Callable[[], Any]) -> LaterProcess:
+        """Take in one more worker; `execute()` starts it if it cannot be forked."""
+        process = LaterProcess(self)
+        self._waiting.append((process, program, execute))
+        return process
+
+    def begin(self) -> None:
+        """Start all workers that wait. Raises OSError: the program cannot be executed."""
+        waiting, self._waiting = self._waiting, []
+        programs = [program for _, program, _ in waiting]
+        try:
+            self._server.prepare(programs[0].argv, programs[0].environ)
+            for (process, _, _), child in zip(waiting, self._server.fork(programs), strict=True):
+                process.begun = child
+        except NotForked as error:
+            self.reason = str(error)
+            for process, _, execute in waiting:
+                process.begun = execute()
+
+
+class LaterProcess:
+    """Stands for a worker's process: the first who asks anything of one has all workers of the start begin."""
+
+    def __init__(self, start: WarmStart) -> None:
+        self._start = start
+        self.begun: Any = None
+        """A `ForkedChild` or a `subprocess.Popen`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.begun is None:
+            self._start.begin()
+        return getattr(self.begun, name)
 
 
 @contextmanager
-def forking(server: ForkServer) -> Iterator[HowStarted]:
-    """Have the workers that torch starts meanwhile forked, as long as they can be."""
-    how = HowStarted()
+def forking(server: ForkServer) -> Iterator[WarmStart]:
+    """Have the workers that torch starts meanwhile forked, if they can be."""
+    start = WarmStart(server)
 
-    class ForkedHandler(SubprocessHandler):
-        """A worker that is forked, or executed when it cannot be."""
+    class WarmHandler(SubprocessHandler):
+        """A worker that begins together with the others of its start."""
 
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-            try:
-                if not how.reason:
-                    if not how.forked:
-                        server.prepare(args, env)
-                    process = server.fork(args, env, self._stdout, self._stderr)
-                    how.forked += 1
-                    return process  # type: ignore[return-value]  # it has all of Popen that torch uses
-            except NotForked as error:
-                how.reason = str(error)
-            return super()._popen(args, env)
+            out = self._stdout.fileno() if self._stdout is not None else 1
+            err = self._stderr.fileno() if self._stderr is not None else 2
+            execute = super()._popen
+            return start.add(Program(args, env, (0, out, err)), lambda: execute(args, env))  # type: ignore[return-value]
 
     torchs_own = vars(api)[_FACTORY]
-    setattr(api, _FACTORY, ForkedHandler)
+    setattr(api, _FACTORY, WarmHandler)
     try:
-        yield how
+        yield start
     finally:
         setattr(api, _FACTORY, torchs_own)

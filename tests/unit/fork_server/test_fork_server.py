@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, not_forkable
+from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, Program, not_forkable
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.request import NotForked, fork_at
 
@@ -58,7 +58,7 @@ def run(server: ForkServer, *program: str, folder: Path, environ: dict[str, str]
     variables = {**os.environ, **(environ or {})}
     server.prepare(args, variables)
     with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
-        child = server.fork(args, variables, out, err)
+        [child] = server.fork([Program(tuple(args), variables, (0, out.fileno(), err.fileno()))])
         status = child.wait(END_S)
         return status, (folder / "out").read_text(), (folder / "err").read_text()
 
@@ -142,7 +142,8 @@ def test_a_script_that_cannot_be_read(script: Callable[[str], str], tmp_path: Pa
 
 
 def run_prepared(server: ForkServer, args: list[str]) -> int:
-    return server.fork(args, os.environ, None, None).wait(END_S)
+    [child] = server.fork([Program(tuple(args), os.environ)])
+    return child.wait(END_S)
 
 
 def test_generators_of_random_numbers_differ_from_worker_to_worker(
