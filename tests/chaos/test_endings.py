@@ -276,6 +276,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
     driver.write_text(NOHUP)
     with Launch(tmp_path, "note('begun')\nawait_file('go')", program=[str(driver)]) as job:
         job.await_notes("begun-0-0")
+        job.says("start 0: ")
         job.process.send_signal(signal.SIGHUP)
         ignored = int(re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{job.process.pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]
         assert ignored >> (signal.SIGHUP - 1) & 1

@@ -106,7 +106,7 @@ if sys.argv[2] == "fail" and rank == 1:
         json.dumps({"message": {"message": "ValueError: boom", "extraInfo": extra}}))
     sys.exit(4)
 """
-OWN_VARIABLES = {"TTP_LAUNCHED", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "GRPC_ENABLE_FORK_SUPPORT"}
+OWN_VARIABLES = {"TTP_LAUNCHED", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_FORK_SERVER", "GRPC_ENABLE_FORK_SUPPORT"}
 MAY_DIFFER = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 
@@ -197,6 +197,7 @@ def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: 
     """Workers, their deaf children, and a controller in a session of its own that was not published."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2") as job:
         job.await_notes("begun-0-0", "begun-1-0")
+        job.says("start 0: ")
         assert len(job.marked()) >= 5
         job.process.send_signal(number)
         assert job.wait() == 1
@@ -209,6 +210,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     """Workers that ignore the first one have 30 s, as under torchrun, unless the user insists."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2", arguments=["deaf"]) as job:
         job.await_notes("begun-0-0", "begun-1-0")
+        job.says("start 0: ")
         job.process.send_signal(signal.SIGTERM)
         job.await_notes("sigterm-0-0", "sigterm-1-0")
         time.sleep(3 * SAME_S)  # one that comes sooner is the same notice
@@ -242,6 +244,7 @@ def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, numb
     waited for."""
     with Launch(tmp_path, EARLY, "--nproc-per-node", "2") as job:
         job.await_notes("importing-0-0", "importing-1-0")
+        job.says("start 0: ")
         job.process.send_signal(number)
         assert job.wait() == 1
         assert ("ranks 0-1 still here after SIGINT: ending them by SIGTERM" in job.text) == (number == signal.SIGINT)
@@ -255,6 +258,7 @@ def test_a_worker_that_handles_sigterm_keeps_its_grace_after_ctrl_c(tmp_path: Pa
     options = ("--nproc-per-node", "1", "--shutdown-timeout", "8")
     with Launch(tmp_path, EARLY, *options, arguments=["catches"]) as job:
         job.await_notes("importing-0-0")
+        job.says("start 0: ")
         began = time.monotonic()
         job.process.send_signal(signal.SIGINT)
         job.await_notes("handler-0-0")

@@ -24,6 +24,7 @@ OWN_VARIABLES = {
     "TTP_ROUND_ID": "number of the start, the same on all nodes (TORCHELASTIC_RESTART_COUNT is each node's own count)",
     "TTP_START_ID": "by which the launcher knows this start's controllers among all processes",
     "TTP_ATTEMPT_DIR": "where the first rank of the node writes for its agent which controllers lead the ranks",
+    "TTP_FORK_SERVER": "where ranks have their controllers forked",
     "GRPC_ENABLE_FORK_SUPPORT": "0, else data loaders that fork crash or crawl once gRPC is loaded",
 }
 """What workers find in their environment beyond torchrun's, and why."""

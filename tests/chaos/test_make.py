@@ -20,6 +20,7 @@ SIZES = {
     "benchmarks.gate": "--runs 2 --calls 50",
     "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",
     "benchmarks.messages": "",
+    "benchmarks.restart": "--ranks 2 --jobs 1 --kills-a-job 1",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
     "benchmarks.simulation": "--batches 1 --runs 3",
     "benchmarks.split_models": "--width 64 --length 8 --batch 1 --micro-batches 2",
