@@ -16,6 +16,9 @@ DEADLINE_S = 240.0
 TTPRUN = ("-m", "ttp.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 
+WARM = {"TTP_WARM_START": "True"}
+"""For tests of what forked workers are. Other workers without torch import nothing that takes time, and are executed (TTP_TEST_WARM=True: not)."""
+
 PRELUDE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -68,6 +71,8 @@ class Launch:
         self.log = out / f"{name}.log"
         command = [sys.executable, *program, *options, *what, str(out), *arguments]
         # Other tests of this process may have loaded gRPC, which leaves its setting in the environment.
+        cold = "torch" not in worker and "ttp" not in worker and os.environ.get("TTP_TEST_WARM") != "True"
+        warm_start = {"TTP_WARM_START": "False"} if cold else {}
         own = ("TORCHELASTIC_", "TTP_", "PET_", "GRPC_ENABLE_FORK_SUPPORT")
         clean = {key: value for key, value in os.environ.items() if not key.startswith(own)}
         with open(self.log, "wb") as log:
@@ -77,7 +82,7 @@ class Launch:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**clean, "OMP_NUM_THREADS": "1", "LAUNCH_TEST_MARK": self._mark, **(environ or {})},
+                env={**clean, **warm_start, "OMP_NUM_THREADS": "1", "LAUNCH_TEST_MARK": self._mark, **(environ or {})},
             )
 
     def __enter__(self) -> Launch:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
+from tests.chaos.launching import TORCHRUN, TTPRUN, WARM, Launch
 from tests.ports import free_port
 from ttp.launch.attempts.signals import SAME_S
 from ttp.nccl import NCCL_SETTINGS
@@ -39,7 +39,7 @@ if start == "0":
 
 def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(tmp_path: Path) -> None:
     """No rank is sent SIGTERM; the second start has every rank; one line reports each transition."""
-    with Launch(tmp_path, HELD, "--nproc-per-node", "3") as job:
+    with Launch(tmp_path, HELD, "--nproc-per-node", "3", environ=WARM) as job:
         assert job.wait() == 0, job.text
         assert job.notes("persisted") == ["persisted-0-0", "persisted-2-0"]
         assert job.notes("sigterm") == []
@@ -106,7 +106,14 @@ if sys.argv[2] == "fail" and rank == 1:
         json.dumps({"message": {"message": "ValueError: boom", "extraInfo": extra}}))
     sys.exit(4)
 """
-OWN_VARIABLES = {"TTP_LAUNCHED", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_FORK_SERVER", "GRPC_ENABLE_FORK_SUPPORT"}
+OWN_VARIABLES = {
+    "TTP_LAUNCHED",
+    "TTP_ROUND_ID",
+    "TTP_START_ID",
+    "TTP_ATTEMPT_DIR",
+    "TTP_FORK_SERVER",
+    "GRPC_ENABLE_FORK_SUPPORT",
+}
 MAY_DIFFER = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 
@@ -118,8 +125,9 @@ def test_a_job_looks_the_same_under_ttprun_and_torchrun(tmp_path: Path, how: str
         out = tmp_path / name
         out.mkdir()
         environ = {
+            **WARM,
             "TORCHELASTIC_ERROR_FILE": str(out / "error.json"),
-            "BEFORE": json.dumps([*(set(os.environ) - OWN_VARIABLES), "BEFORE", "LAUNCH_TEST_MARK", "LC_CTYPE"]),
+            "BEFORE": json.dumps([*(set(os.environ) - OWN_VARIABLES), *WARM, "BEFORE", "LAUNCH_TEST_MARK", "LC_CTYPE"]),
         }
         options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", str(out / "logs"), "--redirects", "3")
         with Launch(out, REPORTING, *options, program=program, environ=environ, arguments=[how]) as job:
@@ -195,7 +203,7 @@ if "leave" not in sys.argv:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """Workers, their deaf children, and a controller in a session of its own that was not published."""
-    with Launch(tmp_path, LITTER, "--nproc-per-node", "2") as job:
+    with Launch(tmp_path, LITTER, "--nproc-per-node", "2", environ=WARM) as job:
         job.await_notes("begun-0-0", "begun-1-0")
         job.says("start 0: ")
         assert len(job.marked()) >= 5
@@ -208,7 +216,7 @@ def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     """Workers that ignore the first one have 30 s, as under torchrun, unless the user insists."""
-    with Launch(tmp_path, LITTER, "--nproc-per-node", "2", arguments=["deaf"]) as job:
+    with Launch(tmp_path, LITTER, "--nproc-per-node", "2", arguments=["deaf"], environ=WARM) as job:
         job.await_notes("begun-0-0", "begun-1-0")
         job.says("start 0: ")
         job.process.send_signal(signal.SIGTERM)
@@ -242,7 +250,7 @@ while True:
 def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, number: signal.Signals) -> None:
     """No controller was ever there, so there is nothing to save: also where Ctrl-C is lost in an import, torch's 30 s are not
     waited for."""
-    with Launch(tmp_path, EARLY, "--nproc-per-node", "2") as job:
+    with Launch(tmp_path, EARLY, "--nproc-per-node", "2", environ=WARM) as job:
         job.await_notes("importing-0-0", "importing-1-0")
         job.says("start 0: ")
         job.process.send_signal(number)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.launching import TORCHRUN, TTPRUN, Launch
+from tests.chaos.launching import TORCHRUN, TTPRUN, WARM, Launch
 from tests.ports import free_port
 from ttp.nccl import NCCL_SETTINGS
 
@@ -169,8 +169,9 @@ def test_an_exception_without_record_is_named_all_the_same(tmp_path: Path, redir
 def observe(out: Path, case: Case, program: Sequence[str]) -> dict[str, Any]:
     """Run the case under one launcher and return all that is compared."""
     out.mkdir()
-    before = [*(set(os.environ) - set(OWN_VARIABLES)), "BEFORE", "LAUNCH_TEST_MARK", "LC_CTYPE", "ENABLE_TTP"]
+    before = [*(set(os.environ) - set(OWN_VARIABLES)), *WARM, "BEFORE", "LAUNCH_TEST_MARK", "LC_CTYPE", "ENABLE_TTP"]
     environ = {
+        **WARM,
         **case.environ,
         "BEFORE": json.dumps(before),
         "TORCHELASTIC_ERROR_FILE": str(out / "error.json"),

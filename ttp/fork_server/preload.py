@@ -48,11 +48,13 @@ READ_AT_IMPORT = (
 
 _WORKERS_OWN = ("TTP_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_")
 
+READ_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Not these: torch sets them itself."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
 
 
 def is_read_at_import(name: str) -> bool:
-    return name.startswith(READ_AT_IMPORT)
+    return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:

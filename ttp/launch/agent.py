@@ -238,6 +238,7 @@ class HoldAgent(LocalElasticAgent):
             return
         if names:
             self._imports_learned = True
+            log.info("the fork server imports what the workers had imported: %d modules", len(names))
             server.also_import(names)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -58,7 +58,15 @@ def test_the_tables_have_every_variable_and_no_other() -> None:
     assert [name for row in rows for name in row.split(", ")] == list(VARIABLES)
     shown = SETTINGS.read_text()
     users = re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", shown, re.M)))
-    by_programs = {"TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS", "TTP_FORK_SERVER"}
+    by_programs = {
+        "TTP_ROUND_ID",
+        "TTP_LAUNCHED",
+        "TTP_FAULTS",
+        "TTP_START_ID",
+        "TTP_ATTEMPT_DIR",
+        "TTP_CHAOS",
+        "TTP_FORK_SERVER",
+    }
     assert set(users) == set(VARIABLES) - by_programs
 
 
