@@ -2,7 +2,7 @@
 
 Contenders take turns with the same trainer, model, text and ranks: TTP with warm starts, TTP without (TTP_WARM_START=False), and torchrun with
 the trainer's own DCP checkpoints every ten steps. One rank at a random moment of a random step is killed by SIGKILL, several times in each job. A stage
-is told as the time since the one before it; the *slowest* rank counts. Reads journals, logs and stamps; needs no cooperation of the product.
+is reported as the time since the one before it; the *slowest* rank counts. Reads journals, logs and stamps; needs no cooperation of the product.
 
 Exit status 1 when the way back with warm starts takes more than LIMIT_BACK of torchrun's, or the first start more than LIMIT_FIRST (medians).
 """

@@ -171,8 +171,8 @@ class ForkServer:
             if self._reason:
                 raise NotForked(self._reason)
             self.start(environ)
-        elif (wanted := read_at_import(environ)) != (has := read_at_import(self._environ)):
-            names = sorted(name for name in {*wanted, *has} if wanted.get(name) != has.get(name))
+        elif (theirs := read_at_import(environ)) != (ours := read_at_import(self._environ)):
+            names = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
             log.info("importing all anew, with the workers' %s", ", ".join(names))
             self.start(environ)
         self._await_imports()
@@ -197,8 +197,8 @@ class ForkServer:
                 "programs": [one.request for one in some],
             }
             with open(os.devnull, "rb") as null:
-                wanted = [descriptor for one in some for descriptor in one.descriptors]
-                descriptors = [number if _is_open(number) else null.fileno() for number in wanted]
+                given = [descriptor for one in some for descriptor in one.descriptors]
+                descriptors = [number if _is_open(number) else null.fileno() for number in given]
                 try:
                     with adopting_orphans():
                         answer = self._ask(request, ANSWER_S, descriptors)

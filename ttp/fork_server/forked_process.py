@@ -1,4 +1,4 @@
-"""Forked processes, used as `subprocess.Popen` is: a worker, whose parent is the agent, and a controller, which is nobody's child.
+"""Forked processes, used as `subprocess.Popen` is: a worker, whose parent is the agent, and a controller, whose parent is init.
 
 Both offer `pid`, `poll`, `wait`, `send_signal` and `terminate`.
 """

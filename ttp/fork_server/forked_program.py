@@ -54,7 +54,7 @@ class ForkedProgram:
         while os.getppid() == between:
             time.sleep(_ADOPTION_LOOK_S)
         if request["adopted"] and os.getppid() != agent:
-            os._exit(1)  # it is gone, and nobody would ever end this process
+            os._exit(1)  # it is gone, and no other process would end this one
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environ"])
@@ -85,7 +85,7 @@ class ForkedProgram:
                 _run_script(os.path.abspath(program[0]), main)
         except SystemExit as ended:
             if ended.code and not self.adopted:
-                with contextlib.suppress(OSError):  # nobody reads that any more
+                with contextlib.suppress(OSError):  # the reader has gone
                     os.write(1, f"{ENDED}{ended.code}\n".encode())
             raise
         except KeyboardInterrupt:

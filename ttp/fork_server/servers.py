@@ -1,6 +1,6 @@
 """The fork servers of a node: one for its workers, one for its controllers.
 
-They are two because a controller needs no torch: its memory stays small, and it is no candidate when memory runs out.
+They are two because a controller needs no torch: its memory stays small, and the kernel picks larger processes when memory runs out.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ ONLY_TEXT = {
 """These may be parts of names."""
 
 ALLOWED = {
+    r"\"amnesty\"": "a key of journals, which old ones have",
     r"\bforgiven\b": "a key of manifests, which old checkpoints have",
     r"wanted a name or address that all nodes know": "tests/unit/launch expects it, which is not rewritten yet",
     r"\"(laps?|blows)\"|\blaps?,|\blap_": "keys of result.json and names of a campaign's folders",

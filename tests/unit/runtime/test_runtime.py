@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,6 @@ from ttp.controller.core.machine import transition
 from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
 from ttp.controller.process import CannotListen, ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable, TornShare
-from ttp.fork_server.client import ForkServer, Listener
-from ttp.fork_server.forked_process import ForkedOrphan
-from ttp.fork_server.preload import CONTROLLERS
-from ttp.launch.links.controller_shutdown import is_controller
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Heartbeat, Phase, PublishOrder
 from ttp.proto.stream import ControlStream
 
@@ -265,36 +260,6 @@ def test_a_port_that_is_taken_is_distinguished_from_other_failures_of_the_start(
         arguments = {"port": port, "options": ("--port-wait-s", "0.1")}
         with pytest.raises(CannotListen, match=f"^the controller cannot listen on 127.0.0.1:{port}: the port is taken"):
             start_controller(job_id="job", term=1, world_size=1, journal=tmp_path / "j", **arguments)
-
-
-def test_a_controller_that_is_forked_is_like_one_that_is_executed(tmp_path: Path) -> None:
-    """It listens, leads a session of its own, is found by its command line, takes SIGTERM, and its errors are told apart."""
-    server = ForkServer(CONTROLLERS, Listener())
-    server.start(os.environ)
-    try:
-        start = partial(start_controller, job_id="job", term=1, world_size=1, fork_server=server.address)
-        controller = start(journal=tmp_path / "j.jsonl")
-        assert isinstance(controller.process, ForkedOrphan)
-        assert request_status(controller.address).stage == "assembling"
-        assert os.getsid(controller.pid) == controller.pid and is_controller(controller.pid)
-        port = int(controller.address.rpartition(":")[2])
-        with pytest.raises(CannotListen, match=f"cannot listen on 127.0.0.1:{port}: the port is taken"):
-            start(journal=tmp_path / "k", port=port, options=("--port-wait-s", "0.1"))
-        with pytest.raises(NotWritable, match="cannot write the journal"):
-            start(journal=tmp_path)
-        controller.terminate()
-        assert controller.wait(LONG_S) == 0
-    finally:
-        server.close()
-
-
-def test_a_controller_is_executed_where_nothing_forks_it(tmp_path: Path) -> None:
-    controller = start_controller(
-        job_id="job", term=1, world_size=1, journal=tmp_path / "j", fork_server=str(tmp_path / "gone")
-    )
-    assert not isinstance(controller.process, ForkedOrphan)
-    controller.terminate()
-    assert controller.wait(LONG_S) == 0
 
 
 def test_ctrl_c_leaves_the_controller_alone_and_sigterm_ends_it(new_controller: StartController) -> None:
