@@ -80,11 +80,14 @@ def lost_text(known: Summary) -> str:
     if known.untold_starts:
         return f"unknown: how {_starts(known.untold_starts)} ended is not known on this node"
     end = "" if known.ended_in_fault else _end(known.last)
-    counts = [_steps(known)] if known.steps_lost or (known.faults and not known.unknown_losses and not end) else []
+    own = "" if known.ended_in_fault else _saves_itself(known.last)
+    certain = not (known.unknown_losses or end or own)
+    counts = [_steps(known)] if known.steps_lost or (known.faults and certain) else []
     if known.unknown_losses:
         which = "fault" if known.faults > known.notices else "notice"
         counts.append(f"unknown after {counted(known.unknown_losses, which)}")
-    text = ", and ".join([*counts, *([end] if end else [])]) or "nothing"
+    text = ", and ".join([*counts, *([end] if end else [])]) or ("no step at a fault" if own else "nothing")
+    text = f"{text}; {own}" if own else text
     return f"{text}; {_seconds(known.lost_s)} without training" if known.faults else text
 
 
@@ -97,13 +100,18 @@ def _end(last: LastStep | None) -> str:
     """Say why the last step may be lost though the job ended without a fault; empty: it is on disk."""
     if last is None:
         return "unknown: no rank has reported its last step"
-    if last.saved_step is None:
-        return f"unknown: the trainer writes its own checkpoints, its last step is {last.step}"
-    if last.saved_step >= last.step:
+    if last.saved_step is None or last.saved_step >= last.step:
         return ""
     missing = counted(last.step - last.saved_step, "step")
     newest = f"the newest is of step {last.saved_step}" if last.saved_step else "TTP wrote none"
     return f"no checkpoint on disk of the last {missing}, up to step {last.step} ({newest})"
+
+
+def _saves_itself(last: LastStep | None) -> str:
+    """Name the last step of a trainer that saves its own checkpoints; empty: TTP saves them."""
+    if last is None or last.saved_step is not None:
+        return ""
+    return f"the trainer saves its own checkpoints, its last step is {last.step}"
 
 
 def _starts(numbers: Sequence[int]) -> str:
