@@ -355,3 +355,25 @@ def test_a_child_that_was_reaped_by_somebody_else_counts_as_popen_counts_it() ->
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     assert ForkedChild(pid, []).poll() == 0
+
+
+def belongings(pid: int) -> tuple[int, int]:
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+@pytest.mark.long
+def test_200_starts_leave_nothing_in_server_or_agent(script: Callable[[str], str]) -> None:
+    """No descriptor, no thread, no process, and no memory that grows with the starts."""
+    args = [sys.executable, "-u", script("")]
+    program = Program(tuple(args), os.environ)
+    grown = []
+    with serving() as server:
+        for number in range(200):
+            server.prepare(args, os.environ)
+            assert [child.wait(END_S) for child in server.fork([program] * 4)] == [0] * 4
+            if number in (9, 199):
+                resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+                grown.append((belongings(os.getpid()), belongings(server.pid), resident))
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+    assert grown[0][:2] == grown[1][:2] and not children.split()
+    assert grown[1][2] - grown[0][2] < 256, "pages: 1 MB"

@@ -47,7 +47,10 @@ TABLE = [
     (replace(CALM, protected=False), "not protected: no rank has called ttp.start"),
     (replace(FAULT, protected=False, unknown_losses=1), "not protected: no rank has called ttp.start"),
     (replace(CALM, last=None), "unknown: no rank has reported its last step"),
-    (replace(CALM, last=LastStep(60, None)), "no step at a fault; the trainer saves its own checkpoints, its last step is 60"),
+    (
+        replace(CALM, last=LastStep(60, None)),
+        "no step at a fault; the trainer saves its own checkpoints, its last step is 60",
+    ),
     (replace(CALM, last=LastStep(60, 0)), "no checkpoint on disk of the last 60 steps, up to step 60 (TTP wrote none)"),
     (
         replace(CALM, last=LastStep(60, 59)),
