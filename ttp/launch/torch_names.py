@@ -44,6 +44,18 @@ PRIVATE_NAMES = (
 )
 """All but the variable of `torch.distributed.elastic.agent.server.api.SimpleElasticAgent`, through `LocalElasticAgent`."""
 
+HANDLER_NAMES = (
+    PrivateName(
+        "_popen",
+        "method",
+        "overridden: the process is forked (`warm_start.py`), and the inherited one called when it cannot be",
+    ),
+    PrivateName("_stdout", "attribute", "read: the log file that the forked worker gets; None: the agent's own"),
+    PrivateName("_stderr", "attribute", "the same"),
+)
+"""Of torch's `SubprocessHandler`. The class takes the place of `get_subprocess_handler` in `torch.distributed.elastic.multiprocessing.api`
+while workers are started."""
+
 PYTHON_RUN_WITH = ("3.11", "3.12", "3.13")
 """Versions of Python that the command line was run with: 3.11 with all its tests; 3.12.1 and 3.13.0 with abbreviations of TTP's options
 and of a few that stood in for torchrun's only."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,8 +12,11 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, api, start_processes
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ttp.fork_server.client import ForkServer
+from ttp.launch import warm_start
+from ttp.launch.torch_names import HANDLER_NAMES
 from ttp.launch.warm_start import forking
 
 END_S = 60.0
@@ -81,3 +86,12 @@ def test_torch_has_its_own_way_back_afterwards(server: ForkServer) -> None:
         assert api.get_subprocess_handler is not before  # type: ignore[attr-defined]
         raise KeyError
     assert api.get_subprocess_handler is before  # type: ignore[attr-defined]
+
+
+def test_the_private_names_of_torchs_handler_are_listed_and_there() -> None:
+    """torch calls the overridden method, and the attributes hold its log files."""
+    source = inspect.getsource(SubprocessHandler)
+    for private in HANDLER_NAMES:
+        assert f"self.{private.name}" in source
+    used = set(re.findall(r"(?:self|super\(\))\.(_[a-z]+)", inspect.getsource(warm_start.forking)))
+    assert used == {private.name for private in HANDLER_NAMES}
