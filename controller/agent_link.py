@@ -183,13 +183,13 @@ class AgentLink:
 
     def _vouch(self, now: float) -> None:
         """Report which processes run, three times a lease: a rank that is silent, because its interpreter is held, has not died."""
-        running = self._running()
         with self._lock:
-            if not self._attached or self._stream is None:
+            stream = self._stream
+            if not self._attached or stream is None:
                 return
             self._vouch_at = now + min(VOUCH_AT_MOST_S, self._lease_s / VOUCHES_A_LEASE)
-            if running:
-                self._say(self._stream, Vouch(tuple(running), tuple(running.values())))
+        if running := self._running():
+            self._say(stream, Vouch(tuple(running), tuple(running.values())))
 
     def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit | Vouch) -> None:
         try:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -275,3 +276,26 @@ def test_the_link_asks_for_running_processes_three_times_a_lease(
     until(lambda: len(asked) >= 5, "five looks")
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert min(gaps[1:]) >= 0.39, "before the lease is known it is a second at most"
+
+
+def test_a_link_without_a_controller_asks_for_no_processes(new_link: OpenLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for each look would be made for nothing while the controller starts."""
+    asked: list[int] = []
+    looks: list[float] = []
+    vouch = AgentLink._vouch
+
+    def running() -> dict[int, int]:
+        asked.append(0)
+        return {}
+
+    def look(link: AgentLink, now: float) -> None:
+        vouch(link, now)
+        looks.append(now)
+
+    monkeypatch.setattr(AgentLink, "_vouch", look)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        new_link(f"127.0.0.1:{silent.getsockname()[1]}", running)
+        until(lambda: len(looks) >= 3, "three looks of the link")
+    assert not asked
