@@ -337,7 +337,7 @@ def test_a_bad_setting_is_refused_before_anything_starts(tmp_path: Path) -> None
     """One line with the variable, its value and what is expected; no traceback."""
     with Launch(tmp_path, "note('begun')", environ={"TTP_OT": "soon"}) as job:
         assert job.wait() == 2
-        assert job.text.strip().splitlines()[-1] == "ttprun: error: TTP_OT: got 'soon', expected a number"
+        assert job.text.strip().splitlines()[-1] == "ttprun: error: invalid TTP_OT='soon': expected a number"
         assert job.notes("begun") == []
 
 
