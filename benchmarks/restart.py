@@ -21,17 +21,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ttp.chaos.observed.training_job import TrainingJob, read_jsonl
+from ttp.chaos.observed.training_job import JobError, TrainingJob, marked, read_jsonl
 
 LIMIT_BACK = 0.2
 LIMIT_FIRST = 0.6
+AWAY_S = 90.0
+"""A job that is away for longer counts as away for so long."""
 WARM, COLD, TORCHRUN = "TTP", "TTP, cold", "torchrun + DCP"
 HERE = Path(__file__).parent
 CONTENDERS: dict[str, dict[str, Any]] = {
     WARM: {},
     COLD: {"environ": {"TTP_WARM_START": "False"}},
-    TORCHRUN: {"launch_module": "torch.distributed.run", "environ": {"ENABLE_TTP": "False"}},
+    TORCHRUN: {
+        "launch_module": "torch.distributed.run",
+        "launcher": ["--standalone"],
+        "environ": {"ENABLE_TTP": "False", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    },
 }
+"""torchrun 2.13 gives the workers of a restart the store of the last attempt, where gloo finds the old addresses: they never meet. Its variable that
+makes a new store for each attempt is set, in its favour."""
 SAVE_EVERY = ["--training_config.save_interval", "10"]
 FAULT_STAGES = {"death_seen": "seen", "frozen": "frozen", "written": "written", "published": "published"}
 RANK_STAGES = ("script", "imported", "text opened", "process group", "model and optimizer", "protected", "loaded")
@@ -45,7 +53,7 @@ def start(name: str, folder: Path, options: argparse.Namespace) -> TrainingJob:
         ranks=options.ranks,
         overrides=["--training_config.training_iters", "100000", *(SAVE_EVERY if name == TORCHRUN else [])],
         environ={"RESTART_STAMPS": str(folder), "PYTHONPATH": str(HERE.parent), **facts.get("environ", {})},
-        launcher=["--max-restarts", "1000"],
+        launcher=["--max-restarts", "1000", *facts.get("launcher", [])],
         launch_module=facts.get("launch_module", "ttp.launch"),
         program=[str(HERE / "_restart_worker.py")],
     )
@@ -55,9 +63,9 @@ def steps_since(job: TrainingJob, unix_s: float) -> list[dict[str, Any]]:
     return [line for line in job.metrics() if "loss" in line and not line.get("recovered") and line["unix_s"] > unix_s]
 
 
-def wait_for_step(job: TrainingJob, unix_s: float, count: int) -> float:
+def wait_for_step(job: TrainingJob, unix_s: float, count: int, timeout_s: float = 300.0) -> float:
     """Wait for so many steps after a time; return the time of the first."""
-    job.wait_for(lambda: len(steps_since(job, unix_s)) >= count, f"{count} steps", 300.0)
+    job.wait_for(lambda: len(steps_since(job, unix_s)) >= count, f"{count} steps", timeout_s)
     return float(steps_since(job, unix_s)[0]["unix_s"])
 
 
@@ -83,7 +91,7 @@ def turn(
 ) -> tuple[float, list[dict[str, float]]]:
     """Run one job; return the time of its first start, and of each kill the stages."""
     begun_s = time.time()
-    kills = []
+    kills: list[dict[str, float]] = []
     with start(name, folder, options) as job:
         first_s = wait_for_step(job, begun_s, 1) - begun_s
         since_s = begun_s
@@ -94,9 +102,17 @@ def turn(
             time.sleep(draw.random() * 0.1)
             killed_s = time.time()
             os.kill(pids[draw.randrange(options.ranks)], signal.SIGKILL)
-            since_s = wait_for_step(job, killed_s, 1)
+            try:
+                since_s = wait_for_step(job, killed_s, 1, AWAY_S)
+            except JobError:
+                print(f"{name}: no step within {AWAY_S:.0f} s of a kill; the job is given up", flush=True)
+                kills.append({"first step": AWAY_S})
+                job.process.kill()
+                break
             kills.append(stages_of(job, killed_s, since_s))
             since_s -= 1e-6
+    for pid, _ in marked(job.mark):
+        os.kill(pid, signal.SIGKILL)
     return first_s, kills
 
 
@@ -117,7 +133,7 @@ def report(firsts: dict[str, list[float]], kills: dict[str, list[dict[str, float
     for name, each in kills.items():
         print(f"\n{name}: medians of {len(each)} kills, ms")
         before = 0.0
-        for stage in each[0]:
+        for stage in max(each, key=len):
             values = [one[stage] for one in each if stage in one]
             middle = statistics.median(values)
             print(f"  {stage:20} {1e3 * middle:8.0f}  {1e3 * (middle - before):+8.0f}")
