@@ -39,7 +39,7 @@ _TYPES = {
     f"{_FACTS}.state:StateAt": "ttp.controller.state:ControllerState",
 }
 """Types that had another name then."""
-_FIELDS = {"leases_renewed_at": "amnesty"}
+_FIELDS = {"leases_renewed_at": "amnesty", "checksum": "sha256"}
 """Fields that had another name then."""
 _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}

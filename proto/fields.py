@@ -112,7 +112,7 @@ def decode_parts(wire: Iterable[pb.Part]) -> tuple[m.Part, ...]:
 
 
 def encode_share(share: m.ShareResult) -> pb.ShareResult:
-    files = [pb.FileEntry(name=f.name, nbytes=f.nbytes, sha256=f.sha256, rank=f.rank) for f in share.files]
+    files = [pb.FileEntry(name=f.name, nbytes=f.nbytes, sha256=f.checksum, rank=f.rank) for f in share.files]
     return pb.ShareResult(files=files)
 
 

@@ -231,7 +231,8 @@ class Vouch:
 class FileEntry:
     name: str
     nbytes: int
-    sha256: str
+    checksum: str
+    """Its algorithm, a colon, and hexadecimal digits."""
     rank: int
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ttp.checkpoint.format import dcp
-from ttp.checkpoint.format.durable import advance_tracker, fsync_directory, sha256_of, step_directory_name
+from ttp.checkpoint.format.checksum import Checksum, of_file
+from ttp.checkpoint.format.durable import advance_tracker, fsync_directory, step_directory_name
 from ttp.checkpoint.format.file_index import Contents, read_contents, wrong_files
 from ttp.checkpoint.format.manifest import Manifest, to_bytes, write_manifest
 from ttp.checkpoint.staging import check_files, check_name, claim_of, discard_staging, free_name, names_of_staging
@@ -166,7 +167,7 @@ class Publication:
         contents = replace(contents, files=contents.files + blobs.files, blobs=contents.blobs + blobs.blobs)
         dcp.write_metadata(claim, contents, str(self.final), self.tmp_name, self.advance)
         metadata = claim / dcp.METADATA_NAME
-        entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, sha256_of(metadata), self.rank)
+        entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, of_file(metadata, Checksum()), self.rank)
         files = sorted((*contents.files, entry), key=lambda file: file.name)
         write_manifest(claim, replace(self.manifest, files=tuple(files), finite=contents.finite))
         if error := wrong_files(claim, files, "all was there before; write the step again in a new staging directory"):

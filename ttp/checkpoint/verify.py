@@ -15,7 +15,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ttp.checkpoint.format import dcp
-from ttp.checkpoint.format.durable import sha256_of, step_of_directory
+from ttp.checkpoint.format.checksum import check_file
+from ttp.checkpoint.format.durable import step_of_directory
 from ttp.checkpoint.format.file_index import Contents
 from ttp.checkpoint.format.manifest import Manifest, TensorSpec, read_manifest
 from ttp.checkpoint.format.tiling import tiling_error
@@ -144,11 +145,7 @@ def _check_sums(root: Path, files: Sequence[FileEntry], progress: Progress | Non
             progress(done, total)
 
     for file in files:
-        found = sha256_of(root / file.name, advance)
-        if found != file.sha256:
-            raise CorruptCheckpoint(
-                f"{root / file.name} was altered since rank {file.rank} wrote it: sha256 {found}, expected {file.sha256}"
-            )
+        check_file(root / file.name, file, advance)
 
 
 def check_complete(contents: Contents, expected: Mapping[str, Sequence[int]] | None = None) -> dict[str, TensorSpec]:

@@ -7,7 +7,6 @@ instead of writing them again. Runs on any thread while the training thread may 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import math
 import os
@@ -15,7 +14,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from ttp.checkpoint.format import file_index
+from ttp.checkpoint.format.checksum import Checksum
 from ttp.checkpoint.format.dcp import BoxSavePlanner, HeldBox, dtype_name
 from ttp.checkpoint.format.durable import fsync_directory
 from ttp.checkpoint.format.file_index import BlobEntry, TensorEntry
@@ -39,8 +39,10 @@ FILE_BYTES = 512 << 20
 """A share is cut into files of about this size: torch's writer keeps a host copy of a whole file's tensors at once."""
 BOX_BYTES = 128 << 20
 """Larger boxes are cut: a reader loads a stored box whole, however little of it is expected."""
+SYNC_BYTES = 64 << 20
+"""A file's blocks are on their way to the disk every so many bytes: else the disk waits for the writer, then the writer for the disk."""
 _BUFFER_BYTES = 1 << 20
-"""Writes from this size on go to the file as they are, hashed by a second thread meanwhile."""
+"""Writes from this size on go to the file as they are, while another thread takes the checksum."""
 
 
 def write_share(
@@ -146,10 +148,10 @@ def _write_file(
     def to_cpu(values: torch.Tensor) -> torch.Tensor:
         target.raise_error()  # no use in copying more once the disk has refused
         copied = copier(values)
-        finite.append(is_finite(copied))
+        finite.append(target.look(copied))
         return copied
 
-    finite: list[bool] = []
+    finite: list[Callable[[], bool]] = []
 
     planner = BoxSavePlanner(batch, packed, to_cpu)
     # No copy-ahead: torch would copy on the current stream and keep the elements in an order of its own.
@@ -178,8 +180,8 @@ def _write_file(
         dtype, shape = dtypes[key]
         size = sizes[key, offsets]
         tensors.append(TensorEntry(key, dtype, shape, offsets, size, target.name, place.offset, place.length))
-    target.seal(file_index.to_bytes(tensors, blobs, all(finite)))
-    return FileEntry(target.name, target.nbytes, target.sha256, rank)
+    target.seal(file_index.to_bytes(tensors, blobs, all(is_so() for is_so in finite)))
+    return FileEntry(target.name, target.nbytes, target.checksum, rank)
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -226,7 +228,7 @@ class _DeviceCopier:
 
 
 class _Target(FileSystem):
-    """The one file that DCP's writer writes next: names it, hashes it on the way, and keeps the disk's first refusal.
+    """The one file that DCP's writer writes next: names it, takes its checksum on the way, and keeps the disk's first refusal.
 
     torch's archive writer turns an OSError of its stream into a message about positions; so the stream never raises: it
     keeps the error, drops what follows, and `raise_error` raises it.
@@ -237,22 +239,29 @@ class _Target(FileSystem):
         self._advance = advance
         self.name = ""
         self.nbytes = 0
-        self.sha256 = ""
+        self.checksum = ""
         self._stem = stem
-        self._stream: _HashedStream | None = None
+        self._stream: _SummedStream | None = None
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with ThreadPoolExecutor(1, thread_name_prefix="ttp-hash") as aside:
-            self._stream = _HashedStream(self._open_new(), aside, self._advance)
+        with ThreadPoolExecutor(2, thread_name_prefix="ttp-write") as self._beside:
+            self._stream = _SummedStream(self._open_new(), self._beside, self._advance)
             yield self._stream
+
+    def look(self, values: torch.Tensor) -> Callable[[], bool]:
+        """Find out, while `values` are written, whether they are finite: the answer's function. Only while the stream is open."""
+        if values.nbytes >= _BUFFER_BYTES:
+            return self._beside.submit(is_finite, values).result
+        finite = is_finite(values)
+        return lambda: finite
 
     def seal(self, table: bytes) -> None:
         """Put the table at the file's end, make it durable and close it. Raises OSError."""
         assert self._stream is not None
         self._stream.finish(table)
         self.raise_error()
-        self.nbytes, self.sha256 = self._stream.position, self._stream.digest.hexdigest()
+        self.nbytes, self.checksum = self._stream.position, self._stream.checksum.text
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Nothing: a directory that went away belongs to another publisher, and must not come back half empty."""
@@ -282,17 +291,19 @@ class _Target(FileSystem):
                 os.unlink(self.path / self.name)
 
 
-class _HashedStream(io.RawIOBase):
-    """Writes to a file and hashes what was meant to be in it. Never raises: see `_Target`."""
+class _SummedStream(io.RawIOBase):
+    """Writes to a file, and takes the checksum of what was meant to be in it. Never raises: see `_Target`."""
 
-    def __init__(self, file: IO[bytes], aside: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
+    def __init__(self, file: IO[bytes], beside: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
         super().__init__()
         self._advance = advance
-        self.digest = hashlib.sha256()
+        self.checksum = Checksum()
         self.position = 0
         self.error: OSError | None = None
         self._file = file
-        self._aside = aside
+        self._beside = beside
+        self._synced_to = 0
+        self._sync: Future[None] | None = None
 
     def writable(self) -> bool:
         return True
@@ -300,18 +311,36 @@ class _HashedStream(io.RawIOBase):
     def write(self, block: Any) -> int:
         view = memoryview(block).cast("B")
         if self.error is None:
-            hashing = self._aside.submit(self.digest.update, view) if len(view) >= _BUFFER_BYTES else None
+            summed = self._beside.submit(self.checksum.update, view) if len(view) >= _BUFFER_BYTES else None
             try:
                 self._file.write(view)
             except OSError as error:
                 self.error = error
             finally:
                 # The view is torch's memory, valid only during this call.
-                hashing.result() if hashing is not None else self.digest.update(view)
+                summed.result() if summed is not None else self.checksum.update(view)
         self.position += len(view)
         if self.error is None:
             self._advance(len(view))
+            self._start_sync()
         return len(view)
+
+    def _start_sync(self) -> None:
+        """Have the disk work on what is there while the rest is written. One at a time: the checksums need the other thread."""
+        if self.position - self._synced_to < SYNC_BYTES or not (self._sync is None or self._sync.done()):
+            return
+        self._end_sync()
+        if self.error is None:
+            self._synced_to = self.position
+            self._sync = self._beside.submit(os.fdatasync, self._file.fileno())
+
+    def _end_sync(self) -> None:
+        """Wait for it. The system names an error once: a later fsync may not fail for it again."""
+        try:
+            if self._sync is not None:
+                self._sync.result()
+        except OSError as error:
+            self.error = self.error or error
 
     def flush(self) -> None:
         if self.error is None and not self._file.closed:
@@ -328,6 +357,7 @@ class _HashedStream(io.RawIOBase):
 
     def finish(self, table: bytes) -> None:
         """Write what comes after torch's part, fsync, close. Called after torch has closed the stream."""
+        self._end_sync()
         try:
             if self.error is None:
                 self._file.write(table)
@@ -335,7 +365,7 @@ class _HashedStream(io.RawIOBase):
                 os.fsync(self._file.fileno())
         except OSError as error:
             self.error = error
-        self.digest.update(table)
+        self.checksum.update(table)
         self.position += len(table)
         self.release()
 

@@ -39,7 +39,7 @@ alter_metadata = alter(".metadata", b"__1_0_0", b"__0_0_0")
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, rf"{DATA} is truncated: it has \d+ bytes, expected \d+; rank 1 wrote it"),
     "lengthened": (lengthen, rf"{DATA} is longer than written"),
-    "flipped bit": (flip_a_bit, rf"{DATA} was altered since rank 1 wrote it: sha256 \w+, expected \w+"),
+    "flipped bit": (flip_a_bit, rf"{DATA} was altered since rank 1 wrote it: checksum xxh3_128:\w+, expected xxh3_128:\w+"),
     "no data": (remove(DATA), rf"{DATA} is missing; rank 1 wrote it"),
     "no index": (remove(".metadata"), r"\.metadata is missing"),
     "altered index": (alter_metadata, r"\.metadata was altered since rank \d+ wrote it"),
@@ -48,7 +48,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut manifest": (lambda path: os.truncate(path / "manifest.json", 300), r"manifest\.json is not JSON .*: it is truncated or altered"),
     "altered manifest": (alter("manifest.json", b'"samples": 336', b'"samples": 337'), r"manifest\.json was altered: got content of sha256 \w+, expected '\w+'"),
     "empty manifest": (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json: content: got a list, expected a JSON object"),
-    "future manifest": (of_version(2), r"manifest\.json: format_version: got 2, expected 1"),
+    "future manifest": (of_version(3), r"manifest\.json: format_version: got 3, expected 1 or 2"),
     "another step's name": (lambda path: path.rename(path.with_name("iter_0000043")), r"is named for step 43, its manifest says step 42"),
     "a file": (become_a_file, r"is not a directory"),
 }  # fmt: skip

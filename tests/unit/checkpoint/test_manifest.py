@@ -42,7 +42,7 @@ def a_manifest(**fields: Any) -> Manifest:
         "step": 42,
         "cause": Cause(CauseKind.SILENT, (1, 3), "lease lost"),
         "layout": {"dp": 4, "replicas": 2},
-        "files": (FileEntry("__0_0_0.distcp", 12, "ab" * 32, 0),),
+        "files": (FileEntry("__0_0_0.distcp", 12, f"xxh3_128:{'ab' * 16}", 0),),
         "tensors": {"model.w": TensorSpec("float32", (3, 4)), "optim.state.w.step": TensorSpec("float32", ())},
         "state": {"optimizer": {"param_groups": []}, "trainer": {"samples": 7}},
         "record": None,

@@ -32,7 +32,10 @@ VIOLATIONS: list[tuple[str, Any, str]] = [
     ("files.0.name", "", "files[0].name: got '', expected a file name"),
     ("files.0.name", "x" * 256, "expected a file name of 1 to 255 bytes"),
     ("files.0.nbytes", 1.5, "files[0].nbytes: got 1.5, expected an integer >= 0"),
-    ("files.0.sha256", "AB" * 32, "expected 64 hexadecimal digits"),
+    ("files.0.checksum", "xxh3_128:" + "AB" * 16, "expected xxh3_128: and 32 hexadecimal digits"),
+    ("files.0.checksum", "sha256:" + "ab" * 16, "expected sha256: and 64 hexadecimal digits"),
+    ("files.0.checksum", "md5:" + "ab" * 16, "expected a checksum by xxh3_128 or sha256; read it with the ttp that wrote it"),
+    ("files.0.checksum", "ab" * 32, "expected a checksum by xxh3_128 or sha256"),
     ("files.0.rank", None, "files[0].rank: got None, expected an integer >= 0"),
     ("files", {}, "files: got {}, expected a list"),
     ("tensors.model.w.shape", [2**40, 2**40], "tensors.model.w.shape: got"),
@@ -151,5 +154,5 @@ def test_the_index_is_not_unpickled_before_its_checksum_is_right(
     (path / ".metadata").write_bytes(content.replace(b"__1_0_0", b"__0_0_0"))
     monkeypatch.setattr("ttp.checkpoint.format.dcp._MetadataUnpickler", lambda stream: pytest.fail("it was unpickled"))
     for read in (lambda: verify(path, deep=False), lambda: job.read(path)):
-        with pytest.raises(CorruptCheckpoint, match=r"\.metadata was altered since rank \d+ wrote it: sha256"):
+        with pytest.raises(CorruptCheckpoint, match=r"\.metadata was altered since rank \d+ wrote it: checksum"):
             read()

@@ -19,12 +19,12 @@ import torch
 
 from ttp.checkpoint import find, publish
 from ttp.checkpoint import verify as checks
-from ttp.checkpoint.format import durable
+from ttp.checkpoint.format import checksum, durable
 from ttp.checkpoint.format.manifest import write_manifest
 from ttp.checkpoint.staging import clean_stale, probe_writable
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, NotWritable
-from ttp.proto.messages import ShareResult
+from ttp.proto.messages import FileEntry, ShareResult
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -384,11 +384,11 @@ def test_a_checkpoint_is_read_again_in_full_only_where_there_is_a_doubt(
     """A huge one takes longer than a publisher may be silent. Its own attempt's, and what this run wrote, are not doubted."""
     summed: list[str] = []
 
-    def noted(path: Path, advance: Any = None) -> str:
+    def noted(path: Path, entry: FileEntry, advance: Any = None) -> None:
         summed.append(path.name)
-        return durable.sha256_of(path, advance)
+        checksum.check_file(path, entry, advance)
 
-    monkeypatch.setattr(checks, "sha256_of", noted)
+    monkeypatch.setattr(checks, "check_file", noted)
     results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
     path = job.publish(tmp_path, "iter_0000042_tmp_a", results, 42)
     assert job.publish(tmp_path, "iter_0000042_tmp_a", results, 42, rank=1) == path and summed == []

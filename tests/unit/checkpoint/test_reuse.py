@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from ttp.checkpoint.write import WrittenShare, WrittenShares
 from ttp.proto.messages import FileEntry, Part, ShareResult
@@ -22,7 +22,7 @@ def written(directory: Path, tmp_name: str, *parts: Part) -> WrittenShare:
     name = f"rank_0_{'_'.join(f'{part.index}.{part.count}' for part in parts)}.distcp"
     (directory / tmp_name).mkdir(parents=True, exist_ok=True)
     (directory / tmp_name / name).write_bytes(content)
-    entry = FileEntry(name, len(content), hashlib.sha256(content).hexdigest(), 0)
+    entry = FileEntry(name, len(content), f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}", 0)
     return WrittenShare(str(directory), tmp_name, frozenset(parts), ShareResult((entry,)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -204,6 +205,27 @@ def test_a_write_the_disk_refuses_says_so_and_gives_the_space_back(tmp_path: Pat
         write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {})
     assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.EFBIG
     assert [p.name for p in (tmp_path / "iter_0000042_tmp_a").iterdir()] == ["__7_0_0.distcp"]
+
+
+@pytest.mark.parametrize("every", [1, 4_000_000])
+def test_an_error_of_the_disk_during_the_writing_counts_even_if_the_last_fsync_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """The system names each error once. The first of many early syncs fails, and the only one."""
+    synced: list[int] = []
+
+    def fail_once(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(write, "SYNC_BYTES", every)
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    with pytest.raises(NotWritable, match=r"rank 3 cannot write into .*tmp_a: Input/output error"):
+        write_share(
+            tmp_path, "iter_0000042_tmp_a", 3, [HeldTensor("model.w", (2_000_000,), 0, torch.zeros(2_000_000))], {}
+        )
+    assert synced and list((tmp_path / "iter_0000042_tmp_a").iterdir()) == []
 
 
 def test_truncation_after_verification_is_found_by_the_reader(job: Job, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ OTHERS = (
 CLAIM = f"{OWN}_claim_0f"
 CAUSE = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")
 STATE: dict[str, Any] = {"optimizer": {"param_groups": []}, "trainer": {}}
-MISSING = (ShareResult((FileEntry("__0_0_0.distcp", 1, "0" * 64, 0),)),)
+NOTHING = f"xxh3_128:{'0' * 32}"
+MISSING = (ShareResult((FileEntry("__0_0_0.distcp", 1, NOTHING, 0),)),)
 NAMES = st.one_of(
     st.sampled_from((OWN, CLAIM, *OTHERS)),
     st.builds("".join, st.lists(st.sampled_from((OWN, *OTHERS, "..", ".", "/", "\0", "_claim_", "_tmp_", "٤٢", "é", "")), max_size=4)),
@@ -191,7 +192,7 @@ def test_another_steps_staging_directory_is_neither_published_nor_claimed(job: J
 @pytest.mark.parametrize("name", ["../iter_0000041/file", "/etc/hostname", "..", "", "a\0b"])
 def test_a_share_that_lies_outside_the_staging_directory_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / OWN).mkdir()
-    results = (ShareResult((FileEntry(name, 1, "0" * 64, 0),)),)
+    results = (ShareResult((FileEntry(name, 1, NOTHING, 0),)),)
     for act in (publishes, publishes_a_piece):
         with pytest.raises(
             CheckpointError, match=r"invalid file of rank 0: got .*, expected a name without a directory"

@@ -20,6 +20,7 @@ from ttp.proto.messages import (
     CauseKind,
     CommitRecord,
     FaultReport,
+    FileEntry,
     Heartbeat,
     Phase,
     Registration,
@@ -125,6 +126,9 @@ def test_a_type_has_the_name_that_journals_have_always_had() -> None:
     assert from_json({"$": "ttp.controller.events:Tick"}) == Tick()
     batch = HeartbeatBatch((Heartbeat(0, Phase.READY, 4),))
     assert to_json(batch)["$"] == "ttp.controller.events:Beats" and from_json(to_json(batch)) == batch
+    file = FileEntry("f", 1, "xxh3_128:00", 0)
+    fields = {"$": "ttp.proto.messages:FileEntry", "name": "f", "nbytes": 1, "sha256": "xxh3_128:00", "rank": 0}
+    assert to_json(file) == fields and from_json(fields) == file
     state = initial(SETTINGS, 0.0)
     for number, event in enumerate(EVENTS):
         state, _ = transition(state, event, float(number))

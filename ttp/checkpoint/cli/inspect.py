@@ -194,10 +194,10 @@ def _writers(found: Manifest, written: _Written) -> Table:
 
 def _files(found: Manifest) -> Table:
     table = Table(
-        Column("file", overflow="fold"), Column("rank", justify="right"), Column("size", justify="right"), "sha256"
+        Column("file", overflow="fold"), Column("rank", justify="right"), Column("size", justify="right"), "checksum"
     )
     for file in found.files:
-        table.add_row(escape(file.name), str(file.rank), size_text(file.nbytes), file.sha256[:16])
+        table.add_row(escape(file.name), str(file.rank), size_text(file.nbytes), file.checksum[:25])
     return table
 
 

@@ -7,7 +7,6 @@ checkpoint can never run code.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import pickle
@@ -41,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ttp.checkpoint.format import checksum
 from ttp.checkpoint.format.durable import open_regular, write_durably
 from ttp.checkpoint.format.file_index import BlobEntry, Contents, TensorEntry
 from ttp.checkpoint.format.keys import nested_path
@@ -234,11 +234,9 @@ def _exactly(stream: io.FileIO, file: Path, entry: FileEntry) -> bytes:
         content += more
     if len(content) != entry.nbytes:
         raise CorruptCheckpoint(f"{file} was altered: got another size, expected {entry.nbytes} bytes")
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != entry.sha256:
-        raise CorruptCheckpoint(
-            f"{file} was altered since rank {entry.rank} wrote it: sha256 {digest}, expected {entry.sha256}"
-        )
+    found = checksum.for_file(entry)
+    found.update(content)
+    checksum.check(file, entry, found.text)
     return bytes(content)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ttp.errors import CheckpointError, CorruptCheckpoint, TTPError
@@ -106,18 +105,6 @@ def open_regular(path: Path) -> io.FileIO:
         return input_file.open_regular(path)
     except input_file.NotRegular:
         raise CorruptCheckpoint(f"{path} is invalid: expected a regular file") from None
-
-
-def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """Hash a file; `progress` is called with each block's bytes."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(1 << 20))
-    with open_regular(path) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-            if progress is not None:
-                progress(count)
-    return digest.hexdigest()
 
 
 def read_tracker(directory: Path) -> int | None:

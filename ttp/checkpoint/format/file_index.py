@@ -11,7 +11,6 @@ torch reads a box by position and length, so it never sees the table; the file's
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.checkpoint.format.checksum import sha256
 from ttp.checkpoint.format.durable import open_regular
 from ttp.errors import CorruptCheckpoint, TornShare
 from ttp.inputs import checked
@@ -84,7 +84,7 @@ def to_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry], finite:
         "finite": finite,
     }
     body = json.dumps(table, separators=(",", ":")).encode()
-    return body + hashlib.sha256(body).digest() + len(body).to_bytes(8, "little") + MAGIC
+    return body + sha256(body) + len(body).to_bytes(8, "little") + MAGIC
 
 
 def read_contents(
@@ -160,7 +160,7 @@ def _read_table(path: Path, file: FileEntry) -> bytes:
             raise TornShare(f"{name}, has no table of contents at its end", (file.rank,))
         stream.seek(nbytes - _TAIL_BYTES - length)
         body = stream.read(length)
-    if hashlib.sha256(body).digest() != tail[:32]:
+    if sha256(body) != tail[:32]:
         raise TornShare(f"{name}: its table of contents was altered", (file.rank,))
     return body
 

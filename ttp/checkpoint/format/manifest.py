@@ -6,24 +6,24 @@ so that an altered manifest is found; floats survive exactly (shortest repr, or 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.checkpoint.format import checksum
 from ttp.checkpoint.format.durable import open_regular, write_durably
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.inputs import checked
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, FORMAT_VERSION)
+"""Of version 1 every file has `sha256`; since version 2 it has `checksum`, which names its algorithm."""
 _NON_FINITE = "__float__"  # JSON has no NaN and infinities: {"__float__": "nan"}
-_SHA256 = re.compile("[0-9a-f]{64}")
 _LAST_UNIX_S = 2.0**36
 """Of the year 4147: calendars end at 9999."""
 _INTEGER_BITS = 8192
@@ -142,9 +142,9 @@ def from_bytes(content: bytes, where: str) -> Manifest:
     if not isinstance(body, dict):
         raise CorruptCheckpoint(f"{where}: content: got a {type(body).__name__}, expected a JSON object")
     version = body.pop("format_version", None)
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in _READABLE:
         raise CorruptCheckpoint(
-            f"{where}: format_version: got {checked.shown(version)}, expected {FORMAT_VERSION}. Read it with the ttp that"
+            f"{where}: format_version: got {checked.shown(version)}, expected {' or '.join(map(str, _READABLE))}. Read it with the ttp that"
             " wrote it (see `versions` in the file)"
         )
     recorded, digest = body.pop("sha256", None), _digest({"format_version": version, **body})
@@ -208,14 +208,19 @@ def _parse_files(value: object, path: str) -> tuple[FileEntry, ...]:
     for item, where in checked.items(value, path):
         fields = checked.mapping(item, where)
         name = checked.file_name(*checked.field(fields, "name", where))
-        digest = checked.string(*checked.field(fields, "sha256", where))
-        if not _SHA256.fullmatch(digest):
-            raise checked.Invalid(f"{where}.sha256", digest, "64 hexadecimal digits")
+        digest = _parse_checksum(fields, where)
         if name in files:
             raise checked.Invalid(f"{where}.name", name, "a name that no other file has")
         nbytes = checked.integer(*checked.field(fields, "nbytes", where))
         files[name] = FileEntry(name, nbytes, digest, checked.integer(*checked.field(fields, "rank", where)))
     return tuple(files.values())
+
+
+def _parse_checksum(fields: dict[str, Any], path: str) -> str:
+    if "checksum" not in fields and checksum.SHA256 in fields:  # version 1
+        digits = checked.string(*checked.field(fields, checksum.SHA256, path))
+        return checksum.parse(f"{checksum.SHA256}:{digits}", f"{path}.{checksum.SHA256}")
+    return checksum.parse(*checked.field(fields, "checksum", path))
 
 
 def _parse_spec(value: object, path: str) -> TensorSpec:
@@ -288,7 +293,7 @@ def _parse_record(value: object, path: str) -> CommitRecord:
 
 def _digest(body: Mapping[str, JSON]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return checksum.sha256(canonical.encode()).hex()
 
 
 def _encode(value: object, path: str, depth: int = 2) -> JSON:

@@ -11,7 +11,6 @@ Owns the agreement and the moving. Never changes a file that is there; a part ke
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import uuid
@@ -23,8 +22,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ttp.checkpoint.format import dcp
-from ttp.checkpoint.format.durable import fsync_directory, sha256_of, step_directory_name, write_durably
+from ttp.checkpoint.format import checksum, dcp
+from ttp.checkpoint.format.durable import fsync_directory, step_directory_name, write_durably
 from ttp.checkpoint.format.file_index import Contents, parse_tables, read_tables
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, to_bytes
 from ttp.checkpoint.node_local.parts import NodePart, read_parts, supersede, write_of
@@ -186,13 +185,11 @@ class _Search:
         for file in share_of_files(here, index, count):
             assert part is not None
             try:
-                found = sha256_of(part.path / file.name)
-            except OSError as error:
-                found = str(error)
-            if found == file.sha256:
-                good.append(file.name)
+                checksum.check_file(part.path / file.name, file)
+            except (CorruptCheckpoint, OSError) as error:
+                bad[file.name] = f"on node {self.host}: {error}"
             else:
-                bad[file.name] = f"on node {self.host} it was altered (sha256 {found})"
+                good.append(file.name)
         owners: dict[str, list[int]] = {file.name: [] for file in files}
         altered: dict[str, str] = {}
         for rank, (names, broken) in enumerate(self.peers.exchange([good, bad])):
@@ -262,17 +259,17 @@ class _Search:
     def _receive(self, work: Path, move: Move) -> str:
         """Receive all bytes, whatever fails here; return what went wrong."""
         unfinished = work / f".{move.file.name}.{uuid.uuid4().hex[:12]}"
-        digest, failure = hashlib.sha256(), _Failure()
+        arrived, failure = checksum.for_file(move.file), _Failure()
         stream = failure.keep(open, unfinished, "xb")
         for chunk in _chunks(move.file):
             self.peers.receive(chunk, move.source)
-            digest.update(chunk)
+            arrived.update(chunk)
             failure.keep(methodcaller("write", chunk), stream)
         failure.keep(methodcaller("flush"), stream)
         failure.keep(lambda: os.fsync(stream.fileno()))
         failure.close(stream)
-        if not failure.text and digest.hexdigest() != move.file.sha256:
-            failure.text = f"it arrived with sha256 {digest.hexdigest()}, expected {move.file.sha256}"
+        if not failure.text and arrived.text != move.file.checksum:
+            failure.text = f"it arrived with checksum {arrived.text}, expected {move.file.checksum}"
         failure.keep(os.replace, unfinished, work / move.file.name)
         if not failure.text:
             return ""

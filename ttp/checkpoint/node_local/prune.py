@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ttp.checkpoint.format import dcp
-from ttp.checkpoint.format.durable import sha256_of
+from ttp.checkpoint.format import checksum, dcp
 from ttp.checkpoint.format.file_index import parse_tables, read_tables
 from ttp.checkpoint.node_local.parts import NodePart, list_parts, read_parts, write_of
 from ttp.checkpoint.prune import Plan, Step, choose
@@ -94,11 +93,12 @@ def _owner(file: FileEntry, parts: Sequence[NodePart], advance: Callable[[int], 
             continue
         if not deep:
             return part.path
-        digest = sha256_of(path)
-        advance(file.nbytes)
-        if digest == file.sha256:
+        try:
+            checksum.check_file(path, file, advance)
+        except CorruptCheckpoint as error:
+            altered = altered or str(error)
+        else:
             return part.path
-        altered = altered or f"{path} was altered since rank {file.rank} wrote it"
     host = parts[0].manifest.hosts[file.rank]
     raise CorruptCheckpoint(
         altered or f"{file.name}, which rank {file.rank} wrote on node {host}, is in none of the folders"
