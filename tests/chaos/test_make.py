@@ -15,7 +15,7 @@ from tests.shown import ROOT
 
 SIZES = {
     "benchmarks.death_watch": "--mib 0 --kills 2",
-    "benchmarks.dump": "--gb 0.01 --writers 1 --rounds 1",
+    "benchmarks.dump": "--quick",
     "benchmarks.false_alarms": "--seeds 1 --means 0.02",
     "benchmarks.gate": "--runs 2 --calls 50",
     "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",

@@ -7,16 +7,20 @@ Owns what is different between the two kinds for whoever writes, resumes or look
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from ttp.checkpoint.find import OnSkip, Ranks, StrPath, first_valid, ignore, list_checkpoints
+from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.publish import publish
 from ttp.checkpoint.reader import Reader, check_tensors
-from ttp.checkpoint.verify import verify
+from ttp.checkpoint.verify import check_sums, files_here, metadata_entry, share_of_files, verify
+from ttp.errors import CheckpointMismatch
 
 
 class Peers(Ranks, Protocol):
@@ -97,18 +101,55 @@ class SharedStore:
         """Any path that all ranks see can be read."""
 
     def open_newest(self, paths: Sequence[str], ranks: Peers, request: Request) -> Reader | None:
-        def judge(path: Path) -> Manifest:
-            manifest = verify(path, share=(ranks.index, ranks.count))
-            request.check(manifest)
-            return manifest
-
-        found = first_valid(paths, judge, ranks=ranks, on_skip=request.on_skip)
-        if found is not None:
-            check_tensors(found.path, found.manifest.tensors, request.expected)
-        return found
+        judged = _Judged(ranks, request)
+        found = first_valid(paths, judged.verify, ranks=ranks, on_skip=request.on_skip)
+        if found is None:
+            return None
+        check_tensors(found.path, found.manifest.tensors, request.expected)
+        return found if judged.index is None else replace(found, index=judged.index)
 
     def publish(self, directory: str, tmp_name: str, **fields: Any) -> str:
         return publish(directory, tmp_name, **fields)
 
     def remove_superseded(self, directories: Iterable[StrPath], below: int) -> list[Path]:
         return []  # a checkpoint that is there is never replaced
+
+
+class _Judged:
+    """One rank's share in the verifying of a checkpoint that the ranks may load: it hashes the files that it would read.
+
+    The state is loaded into the job's own memory, whose values must survive where no checkpoint is valid. So all is verified
+    before any of it is used; what this rank has just hashed, it reads from its node's page cache.
+    """
+
+    def __init__(self, ranks: Ranks, request: Request) -> None:
+        self._ranks = ranks
+        self._request = request
+        self.index: Metadata | None = None
+        """Torch's index of the checkpoint that was verified last."""
+
+    def verify(self, path: Path) -> Manifest:
+        """All ranks call. Raises CorruptCheckpoint, OSError, on the rank that finds what is broken."""
+        index, count = self._ranks.index, self._ranks.count
+        names: set[str] = set()
+        try:
+            manifest = verify(path, share=(index, count), deep=False)
+            self._request.check(manifest)
+            names = self._names(path, manifest)
+        finally:
+            read = set().union(*self._ranks.exchange(sorted(names)))
+        mine = [file for file in manifest.files if file.name in names]
+        others = [file for file in files_here(path, manifest) if file.name not in read]
+        check_sums(path, mine + share_of_files(others, index, count))
+        return manifest
+
+    def _names(self, path: Path, manifest: Manifest) -> set[str]:
+        """Return the files that this rank would read; none of another model's checkpoint, which is refused later."""
+        self.index = None
+        if manifest.hosts:
+            return set()
+        self.index = dcp.read_metadata(path, metadata_entry(path, manifest))
+        try:
+            return dcp.files_of_runs(path, self._request.targets(), self.index)
+        except CheckpointMismatch:
+            return set()

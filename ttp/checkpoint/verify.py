@@ -58,7 +58,7 @@ def verify(
         if index == 0:
             _check_completeness(root, manifest)
     if deep:
-        _check_sums(root, share_of_files(here, index, count), progress)
+        check_sums(root, share_of_files(here, index, count), progress)
     return manifest
 
 
@@ -135,7 +135,8 @@ def _check_place(root: Path, metadata: Metadata, index: MetadataIndex, sizes: di
         )
 
 
-def _check_sums(root: Path, files: Sequence[FileEntry], progress: Progress | None) -> None:
+def check_sums(root: Path, files: Sequence[FileEntry], progress: Progress | None = None) -> None:
+    """Read files and compare their checksums. Raises CorruptCheckpoint naming the first that was altered; OSError."""
     total, done = sum(file.nbytes for file in files), 0
 
     def advance(count: int) -> None:

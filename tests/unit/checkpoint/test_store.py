@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +12,16 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.cluster import Rank, Threads
-from tests.unit.checkpoint.damage import truncate
-from ttp.checkpoint.format.manifest import Manifest
+from tests.unit.checkpoint.damage import flip_a_bit, truncate
+from ttp.checkpoint import verify
+from ttp.checkpoint.find import list_checkpoints
+from ttp.checkpoint.format import checksum
+from ttp.checkpoint.format.manifest import Manifest, read_manifest
+from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Request, SharedStore
 from ttp.errors import CheckpointMismatch, CorruptCheckpoint
+from ttp.proto.messages import FileEntry
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -54,3 +62,74 @@ def test_another_models_checkpoint_is_refused_and_not_passed_over(job: Job, tmp_
     type(job)({"model.other": torch.ones(3)}).save(tmp_path, 42)
     with pytest.raises(CheckpointMismatch, match=r"iter_0000042 has no tensor 'model\.embed'"):
         opened(job, tmp_path)
+
+
+@dataclass
+class Looked:
+    """What each of several ranks found and hashed."""
+
+    found: list[Reader | None]
+    hashed: list[list[str]]
+
+
+def opened_by_ranks(
+    job: Job, folder: Path, shares: Sequence[list[HeldTensor]], monkeypatch: pytest.MonkeyPatch
+) -> Looked:
+    """Have each rank, a thread, look for what it would read its share from."""
+    threads, told = Threads(len(shares)), threading.local()
+    looked = Looked([None] * len(shares), [[] for _ in shares])
+
+    def noted(path: Path, entry: FileEntry, advance: Any = None) -> None:
+        looked.hashed[told.rank].append(entry.name)
+        checksum.check_file(path, entry, advance)
+
+    def run(rank: int) -> None:
+        told.rank = rank
+        request = Request([str(folder)], [str(folder)], job.shapes(), lambda: shares[rank])
+        looked.found[rank] = SharedStore().open_newest(
+            [str(p) for p in list_checkpoints([folder])], Rank(rank, threads), request
+        )
+
+    monkeypatch.setattr(verify, "check_file", noted)
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(len(shares))]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    return looked
+
+
+def test_a_rank_hashes_the_files_that_it_reads_and_all_share_the_others(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a node fetches them once; what no rank reads (plain values, torch's index) is verified as well."""
+    path = job.save(tmp_path, 42, holders=3, blobs={"optim.param_groups.0.lr": 0.5})
+    first, second, _ = job.shares(3)
+    looked = opened_by_ranks(job, tmp_path, [first, second, second], monkeypatch)
+    assert [found is not None and found.path for found in looked.found] == [path] * 3
+    assert "__0_0_0.distcp" in looked.hashed[0] and looked.hashed[1].count("__1_0_0.distcp") == 1 == looked.hashed[
+        2
+    ].count("__1_0_0.distcp")
+    every = [name for names in looked.hashed for name in names]
+    assert sorted(every) == sorted([*(file.name for file in read_manifest(path).files), "__1_0_0.distcp"])
+    blank = type(job)({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
+    for found, share in zip(looked.found, blank.shares(3), strict=True):
+        assert found is not None
+        found.read_into(share)
+    job.assert_equal(blank.tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["__0_0_0.distcp", "__1_0_0.distcp", "__2_0_0.distcp", "__0_blobs_0.distcp", ".metadata"]
+)
+def test_all_ranks_pass_over_what_one_of_them_finds_altered(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In a file that one rank reads, or none; the job's memory is as it was."""
+    older = job.save(tmp_path, 41, holders=3, blobs={"optim.param_groups.0.lr": 0.5})
+    flip_a_bit(job.later().save(tmp_path, 42, holders=3, blobs={"optim.param_groups.0.lr": 0.5}), name)
+    blank = type(job)({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
+    first, second, _ = blank.shares(3)
+    looked = opened_by_ranks(job, tmp_path, [first, second], monkeypatch)
+    assert [found is not None and found.path for found in looked.found] == [older] * 2
+    assert all(bool((tensor == torch.full_like(tensor, 77)).all()) for tensor in blank.tensors.values())
