@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from rich.console import Console
 
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.test_manifest import resealed
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
+from ttp.checkpoint.format.file_index import read_contents
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.write import write_share
 
 if TYPE_CHECKING:
     from tests.unit.checkpoint.conftest import Job
@@ -120,3 +124,14 @@ def test_prune_of_nodes_pieces_leaves_the_newest_finite_step_too(job: Job, tmp_p
     disks = [cluster.root / "a", cluster.root / "b"]
     assert run("prune", *disks, "--keep", 1, "--yes")[0] == 0
     assert [steps(disk) for disk in disks] == [[20, 40], [20, 40]]
+
+
+@pytest.mark.parametrize("number", [0, 1_999_999])
+def test_a_large_tensor_is_looked_at_while_it_is_written(tmp_path: Path, number: int) -> None:
+    """By another thread; the answer is in the file's own table."""
+    values = torch.zeros(2_000_000)
+    name = "iter_0000042_tmp_a"
+    for bad, expected in ((0.0, True), (math.nan, False)):
+        values[number] = bad
+        result = write_share(tmp_path, name, 0, [HeldTensor("model.w", (2_000_000,), 0, values)], {})
+        assert read_contents(tmp_path / name, [result]).finite is expected

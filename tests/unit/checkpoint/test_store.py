@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.unit.checkpoint.cluster import Rank, Threads
+from tests.unit.checkpoint.cluster import Cluster, Rank, Threads
 from tests.unit.checkpoint.damage import flip_a_bit, truncate
 from ttp.checkpoint import verify
 from ttp.checkpoint.find import list_checkpoints
@@ -133,3 +134,15 @@ def test_all_ranks_pass_over_what_one_of_them_finds_altered(
     looked = opened_by_ranks(job, tmp_path, [first, second], monkeypatch)
     assert [found is not None and found.path for found in looked.found] == [older] * 2
     assert all(bool((tensor == torch.full_like(tensor, 77)).all()) for tensor in blank.tensors.values())
+
+
+def test_parts_of_nodes_that_were_copied_together_are_opened(job: Job, tmp_path: Path) -> None:
+    """They have no index of torch's that says who reads what: the ranks share all files."""
+    Cluster(tmp_path).save(job, 3)
+    for file in (tmp_path / "b" / "iter_0000003").glob("*.distcp"):
+        shutil.copy(file, tmp_path / "a" / "iter_0000003")
+    found = opened(job, tmp_path / "a")
+    assert found is not None
+    blank = type(job)({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
+    found.read_into(blank.held())
+    job.assert_equal(blank.tensors)
