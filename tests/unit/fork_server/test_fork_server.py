@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.unit.fork_server.conftest import END_S, module, run, serving, state_of, until
 from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, Program, not_forkable
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.request import NotForked, fork_at
@@ -37,41 +35,6 @@ print(json.dumps({
 print("to stderr", file=sys.stderr)
 print(sys.stdin.read())
 """
-END_S = 60.0
-
-
-@contextlib.contextmanager
-def serving(
-    modules: Sequence[str] = ("json",), listener: Listener | None = None, environ: dict[str, str] | None = None
-) -> Iterator[ForkServer]:
-    server = ForkServer(modules, listener)
-    server.start({**os.environ, **(environ or {})})
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def run(server: ForkServer, *program: str, folder: Path, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """Fork `python -u program` and return its status and what it wrote."""
-    args = [sys.executable, "-u", *program]
-    variables = {**os.environ, **(environ or {})}
-    server.prepare(args, variables)
-    with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
-        [child] = server.fork([Program(tuple(args), variables, (0, out.fileno(), err.fileno()))])
-        status = child.wait(END_S)
-        return status, (folder / "out").read_text(), (folder / "err").read_text()
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str) -> str:
-        (tmp_path / "script.py").write_text(text)
-        return "script.py"
-
-    return write
 
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
@@ -163,12 +126,6 @@ def test_threads_of_a_library_that_ends_them_before_a_fork_do_no_harm(
     name = script("import numpy; print(numpy.ones((300, 300)).dot(numpy.ones((300, 300))).sum())")
     with serving(["numpy"], environ={"OPENBLAS_NUM_THREADS": "4"}) as server:
         assert run(server, name, folder=tmp_path, environ={"OPENBLAS_NUM_THREADS": "4"})[1] == "27000000.0\n"
-
-
-def module(folder: Path, name: str, text: str) -> dict[str, str]:
-    (folder / "lib").mkdir(exist_ok=True)
-    (folder / "lib" / f"{name}.py").write_text(text)
-    return {"PYTHONPATH": str(folder / "lib")}
 
 
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
@@ -288,17 +245,6 @@ def test_nothing_of_a_server_is_left_when_its_agent_is_killed(tmp_path: Path, im
         agent.kill()
     until(lambda: not Path(f"/proc/{pid}").exists() or state_of(int(pid)) == "Z")
     assert address == "-" or not Path(address).parent.exists()
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def until(holds: Callable[[], Any], within_s: float = END_S) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_another_process_has_one_forked_that_is_nobodys_child(tmp_path: Path) -> None:
