@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ttp.controller.agent_link import AgentLink
-from ttp.controller.journal import read_story
+from ttp.controller.journal import read_events
 from ttp.controller.process import start_controller
 from ttp.launch.watch.death_watch import POLL_S, Death, DeathWatch
 from ttp.proto.codec import DownwardParcel
@@ -195,7 +195,7 @@ def _timed(times: dict[str, float], name: str, wait: Callable[[], None]) -> thre
 
 
 def _verdict(journal: Path) -> float:
-    return next((line.monotonic_s for line in read_story(journal) if line.event == "death_seen"), 0.0)
+    return next((line.monotonic_s for line in read_events(journal) if line.event == "death_seen"), 0.0)
 
 
 def _demand(event: threading.Event, what: str) -> None:

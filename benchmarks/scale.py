@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks import _scale_core
 from benchmarks._scale_world import World
-from ttp.controller.journal import read_story
+from ttp.controller.journal import read_events
 from ttp.controller.process import ControllerProcess, start_controller
 
 PLAN_LIMIT_MS = 100.0
@@ -226,7 +226,7 @@ def moment_of(journal: Path, event: str) -> float:
     """Return when the controller first recorded an event in its journal, by the clock that all processes share."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:  # its lines are written by a thread of their own
-        for line in read_story(journal):
+        for line in read_events(journal):
             if line.event == event:
                 return line.monotonic_s
         time.sleep(0.05)

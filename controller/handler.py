@@ -125,7 +125,7 @@ class EventLog(Protocol):
 
     def input(self, now: float, event: Event) -> None: ...
 
-    def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None: ...
+    def write_event(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None: ...
 
 
 class Handler:
@@ -198,7 +198,7 @@ class Handler:
     def take(self, item: Item) -> None:
         match item:
             case StreamMessage(link, parcel):
-                self.hear(link, parcel.messages)
+                self.receive(link, parcel.messages)
             case StreamEnded(link):
                 self._drop(link)
             case StatusAsked(reply):
@@ -235,7 +235,7 @@ class Handler:
         self._log_event("stopped", {"reason": reason})
         self._finish(reason)
 
-    def hear(self, link: RankLink, messages: Sequence[Upward]) -> None:
+    def receive(self, link: RankLink, messages: Sequence[Upward]) -> None:
         """What one envelope says, in order; heartbeats that stand side by side are one event."""
         beats: list[Heartbeat] = []
         for message in messages:
@@ -244,11 +244,11 @@ class Handler:
                     self._beats[message.rank] = message
                     beats.append(message)
                 continue
-            self.hear_beats(beats)
-            self._hear_one(link, message)
-        self.hear_beats(beats)
+            self.receive_heartbeats(beats)
+            self._receive_one(link, message)
+        self.receive_heartbeats(beats)
 
-    def hear_beats(self, beats: list[Heartbeat]) -> None:
+    def receive_heartbeats(self, beats: list[Heartbeat]) -> None:
         if beats:
             self._step(Received(beats[0]) if len(beats) == 1 else HeartbeatBatch(tuple(beats)), self._clock())
             beats.clear()
@@ -260,7 +260,7 @@ class Handler:
             link.reject(f"rank {message.rank} said {type(message).__name__} before it registered; register first")
         return self.routes.get(message.rank) is link  # else a leftover of a stream that the rank has given up
 
-    def _hear_one(self, link: RankLink, message: Upward) -> None:
+    def _receive_one(self, link: RankLink, message: Upward) -> None:
         """Route, then let the machine know."""
         match message:
             case Registration():
@@ -382,7 +382,7 @@ class Handler:
                 self._outgoing.setdefault(link, []).append(((), Beat()))
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:
-        self._journal.story(self._unix_clock(), self._clock(), event, fields)
+        self._journal.write_event(self._unix_clock(), self._clock(), event, fields)
 
     def _finish(self, reason: str) -> None:
         self.finished = self.finished or reason or "finished"

@@ -97,7 +97,7 @@ class Journal:
         """The driver waits for the next input."""
         self._idle.set()
 
-    def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
+    def write_event(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
         """Add one line to the event log."""
         self._queue.put(("event", (unix_s, monotonic_s, event, fields)))
 
@@ -217,7 +217,7 @@ def _set_aside(path: Path, *companions: Path) -> None:
             os.replace(file, folder / f"{last}_{file.name}")
 
 
-def read_story(path: Path) -> Iterator[JournalLine]:
+def read_events(path: Path) -> Iterator[JournalLine]:
     """Yield the event log's lines; a last line that was cut off by a crash is left out. Raises OSError, ValueError."""
     for line in _whole_lines(path):
         entry = mapping(line, "a line")

@@ -39,7 +39,12 @@ _TYPES = {
     f"{_FACTS}.state:StateAt": "ttp.controller.state:ControllerState",
 }
 """Types that had another name then."""
-_FIELDS = {"leases_renewed_at": "amnesty", "checksum": "sha256"}
+_FIELDS = {
+    "checksum": "sha256",
+    "last_message_at": "heard_at",
+    "leases_renewed_at": "amnesty",
+    "received_at": "heard",
+}
 """Fields that had another name then."""
 _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}

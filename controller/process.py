@@ -56,7 +56,7 @@ class ControllerProcess:
         self.process.terminate()
 
     def dismiss(self) -> None:
-        """Tell a standby that nobody will come to it any more (SIGUSR1): one that has taken over stays. Harmless when it has ended."""
+        """Signal (SIGUSR1) that no rank will come to a standby any more; one that has taken over stays. Harmless when it has ended."""
         self.process.send_signal(signal.SIGUSR1)
 
 
@@ -81,8 +81,8 @@ def start_controller(
     """Start a controller and return once it listens.
 
     bind: the address to listen on; `0.0.0.0` when ranks are on other hosts. advertise: the host that others reach it by
-    (default: `bind`). journal: its story; what it prints goes to the file beside it that ends in `.log`. standby: i makes it
-    the i-th standby; guardians: when these processes are gone, one that nobody has come to ends. options: more arguments of
+    (default: `bind`). journal: its event log; its output goes to the file beside it that ends in `.log`. standby: i makes it
+    the i-th standby; guardians: when these processes are gone, a standby without ranks ends. options: more arguments of
     `python -m ttp.controller`. fork_server: the socket of a server that forks controllers; empty: the program is executed.
     Raises CannotListen, NotWritable (the journal's directory), ControllerError (it did not start in time).
     """

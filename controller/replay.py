@@ -20,7 +20,7 @@ from ttp.proto.incident import EVENT as INCIDENT
 
 from .core import machine
 from .core.facts.events import Effect, Event, Journal, Send
-from .journal import Recording, inputs_path, read_inputs, read_story, replay
+from .journal import Recording, inputs_path, read_events, read_inputs, replay
 from .json_codec import plain_json
 
 BY_THE_DRIVER = frozenset({"stopped", "stays", "protocol_error", "machine_failed", "not_sent"})
@@ -76,7 +76,7 @@ def compare(path: Path) -> Comparison:
         raise ValueError(f"{inputs} holds what no controller has recorded: {type(error).__name__}: {error}") from None
     recorded = tuple(
         Decided(line.monotonic_s, line.event, line.fields)
-        for line in read_story(path)
+        for line in read_events(path)
         if line.event not in BY_THE_DRIVER
     )
     if not any(line.event == INCIDENT for line in recorded):  # a controller that journals none has written it

@@ -20,8 +20,8 @@ from .facts.membership import (
     clock_went_back,
     controller_resumed,
     empty,
-    hear,
-    hear_unsuspected,
+    note_message,
+    note_messages,
     silent,
     slow_heartbeat_s,
 )
@@ -38,11 +38,11 @@ LATE_HEARTBEATS = 0.5
 `slow_heartbeat_s`: a busy host that keeps the driver for less takes nothing from a lease that matters, and leases must run out."""
 
 _OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch)
-"""What launchers say proves no rank's life."""
+"""A message of an agent proves no rank's life."""
 
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
-    """Return the state of a controller that nobody has registered with."""
+    """Return the state of a controller without any registered rank."""
     members = empty(settings.world_size)
     pace = unknown(settings.world_size)
     pace = replace(pace, limit_s=limit(pace, settings))
@@ -62,25 +62,25 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
             f"{subject!r}; does its sender run another version?"
         )
     out: list[Effect] = []
-    was_deaf = _hears_nobody(state)
+    was_cut_off = _receives_nothing(state)
     if now < state.seen:
         state = replace(state, members=clock_went_back(state.members, now, state.settings))
     state = _excuse_own_absence(state, now)
     if isinstance(event, Received):
         _check_rank(state, event.message)
         check_answer(state, event.message)
-        state = _hear(state, event.message, now, out)
+        state = _note_sender(state, event.message, now, out)
     elif isinstance(event, HeartbeatBatch):
         for message in event.messages:
             _check_rank(state, message)
-        state = _hear_beats(state, event, now, out)
+        state = _note_senders(state, event, now, out)
     else:
         state = replace(state, seen=now)
     if not is_late(state, subject):
         state = handler(state, subject, now, out)
     if isinstance(state.at, Gathering) and _is_of_a_rank(event):
-        state = replace(state, at=_heard_while_gathering(state.at, state.settings, now))
-    if was_deaf and _is_of_a_rank(event) and not _hears_nobody(state):
+        state = replace(state, at=_received_while_gathering(state.at, state.settings, now))
+    if was_cut_off and _is_of_a_rank(event) and not _receives_nothing(state):
         # It was this controller that was cut off: the others come back as well.
         state = grant_time(state, now)
     deadline = next_deadline(state)
@@ -96,7 +96,7 @@ def next_deadline(state: ControllerState) -> float | None:
 
 
 def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
-    """A driver that comes much too late was stopped itself: what it did not hear meanwhile is nobody's fault."""
+    """A driver that comes much too late was stopped itself: no rank is to blame for messages that it did not receive meanwhile."""
     late_s = LATE_HEARTBEATS * slow_heartbeat_s(state.settings)
     if now - state.seen <= late_s:
         return state
@@ -117,42 +117,42 @@ def _check_rank(state: ControllerState, message: Upward) -> None:
     check_upward(message, state.settings.world_size)
 
 
-def _hear(state: ControllerState, message: Upward, now: float, out: list[Effect]) -> ControllerState:
-    """Whatever a rank says itself proves that it lives."""
+def _note_sender(state: ControllerState, message: Upward, now: float, out: list[Effect]) -> ControllerState:
+    """Any message of a rank itself proves that it lives."""
     if isinstance(message, _OF_LAUNCHERS):
         return replace(state, seen=now)
-    members = hear(state.members, message.rank, now)
+    members = note_message(state.members, message.rank, now)
     if members.suspects < state.members.suspects:
-        out.append(Journal("cleared", {"rank": message.rank, "why": "it was heard again"}))
-        if state.fault is not None:  # its report counts again: perhaps nobody need be waited for
+        out.append(Journal("cleared", {"rank": message.rank, "why": "it sends messages again"}))
+        if state.fault is not None:  # its report counts again: perhaps no rank need be waited for
             state = state.with_fault(replace(state.fault, updating=()))
     return replace(state, members=members, seen=now)
 
 
-def _hear_beats(state: ControllerState, beats: HeartbeatBatch, now: float, out: list[Effect]) -> ControllerState:
+def _note_senders(state: ControllerState, beats: HeartbeatBatch, now: float, out: list[Effect]) -> ControllerState:
     """All of them at once, unless one clears a suspicion."""
-    members = hear_unsuspected(state.members, {message.rank for message in beats.messages}, now)
+    members = note_messages(state.members, {message.rank for message in beats.messages}, now)
     if members is not None:
         return replace(state, members=members, seen=now)
     for message in beats.messages:
-        state = _hear(state, message, now, out)
+        state = _note_sender(state, message, now, out)
     return state
 
 
-def _hears_nobody(state: ControllerState) -> bool:
-    """True while nobody is attached, or all that live are silent, in a job that has assembled."""
+def _receives_nothing(state: ControllerState) -> bool:
+    """True while no rank is attached, or all that live are silent, in a job that has assembled."""
     return silent(state.members) and isinstance(state.at, (Running, Faulted))
 
 
-def _heard_while_gathering(at: Gathering, settings: ControllerSettings, now: float) -> Gathering:
-    """Whoever heard nobody for most of a lease was cut off: those that could not come have a lease from now on."""
-    if now - at.heard_at >= SUSPECT_AFTER * settings.lease_s:
+def _received_while_gathering(at: Gathering, settings: ControllerSettings, now: float) -> Gathering:
+    """A controller that received nothing for most of a lease was cut off: ranks that could not come have a lease from now on."""
+    if now - at.last_message_at >= SUSPECT_AFTER * settings.lease_s:
         at = replace(at, deadline=min(now + settings.lease_s, max(at.deadline, at.gather_by)))
-    return replace(at, heard_at=now)
+    return replace(at, last_message_at=now)
 
 
 def _is_of_a_rank(event: Event) -> bool:
-    """True for what a rank says itself."""
+    """True for messages of a rank itself."""
     if isinstance(event, Received):
         return not isinstance(event.message, _OF_LAUNCHERS)
     return isinstance(event, HeartbeatBatch)

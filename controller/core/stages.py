@@ -45,7 +45,7 @@ from .ranks.standbys import learn_successors, restore
 from .ranks.takeover import decide_takeover
 
 _LAST_VOUCH_HEARTBEATS = 1.5
-"""An agent that goes with its node may have vouched for a rank so long after the rank was heard last."""
+"""An agent that goes with its node may have vouched for a rank so long after the rank's last message."""
 
 
 def advance_stages(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
@@ -53,7 +53,7 @@ def advance_stages(state: ControllerState, now: float, out: list[Effect]) -> Con
     while True:
         kind = type(state.at)
         if state.members.alive == 0 and issubclass(kind, Assembling | Running | Faulted):
-            # Those that were only silent are told to exit in case they wake up.
+            # Those that were only silent get the order to exit too, in case they wake up.
             state = refuse(state, Refusal("all ranks are dead"), now, out)
             kind = type(state.at)
         state = TABLES[kind].advance(state, now, out)
@@ -104,7 +104,7 @@ def end_round(state: StateAt[Freezing], now: float, out: list[Effect]) -> Contro
     """Open the gates again, wait for more reports, or decide."""
     fault, members = state.at.fault, state.members
     if silent(members):
-        return state  # nobody could be told what is decided
+        return state  # no rank could receive the decision
     if not fault.causes:
         if members.finished == state.settings.world_size:
             return finish_job(state, out)
@@ -130,7 +130,7 @@ def end_round(state: StateAt[Freezing], now: float, out: list[Effect]) -> Contro
 
 
 def end_roll_forwards(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
-    """Every roll-forward is answered: go on to writing if what is left still covers every shard."""
+    """Every roll-forward is answered: go on to writing if the remaining ranks still cover every shard."""
     fault, dump = state.at.fault, state.at.dump
     return state if dump.pending else start_writing(goto(state, Writing(fault, dump)), now, out)
 
@@ -192,7 +192,7 @@ def ordered_deadline(state: StateAt[Ordered]) -> float:
 
 
 def _led_deadline(state: StateAt[Running | Faulted]) -> float:
-    """Once a heartbeat also while nobody is attached: who looks seldom does not see that it stood still itself."""
+    """Once a heartbeat also while no rank is attached: a rare look does not show that the process itself was stopped."""
     members, settings = state.members, state.settings
     return min(members.empty_since + settings.orphan_timeout_s, members.sweep_at, state.seen + settings.heartbeat_s)
 
@@ -202,7 +202,7 @@ def _fault_deadline(state: StateAt[Faulted]) -> float:
 
 
 def _round_end(state: StateAt[Freezing]) -> float:
-    """When a freeze round is decided if nothing more is heard; inf while there is nothing to decide about."""
+    """When a freeze round is decided if no further message comes; inf while there is nothing to decide about."""
     fault = state.at.fault
     if not fault.causes:
         waits = fault.unproven is not None or (fault.takeover and fault.awaiting)
@@ -237,7 +237,7 @@ def expire_faulted(state: StateAt[Faulted], now: float, out: list[Effect]) -> Co
         return give_up(state, now, out)
     after = _look_at_leases(state, now, out)
     if silent(after.members):
-        return after  # whoever comes back has time to answer; when nobody does, the orphan timeout ends this
+        return after  # ranks that come back have time to answer; when none does, the orphan timeout ends this
     if is_ordered(after) and now >= after.at.dump.progress_by:
         after = table_of(after).on_timeout(after, now, out)
     if is_ordered(after) and now >= after.at.dump.patience_until:
@@ -256,7 +256,7 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
     for rank in swept.newly_suspect:
         if state.members.table[rank].attached:  # it sends no heartbeats before it is welcomed
             out.append(Send((rank,), welcome(state, rank)))
-        state = suspicion(state, rank, "it has not been heard for most of its lease", now, out)
+        state = suspicion(state, rank, "it has sent nothing for most of its lease", now, out)
     for rank in swept.run_out:
         cause = Cause(CauseKind.SILENT, (rank,), _silence(state, rank, now))
         state = rank_died(state, rank, cause, False, now, out)
@@ -266,17 +266,17 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
 def _silence(state: ControllerState, rank: int, now: float) -> str:
     settings, since = state.settings, silent_since(state.members.table[rank], state.members.leases_renewed_at)
     if now - since <= settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
-        return f"nothing was heard for {settings.lease_s:g} s"
-    return f"nothing was heard for {now - since:.1f} s, although its agent saw the process running"
+        return f"no message received for {settings.lease_s:g} s"
+    return f"no message received for {now - since:.1f} s, although its agent saw the process running"
 
 
 def grant_time(state: ControllerState, now: float) -> ControllerState:
-    """Nobody could be heard for a while: what ranks owe an answer to, they have as much time for as if it were asked now."""
+    """The controller received nothing for a while: answers that ranks owe have as much time as if they were asked for now."""
     settings, at = state.settings, state.at
     state = resume_pace(replace(state, members=renew_all_leases(state.members, now, settings)), now)
     if isinstance(at, Gathering):
-        state = replace(state, at=replace(at, deadline=now + settings.lease_s, heard_at=now))
-    if state.members.empty_since < inf:  # nobody is attached, and somebody was
+        state = replace(state, at=replace(at, deadline=now + settings.lease_s, last_message_at=now))
+    if state.members.empty_since < inf:  # no rank is attached, and one was
         state = replace(state, members=replace(state.members, empty_since=now))
     if (fault := state.fault) is not None:
         round_deadline = max(fault.round_deadline, now + settings.freeze_timeout_s)

@@ -72,7 +72,7 @@ def state_report(state: StateAt[Faulted], message: StateReport, now: float, out:
 
 
 def noted(state: ControllerState, event: object, now: float, out: list[Effect]) -> ControllerState:
-    """Nothing to do but what every event does: its rank was heard, and deadlines are looked at."""
+    """Do only what every event does: note its rank's message and check deadlines."""
     return state
 
 

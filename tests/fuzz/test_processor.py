@@ -66,14 +66,14 @@ def rolling() -> ProcessorBench:
 def writing() -> ProcessorBench:
     bench = ProcessorBench()
     bench.freeze(phase=Phase.DONE)
-    bench.hear(WRITE)
+    bench.receive(WRITE)
     return bench
 
 
 def publishing() -> ProcessorBench:
     bench = writing()
     bench.take(WriteDone(WRITE, share(1)))
-    bench.hear(PublishOrder(1, 5, "/a", WRITE.tmp_name, (share(1),), CAUSE, record(5), 3))
+    bench.receive(PublishOrder(1, 5, "/a", WRITE.tmp_name, (share(1),), CAUSE, record(5), 3))
     return bench
 
 
@@ -91,7 +91,7 @@ def noticed() -> ProcessorBench:
 
 def leaving() -> ProcessorBench:
     bench = publishing()
-    bench.hear(Exit(75, "all is saved"))
+    bench.receive(Exit(75, "all is saved"))
     return bench
 
 

@@ -55,7 +55,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
     """
     at: Any = state.at
     if isinstance(at, Gathering):
-        at = replace(at, heard_at=ago(at.heard_at, seconds))
+        at = replace(at, last_message_at=ago(at.last_message_at, seconds))
     if isinstance(at, Gathering | Assembling | Exiting):
         at = replace(at, deadline=ago(at.deadline, seconds))
     if (fault := state.fault) is not None:
@@ -91,10 +91,12 @@ def _causes(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:
 
 
 def _later_members(members: Membership, seconds: float) -> Membership:
-    heard = {rank: replace(member, heard=ago(member.heard, seconds)) for rank, member in enumerate(members.table)}
+    aged = {
+        rank: replace(member, received_at=ago(member.received_at, seconds)) for rank, member in enumerate(members.table)
+    }
     return replace(
         members,
-        table=members.table.put_all(heard),
+        table=members.table.put_all(aged),
         leases_renewed_at=ago(members.leases_renewed_at, seconds),
         away_until=ago(members.away_until, seconds),
         sweep_at=ago(members.sweep_at, seconds),

@@ -82,7 +82,7 @@ class Journal:
     def input(self, now: float, event: ev.Event) -> None:
         """The seed replays it."""
 
-    def story(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
+    def write_event(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
         if event in ("protocol_error", "machine_failed", "not_sent"):  # no simulated fault is a reason for it
             self._controller.job.refused(str(fields), sys.exception() or AssertionError(str(fields)))
             return
@@ -190,7 +190,7 @@ class Controller:
         if self.job.beats_relayed:
             self._hear_in_envelope(self.job.hosts[stream.rank], stream.link, message)
         else:
-            self.handler.hear(stream.link, (message,))
+            self.handler.receive(stream.link, (message,))
         if isinstance(message, Registration):
             self.ranks_came = True
         self._go_on()
@@ -200,7 +200,7 @@ class Controller:
         beats = self._beats.setdefault(host, [])
         if not isinstance(message, Heartbeat):
             self._hear_beats(host)
-            self.handler.hear(link, (message,))
+            self.handler.receive(link, (message,))
             return
         if not beats:
             self.job.scheduler.after(TOGETHER_S, partial(self.when_running, partial(self._beats_are_due, host)))
@@ -217,8 +217,8 @@ class Controller:
             if self.handler.routes.get(beat.rank) is link:
                 known.append(beat)
             else:
-                self.handler.hear(link, (beat,))
-        self.handler.hear_beats(known)
+                self.handler.receive(link, (beat,))
+        self.handler.receive_heartbeats(known)
 
     def hear_again(self, rank: int, message: Upward) -> None:
         """A rank's message comes once more on its stream, or one of another start does that the adapters let through."""
@@ -226,7 +226,7 @@ class Controller:
         def hear() -> None:
             link = self.handler.routes.get(rank)
             if link is not None:
-                self.handler.hear(link, (message,))
+                self.handler.receive(link, (message,))
                 self._go_on()
 
         self.when_running(hear)
@@ -243,7 +243,7 @@ class Controller:
 
     def hear_agent(self, link: AgentLink, message: Upward) -> None:
         def hear() -> None:
-            self.handler.hear(link, (message,))
+            self.handler.receive(link, (message,))
             self._go_on()
 
         self.when_running(hear)

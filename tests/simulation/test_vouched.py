@@ -37,7 +37,7 @@ def test_without_agents_such_a_rank_is_dead_after_its_lease() -> None:
             launcher.lost = True
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
-        assert events(scenario.job, "death_seen")[0]["text"] == "nothing was heard for 0.6 s", f"seed {seed}"
+        assert events(scenario.job, "death_seen")[0]["text"] == "no message received for 0.6 s", f"seed {seed}"
 
 
 @pytest.mark.parametrize("make", [vouched.host_lost, vouched.process_stopped, vouched.interpreter_held_for_good])

@@ -292,12 +292,12 @@ def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
 
 def beats_renew_no_lease(patch: Patch) -> None:
     """Heartbeats that come in one envelope prove nobody's life, unless somebody is suspected already."""
-    heard = membership.hear_unsuspected
+    note_messages = membership.note_messages
 
     def wrong(members: membership.Membership, ranks: Iterable[int], now: float) -> membership.Membership | None:
-        return None if heard(members, ranks, now) is None else members
+        return None if note_messages(members, ranks, now) is None else members
 
-    patch.setattr(machine, "hear_unsuspected", wrong)
+    patch.setattr(machine, "note_messages", wrong)
 
 
 def pauses_are_not_heard_of(patch: Patch) -> None:

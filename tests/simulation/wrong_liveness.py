@@ -74,7 +74,7 @@ def a_vouch_is_taken_for_a_word_of_the_rank(patch: Patch) -> None:
     def wrong(state: Any, message: Any, now: float, out: Any) -> Any:
         members = state.members
         for rank in message.ranks:
-            members = membership.hear(members, rank, now)
+            members = membership.note_message(members, rank, now)
         return replace(state, members=members)
 
     for table in tables.TABLES.values():

@@ -44,7 +44,7 @@ CONTROLLER_END_S = 10.0
 OVER_S = 2.0
 """So long a controller may take to end by itself once it has let its only rank go."""
 OVERTAKEN_POLL_S = 0.02
-WAIT_TOLD_S = 30.0
+WAIT_LOGGED_S = 30.0
 """A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
 STATUS_S = 2.0
 """How long the controller has to say for whom."""
@@ -190,7 +190,7 @@ class Protection:
     def finished(self, where: str = "at the end of train") -> None:
         """`train` returned: stay as a holder until every rank's has. `where` this rank waits then: a long wait is logged."""
         self.processor.finished()
-        pause_s, waited_s = WAIT_TOLD_S, 0.0
+        pause_s, waited_s = WAIT_LOGGED_S, 0.0
         while not self.processor.wait_for_verdict(pause_s):
             waited_s += pause_s
             pause_s *= 2

@@ -53,8 +53,8 @@ def standbys_of(settings: Settings, world_size: int) -> int:
 def controller_options(settings: Settings, world_size: int) -> tuple[str, ...]:
     """Return the arguments that every controller of the job is started with."""
     local = () if settings.shared_dirs else ("--local-dirs",)
-    wanted = ("--standbys", str(standbys_of(settings, world_size)))
-    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *wanted, *local)
+    standbys = ("--standbys", str(standbys_of(settings, world_size)))
+    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *standbys, *local)
 
 
 def standby_place(settings: Settings, rank: int, world_size: int) -> int:
@@ -71,7 +71,7 @@ def standby_place(settings: Settings, rank: int, world_size: int) -> int:
 
 
 def hang_options(settings: Settings) -> tuple[str, ...]:
-    """Return what every controller of the job is told of hangs, as arguments of its program."""
+    """Return the settings about hangs that every controller of the job receives, as arguments of its program."""
     return (
         *("--hang-floor-s", str(settings.hang_floor_s), "--hang-early-floor-s", str(settings.hang_early_floor_s)),
         *("--hang-start-s", str(settings.hang_start_s), "--hang-factor", str(settings.hang_factor)),
@@ -191,7 +191,7 @@ class Standbys:
         process.wait(END_S)
 
     def _watch(self, process: ControllerProcess) -> None:
-        """Raises ControllerError: all were dismissed while this one was started; it has been told to end."""
+        """Raises ControllerError: all were dismissed while this one was started; it has been signalled to end."""
         with self._lock:
             dismissed = self._dismissed
             if not dismissed:

@@ -1,6 +1,6 @@
 """How the job's ranks leave: refused, published, never assembled, or finished (PURE).
 
-Owns the ends of the story. Never judges whether an end is due.
+Owns the ends of a job and of a fault. Never judges whether an end is due.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def leave(
     """Order every rank with a stream to exit, silent ones included, and wait for the streams to close. `outcome`: of the fault that ends
     so; None: nothing was decided, for that reason."""
     members = state.members
-    told = reachable(members)
-    untold = members.table.ranks(lambda m: m.dead is None and not m.attached)  # late starters, and broken streams
-    if told or state.agents:  # the launchers overhear it: they say why when no rank is left that could
-        out.append(Send(told, Exit(EXIT_CODE_PERSISTED, reason)))
-    out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": told}))
+    recipients = reachable(members)
+    unattached = members.table.ranks(lambda m: m.dead is None and not m.attached)  # late starters, and broken streams
+    if recipients or state.agents:  # the agents receive it too: they report why when no rank remains that could
+        out.append(Send(recipients, Exit(EXIT_CODE_PERSISTED, reason)))
+    out.append(Journal("exit_sent", {"code": EXIT_CODE_PERSISTED, "reason": reason, "ranks": recipients}))
     state = report(state, outcome or Outcome(not_saved=reason), now, out)
-    return goto(state, Exiting(state.fault, now + EXIT_WAIT_S, reason, frozenset(untold)))
+    return goto(state, Exiting(state.fault, now + EXIT_WAIT_S, reason, frozenset(unattached)))
 
 
 def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
@@ -34,13 +34,13 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
     fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
     newest = newest_checkpoint(state)
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
-    after = f"the job goes on from {newest}" if newest else "no older checkpoint is known to the ranks that are left"
+    after = f"the job goes on from {newest}" if newest else "no surviving rank knows an older checkpoint"
     outcome = Outcome(None, refusal.reason, newest, max(0, step_of(newest)))
     return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out, outcome)
 
 
 def newest_checkpoint(state: ControllerState) -> str:
-    """Return the newest checkpoint that any rank told of in this freeze; empty: none."""
+    """Return the newest checkpoint that any rank reported in this freeze; empty: none."""
     reports = state.fault.reports if state.fault is not None else ()
     return max((report.checkpoint for report in reports if report is not None), key=step_of, default="")
 
@@ -53,15 +53,15 @@ def step_of(path: str) -> int:
 
 def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
     """Every rank's `train` has returned: let all go."""
-    told = reachable(state.members)
-    if told:
-        out.append(Send(told, Dismiss()))
+    recipients = reachable(state.members)
+    if recipients:
+        out.append(Send(recipients, Dismiss()))
     out.append(Journal("finished", {"ranks": state.members.finished}))
     return over(state, "all ranks have finished", out)
 
 
 def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
-    """Nobody is there to be told anything; a fault that was going on ends without a checkpoint."""
+    """End without orders, as no rank can receive one; a fault in progress ends without a checkpoint."""
     if state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
         newest = newest_checkpoint(state)

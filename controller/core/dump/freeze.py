@@ -37,8 +37,8 @@ _KEPT_RECORDS = 4
 _NAMED = 8
 _PHASE_NAMES = {phase: phase.name for phase in Phase}
 _KEPT_HINTS = 64
-"""A death makes the collectives of all its peers fail, and all of them say so: so many are remembered, the rest are only
-journaled. What they tell is told by the first."""
+"""A death makes the collectives of all peers fail, and each of them reports that. So many reports are kept, the others are only
+journaled: the first has all that they have."""
 
 
 def begin_fault(
@@ -73,12 +73,14 @@ def next_round(state: StateAt[Ordered], why: str, now: float, out: list[Effect])
 def _ask(state: ControllerState, fault: Fault, cause: Cause, now: float, out: list[Effect]) -> StateAt[Freezing]:
     freeze_id = state.freeze_id + 1
     lease_s = state.settings.lease_s
-    for rank in state.members.table.ranks(lambda member: was_only_silent(member) and now < member.heard + lease_s):
+    for rank in state.members.table.ranks(
+        lambda member: was_only_silent(member) and now < member.received_at + lease_s
+    ):
         state = _revived(state, rank, now, out)  # it came back while others were at work
     waited_for = awaited(state, fault)
-    told = reachable(state.members)
-    out.append(Send(told, Freeze(freeze_id, cause)))
-    out.append(Journal("freeze_sent", {"freeze_id": freeze_id, "ranks": told, **cause_fields(cause)}))
+    recipients = reachable(state.members)
+    out.append(Send(recipients, Freeze(freeze_id, cause)))
+    out.append(Journal("freeze_sent", {"freeze_id": freeze_id, "ranks": recipients, **cause_fields(cause)}))
     fault = replace(
         fault,
         round_deadline=now + state.settings.freeze_timeout_s,
@@ -98,14 +100,14 @@ def awaited(state: ControllerState, fault: Fault) -> tuple[int, ...]:
 
 
 def half_of_the_rest(state: StateAt[Faulted], now: float) -> float:
-    """Return when half of what is left of the fault's time is over; inf when too little is left to share it out."""
+    """Return when half of the fault's remaining time is over; inf when too little remains to share it out."""
     fault, settings = state.at.fault, state.settings
     half_s = (fault.began + settings.total_timeout_s - now) / 2
     return now + half_s if half_s > settings.heartbeat_s else inf
 
 
 def quarter_of_the_rest(state: StateAt[Faulted], now: float) -> float:
-    """Return when a quarter of what is left of the fault's time is over; inf when too little is left to share it out."""
+    """Return when a quarter of the fault's remaining time is over; inf when too little remains to share it out."""
     half_at = half_of_the_rest(state, now)
     return half_at if half_at == inf else (now + half_at) / 2
 
@@ -131,7 +133,7 @@ def has_culprit(causes: Iterable[Cause]) -> bool:
 
 
 def root_cause(causes: tuple[Cause, ...]) -> Cause | None:
-    """Make one cause of many: the kind that was seen first, with every rank that it befell; hints only if alone."""
+    """Merge causes into the root cause: the kind seen first and all affected ranks. Peer errors count only if nothing else is known."""
     if not causes:
         return None
     named = [cause for cause in causes if cause.kind is not CauseKind.PEER_ERROR] or list(causes)
@@ -156,7 +158,7 @@ def count_again(state: S, rank: int, now: float, out: list[Effect]) -> S:
     """
     if not isinstance(state.at, Freezing) or not was_only_silent(state.members.table[rank]):
         return state
-    fault = replace(state.at.fault, updating=())  # perhaps nobody need be waited for
+    fault = replace(state.at.fault, updating=())  # perhaps no rank need be waited for
     state = _revived(state, rank, now, out).with_fault(fault)
     if fault.reports[rank] is not None or rank in fault.stuck:
         return state
@@ -206,7 +208,7 @@ def take_report(state: StateAt[Faulted], report: StateReport, out: list[Effect])
 def extend_update_deadline(
     state: StateAt[Freezing], message: Working, now: float, out: list[Effect]
 ) -> ControllerState:
-    """A rank's update, which is waited for, gets on: it has as much time again, within the fault's total.
+    """A rank that is waited for progresses in its update: extend its deadline, within the fault's total.
 
     So has a rank that has not reported yet, because it still rolls forward for an earlier round or controller; but for half
     of the fault's time at most: the others' shards may do without it, and then there must be time to write them.
@@ -251,15 +253,15 @@ def forget(state: S, rank: int) -> S:
 
 
 def thaw(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
-    """A false alarm: nobody died and nothing was ordered. Training goes on."""
-    told = reachable(state.members)
-    out.append(Send(told, Thaw(state.freeze_id)))
-    out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": told}))
+    """A false alarm: no rank died and nothing was ordered. Training continues."""
+    recipients = reachable(state.members)
+    out.append(Send(recipients, Thaw(state.freeze_id)))
+    out.append(Journal("thawed", {"freeze_id": state.freeze_id, "ranks": recipients}))
     return goto(replace(state, notes=Notes(), pace=rested(state.pace, now)), Running())
 
 
 def frozen_fields(state: StateAt[Freezing]) -> Fields:
-    """Return what the ranks said in this round as journal fields, one column per fact."""
+    """Return the reports of this round as journal fields, one column per fact."""
     fault = state.at.fault
     reports = [report for report in fault.reports if report is not None]
 

@@ -51,7 +51,7 @@ def start_publishing(state: StateAt[Writing], now: float, out: list[Effect]) -> 
 
 
 def _advance(state: StateAt[Ordered], now: float, out: list[Effect]) -> ControllerState:
-    """Have every place published, or change the plan when a place is lost with what was written there: nobody publishes
+    """Have every place published, or change the plan when a place is lost with what was written there. No rank publishes
     before all places are known to be able to."""
     dump = state.at.dump
     alive = [rank for rank in range(state.settings.world_size) if is_holder(state, rank)]
@@ -59,7 +59,7 @@ def _advance(state: StateAt[Ordered], now: float, out: list[Effect]) -> Controll
     for place in _places(state):
         here = [rank for rank in alive if _place_of(state, rank) == place]
         if not here:
-            where = f"node {place} was lost with what it had written" if place else "no rank is left to publish"
+            where = f"node {place} was lost with what it had written" if place else "no rank remains that can publish"
             return next_round(state, where, now, out)
         if place in dump.published_places or any(rank in dump.publishers for rank in here):
             continue
@@ -84,7 +84,7 @@ def _without_node(
 
 
 def _torn(state: StateAt[Publishing], writers: Set[int], why: str, now: float, out: list[Effect]) -> ControllerState:
-    """Nobody contradicts that files of these ranks ended short."""
+    """Write anew what these ranks wrote: their files ended short, and no rank contradicts that."""
     return _written_anew(state, writers, f"files of {named('rank', sorted(writers))} ended short: {why}", now, out)
 
 
@@ -93,7 +93,7 @@ def _written_anew(
 ) -> ControllerState:
     """These ranks write in this directory no more, and all is written anew.
 
-    One bad rank or node never vetoes a directory; one that nobody can do without has the next directory tried.
+    One bad rank or node never vetoes a directory. Where a rank or node is indispensable, the next directory is tried.
     """
     dump, fault = state.at.dump, state.at.fault
     directory = dump.directories[dump.attempt]
@@ -211,7 +211,7 @@ def _unanswered(state: StateAt[Publishing], ranks: Set[int], now: float, out: li
     for rank in sorted(dump.publishers & ranks):
         doubted = {writer for writer in dump.doubted if _place_of(state, writer) == _place_of(state, rank)}
         if doubted and not others_to_publish(state, rank):
-            return _torn(state, doubted, "nobody is left to look again", now, out)
+            return _torn(state, doubted, "no other rank can check them", now, out)
     return replace_publishers(state, ranks, now, out)
 
 

@@ -1,11 +1,11 @@
-"""Ranks whose work gets on and on, passed over where others can do it in time (PURE).
+"""Reassign work from slow ranks when another replica holder can finish before the deadline (PURE).
 
-Owns the moments at which that is looked at: half of what is left of the fault's time after an order, and half of each rest.
-Written again is only by those that had done their own share in a quarter of that time: they have twice as long for as much
-again, beside a disk that is still written to. Where all take long, nobody is passed over: the first to finish is not
-much faster than the last, and whatever was begun anew would be late. Where nobody can, all are asked again if
-others have come to cover the step since, and at the second look if local copies cover the step before; else the rank is waited
-for until the fault's total time is over. Ranks that say nothing are given up much sooner, by the stages themselves.
+Owns the moments at which that is checked: half of the fault's time that remains after an order, and half of each rest.
+Only ranks that finished their own share in a quarter of that time write again: they have twice as long for as much again,
+beside a disk that is still written to. Where all are slow, no rank is passed over: the first to finish is not much faster
+than the last, and new work would be late. Where no other holder can, all are asked again if others have come to cover the
+step since. At the second check, local copies may cover the step before. Else the rank is waited for until the fault's total
+time is over. The stages themselves give up silent ranks much sooner.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def _note_prompt(state: StateAt[Ordered], dump: Dump, now: float) -> ControllerS
 
 
 def _decided_anew(state: StateAt[Ordered], again: bool, now: float, out: list[Effect]) -> ControllerState:
-    """Who cannot be done without in this plan may be in another: where a rank has reported since that its update has ended, or,
-    when it is looked at again, at the step before, of which local copies are left."""
+    """A rank that this plan cannot do without may be dispensable in another: where a rank has reported since that its update has
+    ended, or, at a second check, at the step before, of which local copies remain."""
     dump, fault = state.at.dump, state.at.fault
     step, owing = dump.decision.step, dump.work.ranks(lambda work: bool(work.orders))
     late = dump.publishers.union(dump.rolling.ranks(bool), owing)
-    # Who took too long for its own share will not be done with another's in what is left.
+    # A rank that took too long for its own share will not finish another's in the remaining time.
     writing = again and isinstance(state.at, Writing) and dump.prompt is not None
     slow = able_holders(state) - (dump.prompt or frozenset()) if writing else frozenset[int]()
     for without in (late, late | slow):

@@ -38,7 +38,7 @@ from .freeze import frozen_fields, half_of_the_rest, owes_report
 
 def start_dump(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
     """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for what no step is covered
-    without: the end of an update, or the word of a rank that is silent now and may still be heard."""
+    without: the end of an update, or the report of a silent rank that may still come back."""
     fault = state.at.fault
     verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
@@ -62,7 +62,7 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
     if not state.coverage.groups:
         return Refusal("no rank registered any shards")
     unknown = state.job_groups - len(state.coverage.groups)
-    if unknown > 0:  # a standby never hears of shards whose holders had all gone before it took over
+    if unknown > 0:  # a standby never learns of shards whose holders had all gone before it took over
         gone = named("rank", state.members.table.ranks(lambda member: member.registration is None))
         held = (
             f"{unknown} of {state.job_groups} shard groups were held only by ranks that never came to this controller"
@@ -81,15 +81,15 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
     records = {record.step: record for record in fault.records}
     groups, unwritable = state.coverage.groups, _unwritable(fault, reports)
     verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
-    if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads
+    if isinstance(verdict, Refusal):  # written again, with every absent rank's fate: O(world) strings without a reader
         return decide(groups, reports, records, fault.unreachable, _absences(state, fault), unwritable)
     if unwritable and verdict.step <= step_of(there := newest_checkpoint(state)):
-        return Refusal(f"step {verdict.step}, of which local copies are left, is not newer than {there}")
+        return Refusal(f"step {verdict.step}, the newest with local copies, is not newer than {there}")
     return verdict
 
 
 def _unwritable(fault: Fault, reports: Mapping[int, StateReport]) -> frozenset[int]:
-    """Return the steps that no directory took and that nobody has come to since."""
+    """Return the steps that no directory took and that no rank has reached since."""
     return frozenset(
         step
         for step, tried in fault.unwritable
@@ -125,9 +125,9 @@ def _worth_waiting(state: StateAt[Freezing], fault: Fault, now: float) -> tuple[
 
 
 def _known_at(state: ControllerState, fault: Fault, now: float) -> float:
-    """Return when all that are silent, and have reported or are seen to run by their agents, are heard again or dead, and all that
-    attached again have had their time to answer; half of the fault's time at most. It may be this controller that hears nobody,
-    which is no reason to refuse. -inf: there are none."""
+    """Return when every silent rank that has reported, or that its agent sees running, sends again or is dead, and every rank that
+    attached again has had time to answer; half of the fault's time at most. This controller may be the one that receives nothing:
+    silence alone does not justify a refusal. -inf: there are none."""
     members, settings, started = state.members, state.settings, has_started(state.pace)
     silent_s = SUSPECT_AFTER * settings.lease_s
     last_alive = known_at = -inf
@@ -183,13 +183,13 @@ def rolled(state: StateAt[Rolling], answer: RolledForward, now: float, out: list
     if not dump.rolling[rank]:
         return state
     if answer.state_step != dump.decision.step:
-        return _not_rolled(state, rank, f"it stands at step {answer.state_step}", now, out)
+        return _not_rolled(state, rank, f"it is at step {answer.state_step}", now, out)
     out.append(Journal("rolled_forward", {"rank": rank, "step": answer.state_step}))
     return _answered(state, rank, now)
 
 
 def note_progress(state: StateAt[Ordered], message: Working, now: float, out: list[Effect]) -> ControllerState:
-    """A rank that owes an answer says that its work gets on: the wait for all answers begins anew, within the fault's total."""
+    """A rank that owes an answer reports progress: the wait for all answers starts again, within the fault's total."""
     dump, rank = state.at.dump, message.rank
     if not (dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers):
         return state  # the dead and the stuck owe nothing

@@ -1,7 +1,7 @@
 """Write orders: every shard once, by live holders, in one directory (PURE).
 
 Owns the attempt: its name, who owes which parts, and what was written. A writer that dies, fails or falls silent is
-replaced for the parts that it had not finished; a directory that nobody can write to is given up for the next.
+replaced for the parts that it had not finished; a directory that no rank can write to is given up for the next.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def start_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> Con
     able = able_holders(state)
     lacking = next((group for group in state.coverage.groups if able.isdisjoint(group.holders)), None)
     if lacking is not None:
-        return next_round(state, f"{lacking.label}: no holder is left that has step {dump.decision.step}", now, out)
+        return next_round(state, f"{lacking.label}: no holder remains that has step {dump.decision.step}", now, out)
     directory = dump.directories[dump.attempt]
     if unfit := failing_here(state):
         able -= unfit
@@ -137,11 +137,11 @@ def replace_writers(state: StateAt[Writing], lost: tuple[int, ...], now: float, 
         parts += [part for order in dump.work[rank].orders for part in order.parts]
         pending -= len(dump.work[rank].orders)
     work = dump.work.put_all({rank: replace(dump.work[rank], orders=()) for rank in lost})
-    groups, wanted = state.coverage.groups, {part.group_id for part in parts}
+    groups, group_ids = state.coverage.groups, {part.group_id for part in parts}
     state = state.with_dump(replace(dump, work=work, pending=pending))
     if not parts:
         return state
-    capable = {group.group_id: holders(state, group) for group in groups if group.group_id in wanted}
+    capable = {group.group_id: holders(state, group) for group in groups if group.group_id in group_ids}
     failed = failing_here(state)
     able_here = {key: tuple(r for r in ranks if r not in failed) for key, ranks in capable.items()}
     loads = {rank: len(work[rank].orders) for ranks in able_here.values() for rank in ranks}
@@ -184,8 +184,8 @@ def _taken_back(work: PerRank[Work]) -> PerRank[Work]:
 
 
 def _no_directory(state: StateAt[Writing], dump: Dump, now: float, out: list[Effect]) -> ControllerState:
-    """No directory took the step. A rank that was not asked may have come to it since, or an older one of which local copies
-    are left is worth more than none; else refuse."""
+    """No directory took the step. A rank that was not asked may have come to it since. An older one with local copies is better
+    than none; else refuse."""
     fault = state.at.fault
     errors = (*fault.errors, *dump.errors)[-MOST_KEPT:]
     reason = f"none of {len(dump.directories)} directories could be written: {'; '.join(errors[-4:])}"

@@ -4,8 +4,8 @@ Owns the rule of the protocol: the newest step at which every shard group has a 
 reach it alone. Knows nothing of stages, deadlines or messages to send.
 
 Why one such step exists whenever every group has a holder: a commit record of step t can only come out of the collective
-that every rank entered at READY(t). So with a record every survivor can finish step t alone, and without one nobody has
-begun it and all stand at t-1.
+that every rank entered at READY(t). So with a record every survivor can finish step t alone, and without one no rank has
+begun it and all are at t-1.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Decision:
 
     step: int
     record: CommitRecord | None
-    """Commit record of `step`, if any rank told it."""
+    """Commit record of `step`, if any rank reported it."""
     roll_forward: tuple[int, ...]
-    """Holders that stand at step-1 and reach `step` with the record."""
+    """Holders that are at step-1 and reach `step` with the record."""
     able: tuple[int, ...]
     """Holders that have `step`, or have it after rolling forward (ascending)."""
     copies: bool = False
@@ -55,8 +55,8 @@ def decide(
 ) -> Decision | Refusal:
     """Choose the step to write.
 
-    reports: what the live ranks said whose gate may be trusted; a dead or stuck rank is not among them.
-    records: by step, from any rank that ever told one, stuck and dead ones too: a record is a proof, not a state.
+    reports: what the live ranks reported whose gate may be trusted; dead and stuck ranks are not among them.
+    records: by step, from any rank that ever reported one, stuck and dead ones too: a record is a proof, not a state.
     unreachable: (rank, step) pairs where rolling forward was tried and failed.
     absent: for people, why a holder is not among the reports.
     unwritable: steps that no directory took.
@@ -114,19 +114,19 @@ def _decision(
 
 
 def _refusal(step: int, lacking: list[Group], usable: Mapping[int, StateReport], absent: Mapping[int, str]) -> Refusal:
-    """Name the shards that nobody can write, who held them, and what became of those ranks."""
-    told = []
+    """Name the shards that no live rank can write, who held them, and what became of those ranks."""
+    missing = []
     for group in lacking[:_NAMED]:
         holders = ", ".join(_fate(rank, usable, absent) for rank in group.holders[:_NAMED])
         more = f" and {len(group.holders) - _NAMED} more" if len(group.holders) > _NAMED else ""
-        told.append(f"{group.label} (held by {holders}{more})")
+        missing.append(f"{group.label} (held by {holders}{more})")
     more = f", and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
     where = f" at step {step}" if step else ""
-    reason = f"no live rank can write{where}: {'; '.join(told)}{more}"
+    reason = f"no live rank can write{where}: {'; '.join(missing)}{more}"
     return Refusal(reason, tuple(group.label for group in lacking))
 
 
 def _fate(rank: int, usable: Mapping[int, StateReport], absent: Mapping[int, str]) -> str:
     if rank in usable:
-        return f"rank {rank}, which stands at step {usable[rank].state_step}"
+        return f"rank {rank}, which is at step {usable[rank].state_step}"
     return f"rank {rank}, {absent.get(rank, 'which did not answer')}"

@@ -33,9 +33,9 @@ class ControllerSettings:
     register_timeout_s: float = 600.0
     """Registered ranks are released (Exit) when the world has not assembled by then."""
     orphan_timeout_s: float = 15.0
-    """The controller leaves when nobody is attached for this long."""
+    """The controller exits when no rank is attached for this long."""
     hang_floor_s: float = 10.0
-    """A job in which nobody gets on is not called hung before this."""
+    """A job in which no rank progresses is not declared hung before this."""
     hang_early_floor_s: float = 60.0
     """In place of `hang_floor_s` before 50 steps are known."""
     hang_factor: float = 10.0
@@ -64,9 +64,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatBatch:
-    """Heartbeats that came in one envelope, in order: as each of them Received, but deadlines are looked at when all are heard.
+    """Heartbeats that came in one envelope, in order: as each of them Received, but deadlines are checked once, after the last.
 
-    A node's ranks beat together, and at 10,000 ranks heartbeats are nearly all that a controller ever hears: together they
+    A node's ranks send them together, and at 10,000 ranks a controller receives hardly anything but heartbeats: together they
     cost little more than one.
     """
 

@@ -16,7 +16,7 @@ from .events import Effect, Journal
 from .state import MOST_KEPT, ControllerState, Notes, S, Sign
 
 EXITING_TEXT = "exiting"
-"""WorkerExit's text while the kernel still frees the process and nobody knows its status."""
+"""WorkerExit's text while the kernel still frees the process and its status is unknown."""
 _GONE = (CauseKind.EXITED, CauseKind.SILENT)
 
 
@@ -61,7 +61,7 @@ def sign_of_death(state: S, rank: int, cause: Cause, now: float) -> S:
     state, place = signs_of(state, Cause(cause.kind, (rank,), cause.text), now), state.pace.places[rank]
     if place is None or state.notes.signs[-1].rank != rank:
         return state
-    heard_s = round(now - state.members.table[rank].heard, 3)
+    heard_s = round(now - state.members.table[rank].received_at, 3)
     last = replace(state.notes.signs[-1], phase=place.phase.name, step=place.step, heard_s=heard_s)
     return replace(state, notes=replace(state.notes, signs=(*state.notes.signs[:-1], last)))
 
@@ -147,7 +147,7 @@ def _kind(state: ControllerState) -> str:
 
 
 def _culprits(state: ControllerState, now: float) -> tuple[Culprit, ...]:
-    """Return the ranks that died, raised, hung or were told to leave, in the order seen; else those that are suspected."""
+    """Return the ranks that died, raised, hung or were preempted, in the order seen; else those that are suspected."""
     notes, found = state.notes, tuple(_by_rank(state.notes.signs).values())
     if not found and (cause := notes.asked) is not None:
         found = tuple(_sign(state, rank, cause, notes.began) for rank in cause.ranks)

@@ -30,17 +30,17 @@ VOUCHED_PART = 1 / 4
 HEARTBEATS_A_LEASE = 3
 """A heartbeat that comes more often than this makes neither the network nor a host faster: see `slow_heartbeat_s`."""
 CUT_OFF_HEARTBEATS = 1.5
-"""Of several ranks one is always heard within a heartbeat."""
+"""Of several ranks at least one sends within a heartbeat."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank, as far as the controller knows. A rank that never registered counts as alive until an agent says no."""
+    """One rank, as far as the controller knows. A rank that never registered counts as alive until an agent reports its exit."""
 
     registration: Registration | None = None
     attached: bool = False
     """Its stream is open."""
-    heard: float = -inf
+    received_at: float = -inf
     """When it last said anything."""
     vouched: float = -inf
     """When its agent last reported its process alive and running."""
@@ -68,11 +68,11 @@ class Membership:
     leases_renewed_at: float = -inf
     """Silence before this moment does not count: the controller itself was away, or all ranks were."""
     away_until: float = -inf
-    """The controller itself was away until then: that nobody was heard before says nothing."""
+    """The controller itself was away until then: silence before that proves nothing."""
     sweep_at: float = inf
     """No lease runs out before this moment."""
     empty_since: float = inf
-    """Since when nobody that lives is attached; inf while somebody is, and before the first rank attached."""
+    """Since when no live rank is attached; inf while one is, and before the first rank attached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class LeaseSweep:
     run_out: tuple[int, ...]
     """Ranks whose lease has passed: to be declared dead."""
     cut_off: bool = False
-    """Nobody at all, or hardly anybody, is heard: the controller itself is cut off or was, and leases begin anew."""
+    """No rank, or hardly any, sends anything: the controller itself is cut off or was, and leases begin anew."""
 
 
 def empty(world_size: int) -> Membership:
-    """Return a membership in which nobody has registered yet."""
+    """Return a membership without any registered rank."""
     return Membership(PerRank.filled(world_size, Member()), alive=world_size)
 
 
@@ -107,24 +107,24 @@ def update(members: Membership, rank: int, member: Member) -> Membership:
     )
 
 
-def hear(members: Membership, rank: int, now: float) -> Membership:
-    """Note that an attached rank said something; O(sqrt(world))."""
+def note_message(members: Membership, rank: int, now: float) -> Membership:
+    """Note a message of an attached rank; O(sqrt(world))."""
     member = members.table[rank]
     if not member.attached:  # a leftover of a broken stream proves nothing about now
         return members
-    changed = replace(member, heard=now, suspect=False)
+    changed = replace(member, received_at=now, suspect=False)
     if member.suspect:
         return update(members, rank, changed)
     return replace(members, table=members.table.put(rank, changed))
 
 
-def hear_unsuspected(members: Membership, ranks: Iterable[int], now: float) -> Membership | None:
-    """Note that these ranks said something, with each part of the table copied once; None when one of them is suspect."""
+def note_messages(members: Membership, ranks: Iterable[int], now: float) -> Membership | None:
+    """Note messages of these ranks, with each part of the table copied once; None when one of them is suspect."""
     table = members.table
-    heard = {rank: table[rank] for rank in ranks}
-    if any(member.suspect for member in heard.values()):
+    senders = {rank: table[rank] for rank in ranks}
+    if any(member.suspect for member in senders.values()):
         return None
-    attached = {rank: replace(member, heard=now) for rank, member in heard.items() if member.attached}
+    attached = {rank: replace(member, received_at=now) for rank, member in senders.items() if member.attached}
     return replace(members, table=table.put_all(attached))
 
 
@@ -132,7 +132,7 @@ def vouch(members: Membership, message: Vouch, now: float) -> Membership:
     """Note that an agent found these processes alive and running; each part of the table is copied once.
 
     Nothing is believed of a process that is not the registered one. Of a rank that has not registered here it is noted with its
-    process: a standby hears the agents before it hears ranks whose interpreter is held.
+    process: a standby receives reports of agents before those of ranks whose interpreter is held.
     """
     table = members.table
     noted = {
@@ -154,8 +154,8 @@ def vouched_lease(settings: ControllerSettings, started: bool) -> float:
 
 
 def silent_since(member: Member, leases_renewed_at: float) -> float:
-    """Return when a rank was last heard, as far as its silence counts."""
-    return max(member.heard, leases_renewed_at)
+    """Return when a rank was last known to live, as far as its silence counts."""
+    return max(member.received_at, leases_renewed_at)
 
 
 def alive_at(member: Member, leases_renewed_at: float, settings: ControllerSettings, started: bool) -> float:
@@ -176,7 +176,7 @@ def attach(members: Membership, registration: Registration, now: float, settings
         # Everybody had lost the controller: the others get a whole lease to come back as well.
         members = replace(members, leases_renewed_at=now, empty_since=inf)
     finished = known.finished or registration.finished
-    member = replace(known, registration=registration, attached=True, heard=now, suspect=False, finished=finished)
+    member = replace(known, registration=registration, attached=True, received_at=now, suspect=False, finished=finished)
     if member.vouched_pid != registration.pid:
         member = replace(member, vouched=-inf)
     members = update(members, rank, member)
@@ -189,9 +189,9 @@ def detach(members: Membership, rank: int, now: float, settings: ControllerSetti
     `welcomed` False: ranks do not send heartbeats yet, so the lease runs from the break.
     """
     member = members.table[rank]
-    heard = member.heard if welcomed else now
-    members = update(members, rank, replace(member, attached=False, suspect=True, heard=heard))
-    expiry = max(heard, members.leases_renewed_at) + settings.lease_s
+    received_at = member.received_at if welcomed else now
+    members = update(members, rank, replace(member, attached=False, suspect=True, received_at=received_at))
+    expiry = max(received_at, members.leases_renewed_at) + settings.lease_s
     members = replace(members, sweep_at=min(members.sweep_at, expiry))
     return replace(members, empty_since=now) if members.present == 0 and member.dead is None else members
 
@@ -214,7 +214,7 @@ def mark_alive(members: Membership, rank: int, now: float) -> Membership:
     """Note that a rank that was only silent, and is attached, lives."""
     if members.present == 0:
         members = replace(members, leases_renewed_at=now, empty_since=inf)
-    return update(members, rank, replace(members.table[rank], dead=None, suspect=False, heard=now))
+    return update(members, rank, replace(members.table[rank], dead=None, suspect=False, received_at=now))
 
 
 def renew_all_leases(members: Membership, now: float, settings: ControllerSettings) -> Membership:
@@ -223,16 +223,16 @@ def renew_all_leases(members: Membership, now: float, settings: ControllerSettin
 
 
 def controller_resumed(members: Membership, now: float, settings: ControllerSettings) -> Membership:
-    """The controller's own process stood still, or its clock leapt: for how long nobody is heard counts from now on."""
+    """The controller's own process was stopped, or its clock leapt: silence of ranks counts from now on."""
     return renew_all_leases(replace(members, away_until=now), now, settings)
 
 
 def clock_went_back(members: Membership, now: float, settings: ControllerSettings) -> Membership:
-    """The controller's clock leapt back: nobody was heard in the future. O(world), and rare."""
+    """The controller's clock leapt back: no message came in the future. O(world), and rare."""
     later = {
-        rank: replace(member, heard=min(member.heard, now), vouched=min(member.vouched, now))
+        rank: replace(member, received_at=min(member.received_at, now), vouched=min(member.vouched, now))
         for rank, member in enumerate(members.table)
-        if max(member.heard, member.vouched) > now
+        if max(member.received_at, member.vouched) > now
     }
     return controller_resumed(replace(members, table=members.table.put_all(later)), now, settings)
 
@@ -258,17 +258,17 @@ def sweep_leases(
 
     `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count. `started`: see `vouched_lease`.
     """
-    if members.present == 0:  # nobody answers: it is the controller that is cut off
+    if members.present == 0:  # no rank answers: it is the controller that is cut off
         return LeaseSweep(replace(members, sweep_at=inf), (), ())
-    newly_suspect, run_out, next_at, last_heard, unheard = [], [], inf, -inf, 0
+    newly_suspect, run_out, next_at, last_received, silent_ranks = [], [], inf, -inf, 0
     late_at = now - cut_off_s(settings)
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue
         alive = alive_at(member, members.leases_renewed_at, settings, started)
         suspect_at, dead_at = alive + SUSPECT_AFTER * settings.lease_s, alive + settings.lease_s
-        last_heard = max(last_heard, member.heard, member.vouched)
-        unheard += member.heard < late_at
+        last_received = max(last_received, member.received_at, member.vouched)
+        silent_ranks += member.received_at < late_at
         if now >= dead_at:
             run_out.append(rank)
         elif member.suspect or now >= suspect_at:
@@ -279,21 +279,21 @@ def sweep_leases(
             next_at = min(next_at, suspect_at)
     for rank in newly_suspect:
         members = update(members, rank, replace(members.table[rank], suspect=True))
-    quiet_s = now - max(last_heard, members.away_until)
+    quiet_s = now - max(last_received, members.away_until)
     if run_out and welcomed and cut_off_s(settings) < quiet_s < settings.orphan_timeout_s:
-        # Nobody else is heard either, if anybody else is left: most likely it is the controller that is cut off. Whom it could
-        # order about is silent anyway, so it gives all of them new leases, until it must be true.
+        # No other rank sends either, if there is one: most likely it is the controller that is cut off. The ranks that it could
+        # give orders to are silent anyway, so it renews all their leases, until their death is certain.
         return LeaseSweep(renew_all_leases(members, now, settings), tuple(newly_suspect), (), True)
-    most_unheard = welcomed and 2 * unheard > members.alive
-    if run_out and most_unheard and members.leases_renewed_at < max(members.table[rank].heard for rank in run_out):
-        # Most have not been heard for that long: it was cut off, and their words are under way behind those of the first. They
-        # get a lease more, once: they may have died together.
+    most_silent = welcomed and 2 * silent_ranks > members.alive
+    if run_out and most_silent and members.leases_renewed_at < max(members.table[rank].received_at for rank in run_out):
+        # Most have been silent for that long: the controller was cut off, and their messages are under way behind the first ones.
+        # They get a lease more, once: they may have died together.
         return LeaseSweep(renew_all_leases(members, now, settings), tuple(newly_suspect), (), True)
     return LeaseSweep(replace(members, sweep_at=next_at), tuple(newly_suspect), tuple(run_out))
 
 
 def silent(members: Membership) -> bool:
-    """True while nobody that lives is attached, or all of them are silent: whatever is decided now reaches nobody. O(1)."""
+    """True while no live rank is attached, or all of them are silent: a decision now reaches no rank. O(1)."""
     return members.present == 0 or 0 < members.suspects == members.alive
 
 

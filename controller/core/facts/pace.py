@@ -1,7 +1,7 @@
-"""Does the job get on? Step times that the ranks report, and what a standstill means (PURE).
+"""Does the job progress? Step times that the ranks report, and what a standstill means (PURE).
 
 Owns the pace of the job, the limit that follows from it, and who is suspect of a hang. A hang is a job in which no rank
-has got on for the limit while heartbeats go on; it begins a fault that the ranks' reports must confirm, so that a job that
+has progressed for the limit while heartbeats go on; it begins a fault that the ranks' reports must confirm, so that a job that
 was only slow is thawed. Never learns from a job that is frozen, and knows nothing of silence: leases do.
 """
 
@@ -38,7 +38,7 @@ _FLOOR = "TTP_HANG_FLOOR_S"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank said it is."""
+    """The place that a rank reported."""
 
     step: int
     phase: Phase
@@ -58,7 +58,7 @@ class Pace:
     places: PerRank[Place | None]
     """By rank; None before its first heartbeat."""
     moved_at: float = inf
-    """When a rank was last seen to get on; inf before the first heartbeat."""
+    """When a rank was last seen to progress; inf before the first heartbeat."""
     front: int = 0
     """The newest step that any rank was seen in."""
     steps: int = 0
@@ -85,7 +85,7 @@ class Pace:
 
     @property
     def due(self) -> float:
-        """When something has to be done if nobody gets on until then."""
+        """When something has to be done if no rank progresses until then."""
         return self.hung_at if self.noted else self.note_at
 
 
@@ -135,7 +135,7 @@ def rested(pace: Pace, now: float) -> Pace:
 
 
 def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSettings) -> Pace:
-    """Take a heartbeat of a job that is not frozen; O(sqrt(world)), but for a step that nobody reported yet."""
+    """Take a heartbeat of a job that is not frozen; O(sqrt(world)), but for a step that no rank reported yet."""
     place = Place(beat.step, beat.phase, beat.waiting)
     if place != pace.places[beat.rank]:
         if now - pace.moved_at > pace.longest:
@@ -152,7 +152,7 @@ def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSetting
 def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
     """Learn from a standstill that ended by itself just now.
 
-    Before enough steps were seen it is the start's: loading and compiling are no habit.
+    Before enough steps were seen it is the start's limit: loading and compiling do not repeat.
     """
     gap = now - pace.moved_at
     if not has_started(pace) or gap <= pace.longest:
@@ -162,7 +162,7 @@ def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
 
 
 def limit(pace: Pace, settings: ControllerSettings) -> float:
-    """Return how long nobody may get on, in seconds."""
+    """Return how long the job may go without progress, in seconds."""
     return _limits(pace, settings)[0][0]
 
 
@@ -191,9 +191,9 @@ def _limits(pace: Pace, settings: ControllerSettings) -> list[tuple[float, str]]
 
 
 def suspects(pace: Pace, living: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that the others may be waiting for: of those that wait for nobody, the ones furthest behind.
+    """Return the ranks that the others may be waiting for: of those that do not wait themselves, the ones furthest behind.
 
-    living: ranks that live and still train. Empty when that tells nothing: all wait, or all stand in the same place.
+    living: ranks that live and still train. Empty when that distinguishes none: all wait, or all are at the same place.
     """
     busy = {rank: place for rank in living if (place := pace.places[rank]) is not None and not _waits(place)}
     if not busy:
@@ -208,7 +208,7 @@ def _waits(place: Place) -> bool:
 
 
 def standstill(pace: Pace, living: tuple[int, ...], now: float, settings: ControllerSettings) -> str:
-    """Describe for people what nobody gets on from."""
+    """Describe for people at what place the job does not progress."""
     named = suspects(pace, living)
     if named:
         place = pace.places[named[0]]

@@ -62,6 +62,6 @@ class PerRank(Generic[T]):
         chunks = tuple(tuple(rows[row]) if row in rows else chunk for row, chunk in enumerate(self.chunks))
         return PerRank(chunks, self.width, self.size)
 
-    def ranks(self, wanted: Callable[[T], bool]) -> tuple[int, ...]:
-        """Return the ranks whose value is wanted, ascending. O(world)."""
-        return tuple(rank for rank, value in enumerate(self) if wanted(value))
+    def ranks(self, condition: Callable[[T], bool]) -> tuple[int, ...]:
+        """Return the ranks whose value meets the condition, ascending. O(world)."""
+        return tuple(rank for rank, value in enumerate(self) if condition(value))

@@ -73,7 +73,7 @@ class Fault:
     errors: tuple[str, ...] = ()
     """What failed in the dumps of earlier rounds, for the refusal's reason."""
     unproven: Cause | None = None
-    """A hang: a cause once every report is in and nobody is seen to have got on."""
+    """A hang: a cause once every report is in and no rank is seen to have progressed."""
     takeover: bool = False
     """The freeze with which a standby takes over: no false alarm before every rank has reported."""
     updating: tuple[int, ...] = ()
@@ -110,8 +110,8 @@ class Dump:
     progress_by: float
     """When everything that is not answered counts as failed; moves with every answer."""
     patience_until: float
-    """When ranks whose work gets on and on are passed over where others can do it: half of what is left of the fault's time
-    after the order, so that those have as long for it."""
+    """When slow ranks are passed over where others can do their work: half of the fault's remaining time after the order, so that
+    the others have as long for it."""
     directories: tuple[str, ...]
     work: PerRank[Work]
     looked: bool = False
@@ -125,7 +125,7 @@ class Dump:
     """Ranks whose write failed in this attempt's directory."""
     order: PublishOrder | None = None
     publishers: frozenset[int] = frozenset()
-    """Ranks that were told to publish and have not answered: one for each place that is not published yet."""
+    """Ranks that were ordered to publish and have not answered: one for each place that is not published yet."""
     asked: frozenset[tuple[int, str]] = frozenset()
     """(rank, staging directory): who was ordered to publish in this freeze, whatever became of it."""
     published_places: frozenset[str] = frozenset()
@@ -209,9 +209,9 @@ class Gathering(AnyStage):
     deadline: float
     """When those that have not come are waited for no longer."""
     gather_by: float = inf
-    """What is heard after a silence gives the others no more time than until then."""
-    heard_at: float = inf
-    """When a rank was heard last."""
+    """A message after a silence gives the others no more time than until then."""
+    last_message_at: float = inf
+    """When the last message of a rank came."""
     early: tuple[Cause, ...] = ()
     """Faults that ranks reported before the takeover."""
     waited_longer: bool = False

@@ -1,4 +1,4 @@
-"""What operators are told about a job, made of the machine's state (PURE)."""
+"""The status of a job that operators see, made of the machine's state (PURE)."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
             f" {MOST_KEPT + state.settings.world_size}; are agents of another job sending here?"
         )
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
-    if not isinstance(state.at, Standby):  # one that leads nobody must not be taken for the active controller
+    if not isinstance(state.at, Standby):  # a standby must not be taken for the active controller
         out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
     if isinstance(state.at, Exiting):
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
@@ -222,7 +222,7 @@ def rank_died(
     host, pid = (member.registration.host, member.registration.pid) if member.registration else ("", 0)
     fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": host, "pid": pid}
     if (place := state.pace.places[rank]) is not None:  # as of its last heartbeat, so long ago
-        fields |= {"phase": place.phase.name, "step": place.step, "heard_s": round(now - member.heard, 3)}
+        fields |= {"phase": place.phase.name, "step": place.step, "heard_s": round(now - member.received_at, 3)}
     out.append(Journal("death_seen", fields))
     state = sign_of_death(state, rank, cause, now)
     members = mark_dead(state.members, rank, cause, gone, now)
@@ -256,9 +256,9 @@ def _refine_cause(
     return replace(state, members=update(state.members, rank, gone))
 
 
-def says_more(known: str, told: str) -> bool:
+def says_more(known: str, reported: str) -> bool:
     """Say whether an agent now knows better how a process has ended: the status, or why it was killed."""
-    return told != known and (known == EXITING_TEXT or told.startswith(known))
+    return reported != known and (known == EXITING_TEXT or reported.startswith(known))
 
 
 def _exited_cleanly(
@@ -281,7 +281,7 @@ def early_fault(state: ControllerState, message: FaultReport, now: float, out: l
 
 
 def fault_report(state: ControllerState, message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
-    """A rank tells its own fault. It lives and stays a holder, but the job must save and restart."""
+    """A rank reports its own fault. It lives and stays a replica holder, but the job must save and restart."""
     if state.fault is not None and message.cause in state.fault.causes:
         return state  # said again after a reconnect
     out.append(fault_line(message))

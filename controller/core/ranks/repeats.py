@@ -1,6 +1,6 @@
 """What a rank has lost is sent to it once more (PURE).
 
-Owns the comparison of a heartbeat with the controller's own stage. A stream that breaks is noticed, and its rank is told
+Owns the comparison of a heartbeat with the controller's own stage. A stream that breaks is noticed, and its rank receives
 everything when it registers again; a message that is lost while its stream lives is not. So each heartbeat reports the
 freeze that its rank is frozen under, whether the rank owes an answer, and whether it has finished: what does not fit is
 sent again, once a heartbeat, until it fits. A heartbeat that has crossed a message has it sent twice, which does no harm.

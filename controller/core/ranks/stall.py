@@ -1,6 +1,6 @@
 """A standstill of the whole job: noted, then a fault that the ranks' reports must confirm (PURE).
 
-Owns the beginning of a hang's fault and the proof of its contrary: a rank that got on after all. What the pace is,
+Owns the beginning of a hang's fault and the proof of its contrary: a rank that progressed after all. What the pace is,
 `pace` knows; what is done about it, `freeze` and `stages`.
 """
 
@@ -51,12 +51,12 @@ def check_stall(state: ControllerState, now: float, out: list[Effect]) -> Contro
 
 
 def report_disproves(state: S, report: StateReport, now: float, out: list[Effect]) -> S:
-    """A report from behind a closed gate may tell of a place that no heartbeat had told yet."""
+    """A report from behind a closed gate may show a later place than any heartbeat did."""
     return _disproved(state, report.rank, (report.step, int(report.phase)), now, out)
 
 
 def _disproved(state: S, rank: int, order: tuple[int, int], now: float, out: list[Effect]) -> S:
-    """A rank that got on since its last heartbeat before the freeze: the job was slow, not hung."""
+    """A rank progressed after its last heartbeat before the freeze: the job was slow, not hung."""
     fault, known = state.fault, state.pace.places[rank]
     if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:
         return state
@@ -66,5 +66,5 @@ def _disproved(state: S, rank: int, order: tuple[int, int], now: float, out: lis
 
 
 def resume_pace(state: S, now: float) -> S:
-    """Training goes on after a pause that was not its own."""
+    """Training continues after a pause that was not its own."""
     return replace(state, pace=rested(state.pace, now))

@@ -34,9 +34,9 @@ def spread(state: ControllerState, addresses: Iterable[str], out: list[Effect]) 
     """Add standbys to the list, and send it to the ranks that are attached already."""
     before = state.successors
     state = learn_successors(state, addresses, out)
-    told = reachable(state.members)
-    if state.successors != before and told:
-        out.append(Send(told, Successors(state.successors, state.settings.lease_s)))
+    recipients = reachable(state.members)
+    if state.successors != before and recipients:
+        out.append(Send(recipients, Successors(state.successors, state.settings.lease_s)))
     return state
 
 

@@ -1,8 +1,8 @@
 """How a standby becomes the active controller (PURE).
 
-Owns the two stages before everything else: STANDBY, in which nobody has come yet, and GATHERING, in which the ranks that
-lost their controller come one after the other. What they say when they register is all there is to know; afterwards every
-gate is closed once, so that what an earlier controller had begun and nobody finished is found: ranks that it only froze are
+Owns the two stages before everything else: STANDBY, in which no rank has come yet, and GATHERING, in which the ranks that
+lost their controller come one after the other. Their registrations are all there is to know; afterwards every gate is
+closed once, to find what an earlier controller had begun and no one finished. Ranks that it only froze are
 thawed, one that it rolled forward or gave an order makes a dump necessary. Never decides about the dump itself.
 """
 
@@ -43,29 +43,29 @@ def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list[Effect]) -> ControllerState:
-    """An agent tells of an end. A process that left with status 0 before it came here had been dismissed."""
+    """An agent reports an exit. A process that exited with status 0 before it came here had been dismissed."""
     rank, member = message.rank, state.members.table[message.rank]
     if member.registration is not None and member.registration.pid != message.pid:
         return state  # an earlier process of that rank
     cause = Cause(CauseKind.EXITED, (rank,), message.text)
-    in_peace = message.text == CLEAN_EXIT_TEXT and (member.registration is None or member.finished)
+    exited_cleanly = message.text == CLEAN_EXIT_TEXT and (member.registration is None or member.finished)
     members = state.members
     if member.dead is None:
         fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": "", "pid": message.pid}
-        out.append(Journal("left" if in_peace else "death_seen", fields))
+        out.append(Journal("left" if exited_cleanly else "death_seen", fields))
         members = mark_dead(members, rank, cause, True, now)
-        state = state if in_peace else sign_of_death(state, rank, cause, now)
+        state = state if exited_cleanly else sign_of_death(state, rank, cause, now)
     elif not says_more(member.dead.text, cause.text):
         return state
     else:
         state = death_named(state, rank, member.dead, cause)
-    finished = member.finished or in_peace
+    finished = member.finished or exited_cleanly
     members = update(members, rank, replace(members.table[rank], dead=cause, finished=finished))
     return replace(state, members=members)
 
 
 def note_fault(state: StateAt[Gathering], message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
-    """A rank says again what it had told the lost controller, or tells it for the first time."""
+    """A rank repeats its report to the lost controller, or reports for the first time."""
     if message.cause in state.at.early:
         return state
     out.append(fault_line(message))
@@ -83,9 +83,9 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
         return state
     if not members.present:
         return state  # all have gone again: they come back, or the orphan timeout ends this
-    last_heard = max(members.away_until, *(member.heard for member in members.table if member.attached))
-    if awaited and last_heard + SUSPECT_AFTER * settings.lease_s <= now < last_heard + settings.orphan_timeout_s:
-        # Those that came are not heard either: it is this controller that is cut off, and the others cannot reach it.
+    last_received = max(members.away_until, *(member.received_at for member in members.table if member.attached))
+    if awaited and last_received + SUSPECT_AFTER * settings.lease_s <= now < last_received + settings.orphan_timeout_s:
+        # Those that came are silent too: it is this controller that is cut off, and the others cannot reach it.
         return replace(state, at=replace(at, deadline=now + settings.lease_s))
     absent = members.table.ranks(lambda member: member.dead is None and member.registration is None)
     if absent and not at.waited_longer and not _covers(state):
@@ -121,7 +121,7 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
 
 def _waits_for_vouched(state: StateAt[Gathering], absent: tuple[int, ...], now: float) -> bool:
     """True while nothing is known to have failed, and an agent sees the process of a rank running that has not come: something
-    holds its interpreter. Training goes on meanwhile; ranks that wait for a decision are not kept waiting."""
+    holds its interpreter. Training continues meanwhile; ranks that wait for a decision are not kept waiting."""
     table, settings = state.members.table, state.settings
     failed = state.at.early or table.ranks(lambda member: member.dead is not None and not member.finished)
     if failed or now >= state.at.gather_by:
@@ -138,7 +138,7 @@ def _covers(state: ControllerState) -> bool:
 
 
 def _may_have_been_dismissed(state: ControllerState) -> bool:
-    """True while some rank is ending nobody knows how, and all that came here have finished their training."""
+    """True while some rank is ending with an unknown status, and all that came here have finished their training."""
     came = [member for member in state.members.table if member.registration is not None and member.dead is None]
     ending = any(member.dead is not None and member.dead.text == EXITING_TEXT for member in state.members.table)
     return ending and all(member.finished for member in came)
@@ -151,7 +151,7 @@ def _nothing_left_to_do(state: ControllerState, out: list[Effect]) -> Controller
 
 
 def stand_by(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
-    """Nothing is to be done while nobody comes; when all ranks are known to have ended, nobody will."""
+    """Wait until a rank comes; end when all ranks are known to have ended, so that none will."""
     return over(state, "all ranks have ended", out) if state.members.alive == 0 else state
 
 

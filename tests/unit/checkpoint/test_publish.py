@@ -145,22 +145,22 @@ def test_a_death_while_writing_a_share_leaves_the_older_checkpoint(
 
 def test_all_is_durable_before_the_name_appears(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file's bytes, then the directory's names, then the rename, then the parent's names, then the tracker."""
-    story: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     inode_names: dict[int, str] = {}
 
     def note_fsync(descriptor: int, original: Callable[[int], None] = os.fsync) -> None:
-        story.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
         inode_names[os.fstat(descriptor).st_ino] = "synced"
         original(descriptor)
 
     def noted(name: str, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def call(source: Any, target: Any) -> None:
-            story.append((name, str(target)))
+            calls.append((name, str(target)))
             if str(target).endswith("iter_0000042"):
                 assert all(os.stat(file).st_ino in inode_names for file in Path(source).iterdir()), (
                     "a file is not synced"
                 )
-                assert os.stat(source).st_ino in inode_names and story[-2] == ("fsync", str(source))
+                assert os.stat(source).st_ino in inode_names and calls[-2] == ("fsync", str(source))
             original(source, target)
 
         return call
@@ -169,7 +169,7 @@ def test_all_is_durable_before_the_name_appears(job: Job, tmp_path: Path, monkey
     monkeypatch.setattr(os, "rename", noted("rename", os.rename))
     monkeypatch.setattr(os, "replace", noted("replace", os.replace))
     path = job.save(tmp_path, 42, blobs=BLOBS)
-    after = story[story.index(("rename", str(path))) + 1 :]
+    after = calls[calls.index(("rename", str(path))) + 1 :]
     assert after[0] == ("fsync", str(tmp_path))
     assert [name for name, _ in after[1:]] == ["fsync", "replace", "fsync"]
     assert after[2] == ("replace", str(tmp_path / durable.TRACKER_NAME))

@@ -261,20 +261,20 @@ class _FakeAccelerator:
     """Says what happens on which stream, as torch's device modules do."""
 
     def __init__(self) -> None:
-        self.story: list[str] = []
+        self.calls: list[str] = []
 
     def Stream(self, device: torch.device) -> _FakeAccelerator:
-        self.story.append(f"new stream of {device}")
+        self.calls.append(f"new stream of {device}")
         return self
 
     @contextmanager
     def stream(self, stream: object) -> Iterator[None]:
-        self.story.append("enter")
+        self.calls.append("enter")
         yield
-        self.story.append("leave")
+        self.calls.append("leave")
 
     def synchronize(self) -> None:
-        self.story.append("wait for the stream")
+        self.calls.append("wait for the stream")
 
 
 class _DeviceValues:
@@ -284,7 +284,7 @@ class _DeviceValues:
         self._accelerator = accelerator
 
     def to(self, device: str) -> torch.Tensor:
-        self._accelerator.story.append(f"copy to {device}")
+        self._accelerator.calls.append(f"copy to {device}")
         return torch.ones(3)
 
 
@@ -296,4 +296,4 @@ def test_device_memory_is_copied_on_a_stream_of_its_own(monkeypatch: pytest.Monk
     for _ in range(2):
         assert torch.equal(copier(cast(torch.Tensor, _DeviceValues(accelerator))), torch.ones(3))
     copied = ["enter", "copy to cpu", "wait for the stream", "leave"]
-    assert accelerator.story == ["new stream of cuda:1", *copied, *copied]
+    assert accelerator.calls == ["new stream of cuda:1", *copied, *copied]

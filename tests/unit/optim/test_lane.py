@@ -158,22 +158,22 @@ class Events(NullTracker):
 def test_a_step_marks_both_events_before_it_reports_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     """READY is reported behind the event of the reduced gradients, the end of the update behind the event of the update: whoever
     learns of a phase finds the event that it has to wait for."""
-    story = Events()
+    events = Events()
 
     class Marked(Lane):
         def __init__(self, device: torch.device) -> None:
             super().__init__(CUDA)
 
         def join(self) -> None:
-            story.lines.append("join")
+            events.lines.append("join")
             super().join()
 
         def mark_ready(self) -> None:
-            story.lines.append("mark ready")
+            events.lines.append("mark ready")
             super().mark_ready()
 
         def mark_updated(self) -> None:
-            story.lines.append("mark updated")
+            events.lines.append("mark updated")
             super().mark_updated()
 
     fake = FakeDevice()
@@ -181,11 +181,11 @@ def test_a_step_marks_both_events_before_it_reports_the_phases(monkeypatch: pyte
     monkeypatch.setattr(replica_optimizer, "Lane", Marked)
     net = torch.nn.Linear(8, 8)
     optimizer: Any = TTPReplicaOptimizer(net.named_parameters(), lr=0.1)
-    optimizer.attach(story)
+    optimizer.attach(events)
     optimizer.zero_grad()
     torch.autograd.backward(net(torch.ones(2, 8)).square().mean())
-    story.lines.clear()
+    events.lines.clear()
     optimizer.step()
-    assert story.lines == ["join", "mark ready", "ready", "begin", "mark updated", "end"]
+    assert events.lines == ["join", "mark ready", "ready", "begin", "mark updated", "end"]
     assert optimizer.needs_drain
     optimizer.close()

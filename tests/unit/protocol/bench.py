@@ -75,7 +75,7 @@ class ControllerBench:
         self.holders = holders
         self.state = controller_machine.initial(ControllerSettings("job", 3, self.world_size, **settings), 0.0)
         self.effects: tuple[controller_events.Effect, ...] = ()
-        self.story: list[Journal] = []
+        self.journal: list[Journal] = []
         if assembled:
             for rank in range(self.world_size):
                 self.say(registration(rank, holders))
@@ -87,7 +87,7 @@ class ControllerBench:
     def take(self, event: controller_events.Event, after: float = 0.0) -> tuple[controller_events.Effect, ...]:
         self.now += after
         self.state, self.effects = controller_machine.transition(self.state, event, self.now)
-        self.story += only(self.effects, Journal)
+        self.journal += only(self.effects, Journal)
         hash(self.state)  # states stay hashable, whatever happens
         deadline = controller_machine.next_deadline(self.state)
         assert deadline is None or deadline > self.now, f"{event!r} leaves a deadline in the past: its driver spins"
@@ -100,8 +100,8 @@ class ControllerBench:
     def close(self, *ranks: int, after: float = 0.0) -> None:
         self.take(StreamClosed(ranks), after)
 
-    def wait(self, seconds: float, heard: Iterable[int] | None = None) -> None:
-        """Let time pass, ticking at every deadline; `heard` ranks (default: all) send heartbeats each half second."""
+    def wait(self, seconds: float, senders: Iterable[int] | None = None) -> None:
+        """Let time pass, ticking at every deadline; `senders` (default: all ranks) send heartbeats each half second."""
         end = self.now + seconds
         beat = self.now
         while True:
@@ -111,7 +111,7 @@ class ControllerBench:
             self.now = moment
             if moment == beat_at:
                 beat = moment
-                for rank in range(self.world_size) if heard is None else heard:
+                for rank in range(self.world_size) if senders is None else senders:
                     self.say(Heartbeat(rank, Phase.COMPUTE, 1))
             else:
                 self.take(controller_events.Tick())
@@ -127,9 +127,9 @@ class ControllerBench:
             for rank in effect.ranks
         }
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def logged(self, event: str) -> list[dict[str, Any]]:
         """Return the fields of every journal line of one kind so far."""
-        return [dict(line.fields) for line in self.story if line.event == event]
+        return [dict(line.fields) for line in self.journal if line.event == event]
 
     # --- the usual way of a fault, one stage at a time ---
 
@@ -170,7 +170,7 @@ class ProcessorBench:
         hash(self.state)
         return self.effects
 
-    def hear(self, message: Any, after: float = 0.0) -> tuple[processor_events.Effect, ...]:
+    def receive(self, message: Any, after: float = 0.0) -> tuple[processor_events.Effect, ...]:
         return self.take(processor_events.Received(message), after)
 
     def tick(self, after: float = 0.0) -> tuple[processor_events.Effect, ...]:
@@ -195,10 +195,10 @@ class ProcessorBench:
 
     def freeze(self, freeze_id: int = 1, phase: Phase = Phase.READY, step: int = 5, **changed: Any) -> None:
         """Freeze and close the gate."""
-        self.hear(Freeze(freeze_id, Cause(CauseKind.EXITED, (0,), "signal SIGKILL")))
+        self.receive(Freeze(freeze_id, Cause(CauseKind.EXITED, (0,), "signal SIGKILL")))
         self.take(processor_events.GateClosed(report(self.rank, freeze_id, phase, step, **changed)))
 
     def roll(self, freeze_id: int = 1, step: int = 5) -> RollForward:
         order = RollForward(freeze_id, record(step))
-        self.hear(order)
+        self.receive(order)
         return order

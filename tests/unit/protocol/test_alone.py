@@ -67,7 +67,7 @@ def back(rank: ProcessorBench) -> None:
 def test_training_without_a_controller_is_said_once_for_each_loss() -> None:
     """A controller that came back and is lost again is another loss."""
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     for _ in range(2):
         rank.take(Disconnected("reset"))
         assert "lost the controller: reset" in logged(rank)
@@ -75,17 +75,17 @@ def test_training_without_a_controller_is_said_once_for_each_loss() -> None:
         assert sum(UNPROTECTED in line for line in lines) == 1
         assert not any("lost the controller" in line for line in lines), "it was lost once"
         back(rank)
-        rank.hear(WELCOME)
+        rank.receive(WELCOME)
 
 
-def test_a_loss_that_ends_in_time_is_no_loss() -> None:
+def test_a_loss_that_ends_in_time_does_not_count() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     for _ in range(3):
         rank.take(Disconnected("reset"))
         assert not any(UNPROTECTED in line for line in alone_for(rank, 10.0))
         back(rank)
-        rank.hear(WELCOME)
+        rank.receive(WELCOME)
 
 
 def test_a_rank_that_no_controller_ever_welcomed_is_released() -> None:
@@ -99,25 +99,25 @@ def test_a_rank_that_no_controller_ever_welcomed_is_released() -> None:
     assert len(effects) == 1 and rank.state.standing is RankMode.LEAVING and rank.deadline() is None
 
 
-@pytest.mark.parametrize("loss", ["is new", "was told"])
+@pytest.mark.parametrize("loss", ["is new", "was reported"])
 def test_a_rank_that_finishes_without_a_controller_leaves_without_its_word(loss: str) -> None:
-    """Once: after its time is over nobody is asked anything any more."""
+    """Once: after its time is over no rank is asked anything any more."""
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(Disconnected("reset"))
-    if loss == "was told":
+    if loss == "was reported":
         assert any(UNPROTECTED in line for line in alone_for(rank, 60.0))
     rank.take(TrainReturned())
-    rank.wait(0.1 if loss == "was told" else 15.1)
+    rank.wait(0.1 if loss == "was reported" else 15.1)
     assert only(rank.effects, Release) and rank.state.standing is RankMode.LEAVING
     assert rank.tick(after=1.0) == ()
 
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_rank_that_stood_still_itself_waits_for_a_controller_as_long_as_it_would_have(fault: bool) -> None:
-    """Nobody can have answered while its process was stopped, or before its clock leapt; a heartbeat of that it had asked for."""
+    """No controller can have answered while its process was stopped, or before its clock leapt. It asks for a heartbeat first."""
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     if fault:
         rank.take(ERROR)
     else:
@@ -129,10 +129,10 @@ def test_a_rank_that_stood_still_itself_waits_for_a_controller_as_long_as_it_wou
     assert only(rank.wait(0.3), ExitProcess)
 
 
-def test_a_rank_that_stood_still_itself_goes_on_to_hear_its_controller() -> None:
-    """What the controller said meanwhile has still to be read."""
+def test_a_rank_that_was_stopped_itself_still_reads_its_controllers_messages() -> None:
+    """The controller's messages of that time have still to be read."""
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.tick(after=1.0)
     rank.tick(after=100.0)
     assert rank.state.link is LinkState.UP
@@ -145,7 +145,7 @@ def test_a_rank_that_stood_still_itself_goes_on_to_hear_its_controller() -> None
 def test_a_rank_that_is_kept_again_and_again_gives_a_silent_controller_up() -> None:
     """Its training holds the interpreter: of each absence the heartbeat counts that it had planned to wait."""
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     for _ in range(2):
         rank.tick(after=1.9)
         assert rank.state.link is LinkState.UP
@@ -155,7 +155,7 @@ def test_a_rank_that_is_kept_again_and_again_gives_a_silent_controller_up() -> N
 
 def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(ERROR)
     rank.freeze()
     rank.take(Disconnected("reset"))
@@ -163,7 +163,7 @@ def test_a_frozen_rank_that_had_a_fault_of_its_own_leaves_with_1() -> None:
     assert leaving.code == 1 and "bad batch" in leaving.reason
 
 
-def test_a_frozen_ranks_own_fault_is_told_and_starts_no_clock() -> None:
+def test_a_frozen_ranks_own_fault_is_reported_and_starts_no_clock() -> None:
     """Its controller has answered already: it is there."""
     rank = ProcessorBench()
     rank.freeze()
@@ -184,7 +184,7 @@ def test_a_second_fault_does_not_make_the_wait_for_an_answer_longer() -> None:
 def test_a_false_alarm_is_an_answer_to_no_later_fault() -> None:
     rank = ProcessorBench()
     rank.freeze(1)
-    rank.hear(Thaw(1))
+    rank.receive(Thaw(1))
     rank.take(ERROR)
     assert not only(rank.tick(after=14.9), ExitProcess)
     assert only(rank.tick(after=0.2), ExitProcess)
@@ -209,8 +209,8 @@ def test_training_returns_once() -> None:
 
 def test_a_rank_that_leaves_sends_no_heartbeats_any_more() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
-    rank.hear(Exit(75, "saved"))
+    rank.receive(WELCOME)
+    rank.receive(Exit(75, "saved"))
     assert rank.tick(after=5.0) == () and rank.state.heartbeat_at > rank.now
 
 
@@ -218,36 +218,36 @@ def test_a_rank_that_leaves_sends_no_heartbeats_any_more() -> None:
 
 
 def test_a_new_controller_is_introduced_and_the_first_is_not() -> None:
-    """With what is left behind it."""
+    """With what remains behind it."""
     rank = ProcessorBench()
     rank.state = initial(ProcessorSettings(1, address="c0"), 0.0)
     rank.tick()
     rank.take(Connected(registration(1)))
     assert not logged(rank), "the first controller, before any standby is known"
-    rank.hear(Welcome(1, 1, 1.0, 3.0, "any 1 of 4 ranks", ("c1", "c2"), 2))
+    rank.receive(Welcome(1, 1, 1.0, 3.0, "any 1 of 4 ranks", ("c1", "c2"), 2))
     assert not logged(rank)
     for place, behind in ((1, "1 standby controller"), (2, "no standby controller")):
         rank.take(Disconnected("refused", refused=True))
         rank.tick()
         rank.take(Connected(registration(1)))
         assert logged(rank) == [f"attached to the controller at c{place}"]
-        rank.hear(Welcome(1, 1 + place, 1.0, 3.0, "any 1 of 4 ranks", ("c1", "c2"), 2))
+        rank.receive(Welcome(1, 1 + place, 1.0, 3.0, "any 1 of 4 ranks", ("c1", "c2"), 2))
         (line,) = logged(rank)
         assert line.startswith(f"controller of term {1 + place}; the job survives any 1 of 4 ranks; behind it {behind}")
-        rank.hear(Welcome(1, 1 + place, 1.0, 3.0, "", ("c1", "c2"), 2))
+        rank.receive(Welcome(1, 1 + place, 1.0, 3.0, "", ("c1", "c2"), 2))
         assert not logged(rank), "it is known"
 
 
 def test_a_controller_before_two_standbys_is_introduced_with_their_number() -> None:
     rank = ProcessorBench()
-    rank.hear(Welcome(1, 1, 1.0, 3.0, "", ("c1", "c2")))
-    rank.hear(Welcome(1, 2, 1.0, 3.0, "", ()))
+    rank.receive(Welcome(1, 1, 1.0, 3.0, "", ("c1", "c2")))
+    rank.receive(Welcome(1, 2, 1.0, 3.0, "", ()))
     assert logged(rank) == ["controller of term 2; behind it 2 standby controllers"]
 
 
 def test_a_controller_that_fell_silent_is_said_to_have() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.tick(after=1.0)
     rank.tick(after=1.0)
     rank.tick(after=1.1)
@@ -258,7 +258,7 @@ def test_a_controller_that_fell_silent_is_said_to_have() -> None:
 
 def test_heartbeats_stop_with_the_stream_and_begin_again_with_the_welcome() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.tick()
     assert rank.said(Heartbeat)
     rank.take(Disconnected("reset"))
@@ -267,15 +267,15 @@ def test_heartbeats_stop_with_the_stream_and_begin_again_with_the_welcome() -> N
     rank.take(Connected(registration(1)))
     rank.tick(after=1.0)
     assert not rank.said(Heartbeat)
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.tick()
     assert rank.said(Heartbeat)
 
 
 def test_a_new_stream_begins_a_new_lease() -> None:
-    """However long nothing was heard before."""
+    """However long it received nothing before."""
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(Disconnected("reset"))
     for _ in range(20):
         if only(rank.tick(after=1.0), Connect):
@@ -294,8 +294,8 @@ def test_after_every_stream_the_pause_before_the_next_try_counts_anew() -> None:
 
 def test_the_last_of_two_welcomes_sets_the_pace() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
-    rank.hear(Welcome(1, 4, 0.5, 2.0, ""))
+    rank.receive(WELCOME)
+    rank.receive(Welcome(1, 4, 0.5, 2.0, ""))
     rank.tick()
     assert rank.said(Heartbeat) and rank.deadline() == pytest.approx(0.5)
     rank.take(Tick(Phase.COMPUTE, 1), after=0.5)
@@ -304,10 +304,10 @@ def test_the_last_of_two_welcomes_sets_the_pace() -> None:
 
 def test_a_sign_of_life_prolongs_the_lease() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     for _ in range(10):
         rank.tick(after=1.0)
-        rank.hear(Beat())
+        rank.receive(Beat())
         assert rank.state.link is LinkState.UP
-    rank.hear(Freeze(1, CAUSE), after=1.0)
+    rank.receive(Freeze(1, CAUSE), after=1.0)
     assert rank.state.received_s == rank.now

@@ -69,19 +69,19 @@ def test_a_whole_fault_from_death_to_finish() -> None:
     job.say(Published(0, 1, 7, "/a/iter_0000007"), after=0.08)
     exits = job.sent(Exit)
     assert sorted(exits) == [0, 1, 2] and exits[0].code == 75
-    assert job.told("published") == [{"rank": 0, "step": 7, "path": "/a/iter_0000007", "ms": pytest.approx(130.0)}]
+    assert job.logged("published") == [{"rank": 0, "step": 7, "path": "/a/iter_0000007", "ms": pytest.approx(130.0)}]
     job.close(0, 1, 2)
     assert only(job.effects, Finish) and job.at(Stage.OVER)
 
 
-def test_the_journal_tells_the_faults_stages_in_order() -> None:
+def test_the_journal_has_the_faults_stages_in_order() -> None:
     job, rank, _ = publishing()
     job.say(Published(rank, 1, 6, "/a/iter_0000006"))
-    told = [line.event for line in job.story if line.event not in ("registered", "written")]
-    assert told == [
+    events = [line.event for line in job.journal if line.event not in ("registered", "written")]
+    assert events == [
         "assembled", "death_seen", "freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published", "exit_sent", "incident",
     ]  # fmt: skip
-    (frozen,) = job.told("frozen")
+    (frozen,) = job.logged("frozen")
     assert frozen["ranks"] == (0, 1, 2) and frozen["phases"] == ("COMPUTE",) * 3 and frozen["state_steps"] == (6, 6, 6)
 
 
@@ -92,8 +92,8 @@ def test_a_rank_that_does_not_close_its_gate_is_left_out_after_the_freeze_timeou
     job.wait(9.9)
     assert job.at(Stage.FREEZING)
     job.wait(0.2)
-    assert job.told("frozen")[0]["silent"] == (0,)
-    assert job.told("write_sent")[0]["ranks"] == (1, 2, 3)
+    assert job.logged("frozen")[0]["silent"] == (0,)
+    assert job.logged("write_sent")[0]["ranks"] == (1, 2, 3)
 
 
 def test_one_stuck_rank_never_vetoes() -> None:
@@ -101,20 +101,20 @@ def test_one_stuck_rank_never_vetoes() -> None:
     job.say(fault(1, CauseKind.EXCEPTION))
     job.say(report(0, 1, UPDATING, 7, records=[7], closed=False))
     job.say(*(report(rank, 1, READY, 7) for rank in (1, 2, 3)))
-    assert sorted(job.sent(RollForward)) == [1, 2, 3] and job.told("decided")[0]["step"] == 7
+    assert sorted(job.sent(RollForward)) == [1, 2, 3] and job.logged("decided")[0]["step"] == 7
 
 
 def test_a_refusal_says_what_the_job_goes_on_from() -> None:
-    """The newest checkpoint that a survivor knows; the ranks and their launchers are told in the same words."""
+    """The newest checkpoint that a survivor knows; ranks and agents receive the same message."""
     job = ControllerBench()
     job.say(killed(0), killed(2))
     job.say(*(report(rank, 1, READY, 7, checkpoint=f"/a/iter_000000{rank + 3}") for rank in (1, 3)))
-    assert job.told("refused")[0]["goes_on_from"] == "/a/iter_0000006"
+    assert job.logged("refused")[0]["goes_on_from"] == "/a/iter_0000006"
     assert "shard 0 (held by rank 0, dead" in job.sent(Exit)[1].reason
     assert job.sent(Exit)[1].reason.endswith("the job goes on from /a/iter_0000006")
 
 
-def test_the_launchers_hear_why_although_no_rank_is_left() -> None:
+def test_the_agents_receive_the_reason_although_no_rank_remains() -> None:
     job = ControllerBench()
     job.say(AgentHello("host0", (0, 1, 2, 3), (100, 101, 102, 103)))
     job.say(*(killed(rank) for rank in range(4)))
@@ -133,11 +133,11 @@ def stuck_alone() -> ControllerBench:
 def test_an_update_is_waited_for_when_no_other_rank_has_its_shards() -> None:
     """The rank reports again when its gate has closed; then all go on with its step."""
     job = stuck_alone()
-    assert job.at(Stage.FREEZING) and job.told("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}]
+    assert job.at(Stage.FREEZING) and job.logged("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}]
     job.wait(12.0)
-    assert job.at(Stage.FREEZING) and not job.told("frozen")
+    assert job.at(Stage.FREEZING) and not job.logged("frozen")
     job.say(report(1, 1, DONE, 7, records=[7]))
-    assert sorted(job.sent(RollForward)) == [0, 2] and job.told("decided")[0]["step"] == 7
+    assert sorted(job.sent(RollForward)) == [0, 2] and job.logged("decided")[0]["step"] == 7
 
 
 def test_an_update_is_not_waited_for_longer_than_the_progress_timeout() -> None:
@@ -145,10 +145,10 @@ def test_an_update_is_not_waited_for_longer_than_the_progress_timeout() -> None:
     job.wait(29.9)
     assert job.at(Stage.FREEZING)
     job.wait(0.2)
-    assert "rank 1, stuck in UPDATING of step 7" in job.told("refused")[0]["reason"]
+    assert "rank 1, stuck in UPDATING of step 7" in job.logged("refused")[0]["reason"]
 
 
-def test_an_update_that_gets_on_is_waited_for_within_the_total() -> None:
+def test_an_update_that_progresses_is_waited_for_within_the_total() -> None:
     """`Working` is worth as much for an update as for an order."""
     job = stuck_alone()
     for _ in range(4):
@@ -156,10 +156,10 @@ def test_an_update_that_gets_on_is_waited_for_within_the_total() -> None:
         job.say(Working(1, 1))
     assert job.at(Stage.FREEZING)
     job.wait(21.0)
-    assert "the update of rank 1 had not ended" in job.told("refused")[0]["reason"]
+    assert "the update of rank 1 had not ended" in job.logged("refused")[0]["reason"]
 
 
-def test_a_rank_that_still_rolls_forward_for_an_earlier_round_is_waited_for_while_it_gets_on() -> None:
+def test_a_rank_that_still_rolls_forward_for_an_earlier_round_is_waited_for_while_it_progresses() -> None:
     job = ControllerBench(freeze_timeout_s=10.0)
     job.say(killed(3))
     job.all_report(7, READY, ranks=(0, 2))
@@ -168,27 +168,27 @@ def test_a_rank_that_still_rolls_forward_for_an_earlier_round_is_waited_for_whil
         job.say(Working(1, 1))
     assert job.at(Stage.FREEZING)
     job.say(report(1, 1, DONE, 7, records=[7]))
-    assert job.told("decided")[0]["step"] == 7
+    assert job.logged("decided")[0]["step"] == 7
 
 
 def test_a_rank_whose_update_is_waited_for_and_that_dies_is_waited_for_no_longer() -> None:
     job = stuck_alone()
     job.say(killed(1))
-    assert job.told("refused")[0]["missing"] == ("shard 1",)
+    assert job.logged("refused")[0]["missing"] == ("shard 1",)
 
 
 def test_an_update_whose_end_would_cover_nothing_is_not_waited_for() -> None:
     job = ControllerBench(holders=((0, 2), (1, 3), (3,)))
     job.say(killed(3))
     job.say(report(1, 1, UPDATING, 7, records=[7], closed=False), *(report(rank, 1, READY, 7) for rank in (0, 2)))
-    assert job.told("refused")
+    assert job.logged("refused")
 
 
 def test_a_refusal_names_the_shards_and_leaves_with_75() -> None:
     job = ControllerBench()
     job.say(killed(1), killed(3))
     job.all_report(7, ranks=(0, 2))
-    (refused,) = job.told("refused")
+    (refused,) = job.logged("refused")
     assert refused["missing"] == ("shard 1",)
     assert "rank 1, dead (signal SIGKILL)" in refused["reason"]
     assert sorted(job.sent(Exit)) == [0, 2] and job.sent(Exit)[0].code == 75
@@ -198,7 +198,7 @@ def test_nothing_committed_is_refused_as_nothing_to_save() -> None:
     job = ControllerBench()
     job.say(killed(3))
     job.all_report(1, ranks=(0, 1, 2))
-    assert "nothing to save" in job.told("refused")[0]["reason"]
+    assert "nothing to save" in job.logged("refused")[0]["reason"]
 
 
 def test_a_second_death_while_frozen_is_not_waited_for() -> None:
@@ -209,12 +209,12 @@ def test_a_second_death_while_frozen_is_not_waited_for() -> None:
     assert sorted(job.orders()) == [0, 1]
 
 
-def test_a_rank_that_dies_after_its_report_is_no_holder() -> None:
+def test_a_rank_that_dies_after_its_report_does_not_count_as_holder() -> None:
     job = ControllerBench()
     job.say(killed(3))
     job.all_report(7, ranks=(0, 1))
     job.say(killed(1), report(2, 1, COMPUTE, 7))
-    assert job.told("refused")[0]["missing"] == ("shard 1",)
+    assert job.logged("refused")[0]["missing"] == ("shard 1",)
 
 
 def test_a_rank_dying_in_the_roll_forward_is_left_out_when_its_partner_lives() -> None:
@@ -236,7 +236,7 @@ def test_when_a_roll_forward_fails_the_ranks_are_asked_again_and_an_older_copy_i
     assert sorted(job.sent(Freeze)) == [0, 1, 2] and job.sent(Freeze)[0].freeze_id == 2
     job.say(report(0, 2, DONE, 7, backup_step=6), report(1, 2, READY, 7), report(2, 2, DONE, 7, backup_step=6))
     assert {order.step for order in job.orders().values()} == {6}
-    assert job.told("decided")[-1]["roll_forward"] == ()
+    assert job.logged("decided")[-1]["roll_forward"] == ()
 
 
 def test_a_silent_roll_forward_counts_as_failed_after_the_progress_timeout() -> None:
@@ -247,7 +247,7 @@ def test_a_silent_roll_forward_counts_as_failed_after_the_progress_timeout() -> 
     job.wait(29.0)
     assert job.at(Stage.ROLLING), "the deadline moves with every answer"
     job.wait(2.0)
-    assert job.told("stuck")[0]["ranks"] == (2,) and job.at(Stage.WRITING)
+    assert job.logged("stuck")[0]["ranks"] == (2,) and job.at(Stage.WRITING)
 
 
 def test_a_dead_writers_parts_go_to_its_partner_into_the_same_directory() -> None:
@@ -286,7 +286,7 @@ def test_the_last_writer_of_a_shard_dying_means_refusal_with_its_name() -> None:
     job = dying()
     job.say(killed(1))
     job.all_report(7, ranks=(0, 2))
-    assert job.told("refused")[0]["missing"] == ("shard 1",)
+    assert job.logged("refused")[0]["missing"] == ("shard 1",)
 
 
 def test_a_full_directory_falls_through_to_the_next() -> None:
@@ -305,7 +305,7 @@ def test_no_directory_left_is_refused_with_the_last_errors() -> None:
     job = dying()
     for _ in range(2):
         job.say(failed(1, job.orders()[1]))
-    (refused,) = job.told("refused")
+    (refused,) = job.logged("refused")
     assert "none of 2 directories" in refused["reason"] and "no space left" in refused["reason"]
 
 
@@ -314,8 +314,8 @@ def test_a_write_that_falls_silent_is_done_by_others() -> None:
     orders = job.orders()
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))
     job.wait(31.0)
-    assert job.told("stuck")[0]["ranks"] == (0,)
-    assert job.told("write_moved")[0]["ranks"] == (2,)
+    assert job.logged("stuck")[0]["ranks"] == (0,)
+    assert job.logged("write_moved")[0]["ranks"] == (2,)
 
 
 def test_a_large_share_gets_the_time_that_a_slow_disk_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,9 +325,9 @@ def test_a_large_share_gets_the_time_that_a_slow_disk_needs(monkeypatch: pytest.
     orders = job.orders()
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))
     job.wait(31.0)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
     job.wait(65.0)
-    assert job.told("stuck")[0]["ranks"] == (0,)
+    assert job.logged("stuck")[0]["ranks"] == (0,)
 
 
 def test_a_dead_publisher_is_replaced() -> None:
@@ -351,16 +351,16 @@ def test_a_late_publishers_word_counts() -> None:
     """The first publisher was given up, but it was it that renamed."""
     job, _, _ = publishing()
     job.wait(31.0)
-    assert job.told("stuck")[0]["ranks"] == (0,)
+    assert job.logged("stuck")[0]["ranks"] == (0,)
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
+    assert job.logged("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
 
 
 def test_the_total_timeout_bounds_it_all() -> None:
     job = ControllerBench(total_timeout_s=120.0, freeze_timeout_s=500.0)
     job.say(killed(3))
     job.wait(121.0)
-    reason = job.told("refused")[0]["reason"]
+    reason = job.logged("refused")[0]["reason"]
     assert reason.endswith("not over after 120 s, in stage freezing"), "no update was waited for"
     assert job.state.stage in (Stage.EXITING, Stage.OVER)
 
@@ -389,25 +389,25 @@ def test_a_silent_rank_that_comes_back_in_the_dump_stays_out_of_it_and_is_asked_
     job.wait(1.0)
     job.close(3)
     job.all_report(7, ranks=(0, 1, 2))
-    job.wait(3.1, heard=(0, 1, 2))
+    job.wait(3.1, senders=(0, 1, 2))
     assert job.at(Stage.WRITING)
-    orders = job.told("write_sent")[0]["ranks"]
+    orders = job.logged("write_sent")[0]["ranks"]
     assert orders == (0, 1, 2)
     job.say(registration(3))
     assert sorted(job.sent(Freeze)) == [3] and not job.orders()
     job.say(killed(0), killed(1), killed(2))
     assert job.at(Stage.FREEZING)
     job.all_report(7, ranks=(3,))
-    assert job.told("refused") and sorted(job.sent(Exit)) == [3], "nobody else is left"
+    assert job.logged("refused") and sorted(job.sent(Exit)) == [3], "it is the only one that remains"
 
 
-def test_a_live_rank_without_a_stream_is_told_to_exit_when_it_attaches() -> None:
+def test_a_live_rank_without_a_stream_receives_the_order_to_exit_when_it_attaches() -> None:
     job, rank, _ = publishing()
     job.close(1)
     job.say(Published(rank, 1, 6, "/a/iter_0000006"))
     assert sorted(job.sent(Exit)) == [0, 2]
     job.close(0, 2)
-    assert job.at(Stage.EXITING), "rank 1 has not been told"
+    assert job.at(Stage.EXITING), "rank 1 has not received it"
     job.say(registration(1))
     assert sorted(job.sent(Exit)) == [1]
     job.close(1)
@@ -424,7 +424,7 @@ def test_the_controller_does_not_wait_for_ever_for_ranks_to_leave() -> None:
 def test_all_dead_ends_the_controller() -> None:
     job = ControllerBench()
     job.say(*(killed(rank) for rank in range(4)))
-    assert job.told("refused")[0]["reason"] == "all ranks are dead" and job.at(Stage.OVER)
+    assert job.logged("refused")[0]["reason"] == "all ranks are dead" and job.at(Stage.OVER)
 
 
 def test_a_report_that_comes_late_does_not_undo_a_newer_one() -> None:
@@ -436,27 +436,27 @@ def test_a_report_that_comes_late_does_not_undo_a_newer_one() -> None:
     assert known is not None and known.state_step == 7
 
 
-def test_differing_records_of_one_step_are_told() -> None:
+def test_differing_records_of_one_step_are_logged() -> None:
     job = ControllerBench()
     job.say(killed(3))
     odd = report(1, 1, DONE, 7, records=[7])
     other = odd.records[0].__class__(7, 9.9, 1.0, False, 1.0, (0.1,), (2.0,))
     job.say(report(0, 1, DONE, 7, records=[7]))
     job.say(odd.__class__(1, 1, True, DONE, 7, 7, False, -1, (other,)))
-    assert job.told("records_differ")[0]["step"] == 7
+    assert job.logged("records_differ")[0]["step"] == 7
 
 
-def test_a_writer_whose_work_gets_on_is_waited_for_beyond_the_progress_timeout() -> None:
+def test_a_writer_whose_work_progresses_is_waited_for_beyond_the_progress_timeout() -> None:
     """Gigabytes on a slow disk take longer than that; one that falls silent is given up all the same."""
     job = dying()
     orders = job.orders()
     for _ in range(4):
         job.wait(20.0)
         job.say(*(Working(rank, job.state.freeze_id) for rank in orders))
-    assert job.at(Stage.WRITING) and not job.told("stuck")
+    assert job.at(Stage.WRITING) and not job.logged("stuck")
     job.say(*(Working(rank, job.state.freeze_id - 1) for rank in orders))  # of an earlier round: proves nothing
     job.wait(30.5)
-    assert job.told("stuck")
+    assert job.logged("stuck")
 
 
 def test_a_rank_that_owes_nothing_cannot_prolong_the_wait() -> None:
@@ -467,4 +467,4 @@ def test_a_rank_that_owes_nothing_cannot_prolong_the_wait() -> None:
     for _ in range(2):
         job.wait(16.0)
         job.say(Working(first, job.state.freeze_id))
-    assert job.told("stuck")
+    assert job.logged("stuck")

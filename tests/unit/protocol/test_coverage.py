@@ -39,7 +39,7 @@ def test_two_halves_of_eight_survive_any_rank_and_all_pairs_but_the_partners() -
     assert survives(coverage(even(8))) == "any 1 of 8 ranks; 24 of 28 pairs"
 
 
-def test_nodes_are_told_when_there_is_more_than_one() -> None:
+def test_nodes_are_named_when_there_is_more_than_one() -> None:
     apart = coverage(even(4), ["a", "a", "b", "b"])
     assert survives(apart) == "any 1 of 4 ranks; 4 of 6 pairs; each of 2 nodes"
     together = coverage(even(4), ["a", "b", "a", "b"])
@@ -78,12 +78,12 @@ def test_a_small_shard_has_a_size() -> None:
 
 
 def test_a_large_job_is_shown_node_by_node_in_a_screen_at_most() -> None:
-    told = overview(coverage(even(800), [f"n{rank // 8}" for rank in range(800)]))
-    assert told[0] == "node n0: ranks 0-7, their shards also on ranks 400-407"
-    assert len(told) == 17 and told[-1] == "and 84 more nodes"
+    lines = overview(coverage(even(800), [f"n{rank // 8}" for rank in range(800)]))
+    assert lines[0] == "node n0: ranks 0-7, their shards also on ranks 400-407"
+    assert len(lines) == 17 and lines[-1] == "and 84 more nodes"
 
 
-def test_only_rank_0_is_told_what_to_show() -> None:
+def test_only_rank_0_receives_what_to_show() -> None:
     """One line per fact, once per start, not once per rank."""
     job = ControllerBench(holders=((0, 2), (1, 3)), assembled=False)
     for rank in range(4):
@@ -98,8 +98,8 @@ def test_the_journal_has_the_table_of_who_holds_what() -> None:
     job = ControllerBench(holders=((0, 2), (1, 3)), assembled=False)
     for rank in range(4):
         job.say(registration(rank, host="ab"[rank // 2]))
-    (told,) = job.told("assembled")
-    table = told["rows"]
+    (fields,) = job.logged("assembled")
+    table = fields["rows"]
     assert isinstance(table, tuple) and len(table) == 4
     assert table[0] == {"ranks": "0", "host": "a", "shards": ("shard 0 (1.0 MiB)",), "also_on": ("rank 2",)}
     large = rows(coverage(even(800), [f"n{rank // 8}" for rank in range(800)]))
@@ -117,15 +117,15 @@ def test_a_lone_holder_is_named() -> None:
 
 def test_a_warning_when_partners_share_a_host_although_there_are_others() -> None:
     assert warnings(coverage(even(4), ["a", "a", "b", "b"])) == ()
-    told = warnings(coverage(even(4), ["a", "b", "a", "c"]))
-    assert len(told) == 1 and "shard 0" in told[0] and "ranks 0, 2" in told[0]
+    lines = warnings(coverage(even(4), ["a", "b", "a", "c"]))
+    assert len(lines) == 1 and "shard 0" in lines[0] and "ranks 0, 2" in lines[0]
 
 
 def test_no_warning_about_hosts_when_there_is_only_one() -> None:
     assert warnings(coverage(even(4))) == ()
 
 
-def test_more_replicas_than_hosts_is_no_fault_of_the_placement() -> None:
+def test_more_replicas_than_hosts_is_not_the_placements_fault() -> None:
     assert warnings(coverage(((0, 1, 2), (0, 1, 3)), ["a", "b", "a", "a"])) == ()
 
 

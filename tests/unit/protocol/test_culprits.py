@@ -26,7 +26,7 @@ def test_later_hints_do_not_make_the_wait_for_the_culprit_longer() -> None:
 def test_the_wait_for_the_culprit_begins_with_the_first_hint_and_not_with_a_suspicion_before_it() -> None:
     job = ControllerBench(lease_s=LEASE_S)
     job.close(1)
-    job.wait(1.0, heard=(0, 2, 3))
+    job.wait(1.0, senders=(0, 2, 3))
     job.say(fault(0, CauseKind.PEER_ERROR), registration(1))
     job.all_report(7)
     job.wait(LEASE_S - 0.1)

@@ -30,14 +30,14 @@ def test_one_survivors_record_takes_every_ready_rank_along() -> None:
 
 
 def test_a_dead_ranks_step_never_counts() -> None:
-    """Ranks 0 and 2 held shard 0 at step 7; only their words are left, and no record among the living."""
+    """Ranks 0 and 2 held shard 0 at step 7; only their reports remain, and no record among the living."""
     found = verdict(report(1, 1, READY, 7), report(3, 1, READY, 7), absent={0: "dead (signal SIGKILL)", 2: "dead"})
     assert isinstance(found, Refusal)
     assert found.missing == ("shard 0",)
     assert "rank 0, dead (signal SIGKILL)" in found.reason
 
 
-def test_a_record_told_by_a_rank_that_died_since_is_still_a_proof() -> None:
+def test_a_record_reported_by_a_rank_that_died_since_is_still_a_proof() -> None:
     found = verdict(report(0, 1, READY, 7), report(1, 1, READY, 7), records=[7])
     assert found == Decision(7, record(7), (0, 1), (0, 1))
 
@@ -93,7 +93,7 @@ def test_nothing_to_save_before_the_first_step() -> None:
     assert isinstance(found, Refusal) and "nothing to save" in found.reason and found.missing == ()
 
 
-def test_nobody_left_names_all_shards() -> None:
+def test_a_refusal_without_survivors_names_all_shards() -> None:
     found = verdict()
     assert isinstance(found, Refusal) and found.missing == ("shard 0", "shard 1")
 

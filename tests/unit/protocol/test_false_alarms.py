@@ -15,10 +15,10 @@ def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int, mean_s: float) -> No
     assert alarms(seed, mean_s, TAILS["none"]) == []
 
 
-def test_an_evaluation_that_nobody_announced_is_taken_for_a_hang_and_named_by_its_limit() -> None:
+def test_an_evaluation_that_was_not_announced_is_taken_for_a_hang_and_named_by_its_limit() -> None:
     """The measure can fail: the same job, in which rank 0 evaluates for 12 s without a pause."""
-    told = alarms(1, 0.02, TAILS["none"], unannounced_s=12.0)
-    assert told and all("(limit 10.0 s: TTP_HANG_FLOOR_S)" in text for text in told)
+    lines = alarms(1, 0.02, TAILS["none"], unannounced_s=12.0)
+    assert lines and all("(limit 10.0 s: TTP_HANG_FLOOR_S)" in text for text in lines)
 
 
 def test_an_evaluation_on_one_rank_makes_no_slow_steps_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

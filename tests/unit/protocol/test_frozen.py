@@ -72,7 +72,7 @@ def test_a_fast_class_is_the_librarys(slots: bool) -> None:
         fast(1).rank = 2
 
 
-def test_fields_that_are_no_plain_parameters_are_made_as_the_library_makes_them() -> None:
+def test_fields_that_cannot_be_parameters_are_made_as_the_library_makes_them() -> None:
     """A default that is made anew, a parameter by keyword only, and a constructor that goes on."""
 
     @dataclass(frozen=True, slots=True)

@@ -28,14 +28,14 @@ COMPUTE, READY, DONE = Phase.COMPUTE, Phase.READY, Phase.DONE
 # --- who comes ---
 
 
-def test_a_standby_that_the_ranks_do_not_list_supersedes_nobody() -> None:
+def test_a_standby_that_the_ranks_do_not_list_supersedes_no_controller() -> None:
     """It cannot tell who comes before it."""
     job = standby()
     job.say(registration(2))
-    assert not only(job.effects, ev.Supersede) and job.told("takeover_began")[0]["earlier"] == ()
+    assert not only(job.effects, ev.Supersede) and job.logged("takeover_began")[0]["earlier"] == ()
 
 
-def test_a_rank_that_came_and_went_again_is_no_absent_one() -> None:
+def test_a_rank_that_came_and_went_again_does_not_count_as_absent() -> None:
     """It has its lease from the takeover on, and may come back for as long."""
     job = standby()
     for rank in range(4):
@@ -43,8 +43,8 @@ def test_a_rank_that_came_and_went_again_is_no_absent_one() -> None:
             job.close(0)
         job.say(coming(rank))
     assert job.at(Stage.GATHERING), "rank 0 is waited for"
-    job.wait(LEASE_S, heard=(1, 2, 3))
-    assert job.at(Stage.FREEZING) and job.told("took_over")[0]["absent"] == () and not job.told("death_seen")
+    job.wait(LEASE_S, senders=(1, 2, 3))
+    assert job.at(Stage.FREEZING) and job.logged("took_over")[0]["absent"] == () and not job.logged("death_seen")
     job.all_report(7, ranks=(1, 2, 3))
     job.say(coming(0))
     assert sorted(job.sent(Freeze)) == [0]
@@ -56,12 +56,12 @@ def test_a_rank_that_comes_after_the_takeover_brings_its_shards() -> None:
     """Rank 2 was waited for in vain, twice; its partner 0 is dead, so that it alone has their shard."""
     job = standby()
     job.say(coming(1), coming(3), killed(0))
-    job.wait(2 * LEASE_S, heard=(1, 3))
-    assert job.told("took_over")[0]["absent"] == (2,)
+    job.wait(2 * LEASE_S, senders=(1, 3))
+    assert job.logged("took_over")[0]["absent"] == (2,)
     job.all_report(7, ranks=(1,))
     job.say(coming(2))
     job.all_report(7, ranks=(2, 3))
-    assert job.told("decided")[0]["able"] == (1, 2, 3)
+    assert job.logged("decided")[0]["able"] == (1, 2, 3)
 
 
 def test_where_those_that_came_do_not_cover_the_others_have_another_lease() -> None:
@@ -69,50 +69,50 @@ def test_where_those_that_came_do_not_cover_the_others_have_another_lease() -> N
     One of those that came was never welcomed, and knows of no groups."""
     job = standby()
     job.say(coming(1, groups=0), coming(3, groups=2), killed(0))
-    job.wait(LEASE_S + 0.1, heard=(1, 3))
+    job.wait(LEASE_S + 0.1, senders=(1, 3))
     assert job.at(Stage.GATHERING)
     job.say(coming(2))
-    assert job.told("took_over")[0]["absent"] == ()
+    assert job.logged("took_over")[0]["absent"] == ()
 
 
 def test_words_that_come_now_and_then_do_not_put_the_takeover_off_for_ever() -> None:
-    """One rank is heard once in most of a lease; the others have the orphan timeout, and a lease more as they do not cover."""
+    """One rank sends once in most of a lease; the others have the orphan timeout, and a lease more as they do not cover."""
     job = standby()
     job.say(coming(0), coming(1))
     while job.at(Stage.GATHERING) and job.now < 100.0:
-        job.wait(LEASE_S * 0.9, heard=())
+        job.wait(LEASE_S * 0.9, senders=())
         if job.at(Stage.GATHERING):
             job.say(Heartbeat(0, COMPUTE, 1))
     assert job.now <= job.state.settings.orphan_timeout_s + 2 * LEASE_S
 
 
-def test_where_those_that_came_cover_nobody_is_waited_for_longer() -> None:
+def test_where_those_that_came_cover_the_others_are_not_waited_for_longer() -> None:
     job = standby()
     job.say(coming(1), coming(2))
-    job.wait(LEASE_S, heard=(1, 2))
-    assert job.told("took_over")[0]["absent"] == (0, 3)
+    job.wait(LEASE_S, senders=(1, 2))
+    assert job.logged("took_over")[0]["absent"] == (0, 3)
 
 
-def test_nobody_is_silent_for_what_was_before_the_takeover() -> None:
+def test_no_rank_is_silent_for_what_was_before_the_takeover() -> None:
     """Whoever came first had nothing to say until now."""
     job = standby()
     job.say(coming(0), coming(1), coming(2))
     job.now = 2.4
     job.say(coming(3))
     assert job.at(Stage.FREEZING)
-    job.wait(LEASE_S / 2, heard=(3,))
-    assert not job.told("suspect")
+    job.wait(LEASE_S / 2, senders=(3,))
+    assert not job.logged("suspect")
 
 
-def test_ranks_that_did_not_come_are_given_up_when_nobody_is_heard_for_the_orphan_timeout() -> None:
+def test_ranks_that_did_not_come_are_given_up_when_no_rank_sends_for_the_orphan_timeout() -> None:
     """For so long it may be this controller that is cut off."""
     job = standby()
     for rank in range(3):
         job.say(coming(rank))
-    job.wait(14.0, heard=())
+    job.wait(14.0, senders=())
     assert job.at(Stage.GATHERING)
-    job.wait(2 * LEASE_S, heard=())
-    assert job.told("took_over")[0]["absent"] == (3,)
+    job.wait(2 * LEASE_S, senders=())
+    assert job.logged("took_over")[0]["absent"] == (3,)
 
 
 def test_a_takeover_of_part_of_the_job_promises_nothing() -> None:
@@ -121,12 +121,12 @@ def test_a_takeover_of_part_of_the_job_promises_nothing() -> None:
     job.say(killed(3))
     for rank in range(3):
         job.say(coming(rank))
-    assert job.told("took_over")[0]["survives"] == "" and job.told("took_over")[0]["warnings"] == ()
+    assert job.logged("took_over")[0]["survives"] == "" and job.logged("took_over")[0]["warnings"] == ()
     assert job.state.job_groups == 2
 
 
 def test_the_groups_that_a_takeover_finds_are_the_jobs() -> None:
-    """The ranks had not been told how many there are, and all have come."""
+    """The ranks did not know how many there are, and all have come."""
     job = standby()
     for rank in range(4):
         job.say(coming(rank, groups=0))
@@ -142,57 +142,57 @@ def test_the_groups_that_a_takeover_finds_are_the_jobs() -> None:
 def test_a_rank_that_came_and_ends_with_status_0_before_it_has_finished_is_dead() -> None:
     job = standby()
     job.say(coming(3), killed(3, "exit code 0"))
-    assert len(job.told("death_seen")) == 1 and not job.told("left")
+    assert len(job.logged("death_seen")) == 1 and not job.logged("left")
     for rank in range(3):
         job.say(coming(rank))
     assert {freeze.cause.ranks for freeze in job.sent(Freeze).values()} == {(3,)}
 
 
-def test_a_rank_that_came_and_leaves_after_it_has_finished_is_no_cause() -> None:
+def test_a_rank_that_came_and_leaves_after_it_has_finished_does_not_count_as_cause() -> None:
     job = standby()
     job.say(replace(coming(3), finished=True), killed(3, "exit code 0"))
-    assert job.told("left") and not job.told("death_seen")
+    assert job.logged("left") and not job.logged("death_seen")
     for rank in range(3):
         job.say(coming(rank))
     assert {freeze.cause.kind for freeze in job.sent(Freeze).values()} == {CauseKind.CONTROLLER_LOST}
     job.all_report(7, ranks=(0, 1, 2))
     assert sorted(job.sent(Thaw)) == [0, 1, 2]
     job.say(*(Finished(rank) for rank in range(3)))
-    assert job.told("finished")
+    assert job.logged("finished")
 
 
-def test_a_rank_that_left_in_peace_has_finished_whatever_it_had_said_before() -> None:
+def test_a_rank_that_exited_cleanly_has_finished_whatever_it_had_reported_before() -> None:
     """Its registration was still on the wire, from before its training returned."""
     job = standby()
     job.say(killed(3, "exit code 0"), coming(3))
     assert job.state.members.finished == 1
     for rank in range(3):
         job.say(replace(coming(rank), finished=True))
-    assert job.at(Stage.OVER) and job.told("finished")
+    assert job.at(Stage.OVER) and job.logged("finished")
 
 
-def test_a_death_whose_status_comes_later_is_told_with_it() -> None:
+def test_a_death_whose_status_comes_later_is_logged_with_it() -> None:
     job = standby()
     job.say(killed(3, "exiting"), killed(3, "exit code 7"))
-    assert len(job.told("death_seen")) == 1
+    assert len(job.logged("death_seen")) == 1
     for rank in range(3):
         job.say(coming(rank))
     assert {freeze.cause.text for freeze in job.sent(Freeze).values()} == {"exit code 7"}
 
 
 def test_ranks_that_finished_do_not_wait_for_one_that_ends_longer_than_a_lease() -> None:
-    """Nobody says how it ended: it is a death then."""
+    """Its status stays unknown: it is a death then."""
     job = standby()
     job.say(killed(3, "exiting"))
     for rank in range(3):
         job.say(replace(coming(rank), finished=True))
-    job.wait(LEASE_S - 0.1, heard=(0, 1, 2))
+    job.wait(LEASE_S - 0.1, senders=(0, 1, 2))
     assert job.at(Stage.GATHERING)
-    job.wait(0.2, heard=(0, 1, 2))
-    assert job.at(Stage.FREEZING) and job.told("took_over")
+    job.wait(0.2, senders=(0, 1, 2))
+    assert job.at(Stage.FREEZING) and job.logged("took_over")
 
 
-def test_while_some_rank_trains_nobody_waits_to_hear_how_another_ended() -> None:
+def test_while_some_rank_trains_the_status_of_another_is_not_waited_for() -> None:
     """It cannot have been dismissed."""
     job = standby()
     job.say(killed(3, "exiting"))
@@ -205,7 +205,7 @@ def test_while_some_rank_trains_nobody_waits_to_hear_how_another_ended() -> None
 
 
 def test_a_mute_rank_counts_more_than_what_the_others_had_begun() -> None:
-    """Nobody knows what it does; the cause names it."""
+    """Its state is unknown; the cause names it."""
     job = frozen()
     job.say(report(0, FREEZES_OF_A_TERM + 1, COMPUTE, 7, final=True))
     job.all_report(7, ranks=(1, 2))
@@ -215,7 +215,7 @@ def test_a_mute_rank_counts_more_than_what_the_others_had_begun() -> None:
     assert [(cause.kind, cause.ranks) for cause in job.state.fault.causes] == [(CauseKind.SILENT, (3,))]
 
 
-def test_a_rank_that_still_rolls_forward_for_the_lost_controller_is_waited_for_while_it_gets_on() -> None:
+def test_a_rank_that_still_rolls_forward_for_the_lost_controller_is_waited_for_while_it_progresses() -> None:
     job = frozen()
     number = FREEZES_OF_A_TERM + 1
     job.all_report(7, READY, ranks=(0, 2, 3))
@@ -224,7 +224,7 @@ def test_a_rank_that_still_rolls_forward_for_the_lost_controller_is_waited_for_w
         job.say(Working(1, number))
     assert job.at(Stage.FREEZING)
     job.say(report(1, number, DONE, 7, records=[7], final=True))
-    assert job.told("decided")[0]["step"] == 7
+    assert job.logged("decided")[0]["step"] == 7
 
 
 def test_a_fault_that_comes_during_the_takeovers_freeze_is_its_cause() -> None:
@@ -238,7 +238,7 @@ def test_a_fault_that_comes_during_the_takeovers_freeze_is_its_cause() -> None:
 def test_ranks_that_have_all_finished_are_let_go_from_the_takeovers_freeze() -> None:
     job = frozen()
     job.say(*(Finished(rank) for rank in range(4)))
-    assert job.at(Stage.OVER) and job.told("finished") and not job.told("decided")
+    assert job.at(Stage.OVER) and job.logged("finished") and not job.logged("decided")
 
 
 # --- afterwards ---
@@ -259,8 +259,8 @@ def test_a_takeover_that_was_a_false_alarm_leads_the_job_like_the_first_controll
 def test_a_job_that_had_not_assembled_is_released_by_the_standby_with_the_reason() -> None:
     job = standby()
     job.say(coming(0, groups=0))
-    job.wait(LEASE_S + 0.1, heard=(0,))
-    assert "before the job had assembled" in job.told("exit_sent")[0]["reason"]
+    job.wait(LEASE_S + 0.1, senders=(0,))
+    assert "before the job had assembled" in job.logged("exit_sent")[0]["reason"]
     job.say(coming(1, groups=0))
     assert sorted(job.sent(Exit)) == [1] and not job.sent(Welcome)
 
@@ -276,17 +276,17 @@ def test_a_standby_that_was_cut_off_while_it_gathered_gives_the_others_a_lease_f
     """Rank 0 came before, rank 1 comes right after; ranks 2 and 3 are on their way when the time would be over."""
     job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=3.0)
     job.say(registration(0))
-    job.wait(5.9, heard=())
+    job.wait(5.9, senders=())
     assert job.at(Stage.GATHERING)
     job.say(registration(1))
-    job.wait(2.0, heard=(0, 1))
+    job.wait(2.0, senders=(0, 1))
     assert job.at(Stage.GATHERING)
     job.say(registration(2), registration(3))
-    assert job.told("took_over")[0]["absent"] == ()
+    assert job.logged("took_over")[0]["absent"] == ()
 
 
-def test_ranks_that_are_heard_all_the_while_do_not_prolong_the_gathering() -> None:
+def test_ranks_that_send_all_the_while_do_not_prolong_the_gathering() -> None:
     job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=3.0)
     job.say(registration(0))
-    job.wait(3.1, heard=(0,))
-    assert job.told("took_over")[0]["absent"] == (1, 2, 3)
+    job.wait(3.1, senders=(0,))
+    assert job.logged("took_over")[0]["absent"] == (1, 2, 3)

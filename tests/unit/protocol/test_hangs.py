@@ -1,4 +1,4 @@
-"""A standstill is a hang only when it is long for this very job, and only until somebody is seen to have got on."""
+"""A standstill is a hang only when it is long for this very job, and only until some rank is seen to have progressed."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_a_job_that_hangs_in_its_first_step_is_found_after_the_limit_for_the_sta
     job = ControllerBench(hang_start_s=20.0, hang_floor_s=1.0, lease_s=1000.0, heartbeat_s=500.0)
     stand(job, (COMPUTE, 1, True), (COMPUTE, 1, False), (COMPUTE, 1, True), (COMPUTE, 1, True))
     job.take(Tick(), after=10.0)
-    assert job.told("stalled") and job.at(Stage.RUNNING)
+    assert job.logged("stalled") and job.at(Stage.RUNNING)
     job.take(Tick(), after=9.9)
     assert job.at(Stage.RUNNING)
     job.take(Tick(), after=0.1)
-    assert job.told("hung")[0]["ranks"] == (1,)
+    assert job.logged("hung")[0]["ranks"] == (1,)
 
 
 def test_a_controller_that_takes_over_knows_the_pace_from_the_ranks() -> None:
@@ -141,7 +141,7 @@ def test_a_standstill_counts_from_the_eighth_step_on_and_only_if_it_is_the_longe
     assert progress.outlived(unknown(4), now, SETTINGS) == unknown(4), "before the first heartbeat nothing stood still"
 
 
-def test_a_rank_that_gets_on_within_the_newest_step_or_behind_it_gets_on() -> None:
+def test_a_rank_that_moves_within_the_newest_step_or_behind_it_progresses() -> None:
     """The job does not stand still while anybody moves."""
     pace, now = stepping([1.0] * 10)
     for rank, phase, step in ((0, READY, 11), (1, COMPUTE, 10), (1, READY, 10), (0, UPDATING, 11)):
@@ -150,7 +150,7 @@ def test_a_rank_that_gets_on_within_the_newest_step_or_behind_it_gets_on() -> No
         assert (pace.moved_at, pace.front) == (now, 11)
 
 
-def test_the_starts_own_standstill_is_no_habit() -> None:
+def test_the_starts_own_standstill_does_not_raise_the_limit() -> None:
     """Loading and compiling take minutes once."""
     pace, _ = stepping([600.0] + [1.0] * 40)
     assert pace.limit_s == 10.0
@@ -171,7 +171,7 @@ def test_a_pace_is_made_of_eight_to_sixty_four_steps() -> None:
     assert len(progress.learn(unknown(4), 80, (1.0,) * 80, SETTINGS).durations) == 64
 
 
-def test_a_step_takes_as_long_as_the_rank_that_waited_for_nobody() -> None:
+def test_a_step_takes_as_long_as_the_rank_that_did_not_wait() -> None:
     """Rank 0 evaluates alone for a minute, and says so; the others wait for it within their own step."""
     pace, _ = stepping([1.0] * 20)
     for times_s in ((61.0,), (1.0,), (61.0,)):
@@ -250,15 +250,15 @@ def test_a_steady_job_never_comes_near_its_limit(seed: int) -> None:
 # --- who is suspect ---
 
 
-def places(*told: tuple[Phase, int, bool]) -> Pace:
-    pace = unknown(len(told))
-    for rank, (phase, step, waiting) in enumerate(told):
+def places(*reported: tuple[Phase, int, bool]) -> Pace:
+    pace = unknown(len(reported))
+    for rank, (phase, step, waiting) in enumerate(reported):
         pace = replace(pace, places=pace.places.put(rank, Place(step, phase, waiting)))
     return pace
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("reported", "named"),
     [
         ([(READY, 9, True), (COMPUTE, 9, False), (READY, 9, True)], (1,)),  # the others wait in the spanning collective
         ([(COMPUTE, 9, True), (COMPUTE, 9, False), (COMPUTE, 9, True)], (1,)),  # they wait for its gradients
@@ -268,14 +268,14 @@ def places(*told: tuple[Phase, int, bool]) -> Pace:
         ([(COMPUTE, 9, False), (COMPUTE, 9, False), (READY, 9, True)], (0, 1)),
         ([(COMPUTE, 9, False), (UPDATING, 8, False), (READY, 9, True)], (1,)),  # the one furthest behind
         ([(COMPUTE, 10, False), (READY, 9, False)], (0,)),  # READY waits, wherever it is
-        ([(COMPUTE, 9, False)] * 3, ()),  # tells nothing
+        ([(COMPUTE, 9, False)] * 3, ()),  # distinguishes none
         ([(READY, 9, True)] * 3, ()),  # the network itself
     ],
 )
-def test_the_suspects_are_those_that_wait_for_nobody(
-    told: list[tuple[Phase, int, bool]], named: tuple[int, ...]
+def test_the_suspects_are_those_that_do_not_wait_themselves(
+    reported: list[tuple[Phase, int, bool]], named: tuple[int, ...]
 ) -> None:
-    assert suspects(places(*told), tuple(range(len(told)))) == named
+    assert suspects(places(*reported), tuple(range(len(reported)))) == named
 
 
 @pytest.mark.parametrize(("busy", "expected"), [(8, "7 in COMPUTE"), (9, "7 and 1 more in COMPUTE")])
@@ -294,14 +294,14 @@ def test_a_standstill_is_noted_half_way_and_a_hang_at_the_limit() -> None:
     stand(job, (READY, 12, True), (READY, 12, True), (COMPUTE, 12, False), (READY, 12, True))
     assert job.state.pace.limit_s == 5.0 and machine.next_deadline(job.state) == job.now + 2.5
     job.take(Tick(), after=2.5)
-    assert job.told("stalled")[0]["ranks"] == (2,) and job.at(Stage.RUNNING) and not only(job.effects, Send)
+    assert job.logged("stalled")[0]["ranks"] == (2,) and job.at(Stage.RUNNING) and not only(job.effects, Send)
     assert machine.next_deadline(job.state) == job.now + 2.5, "noted once"
     job.take(Tick(), after=2.5)
     freezes = job.sent(Freeze)
     assert (
         sorted(freezes) == [0, 1, 2, 3] and freezes[0].cause.kind is CauseKind.HUNG and freezes[0].cause.ranks == (2,)
     )
-    assert "rank 2 in COMPUTE of step 12, the others wait" in job.told("hung")[0]["text"]
+    assert "rank 2 in COMPUTE of step 12, the others wait" in job.logged("hung")[0]["text"]
 
 
 def test_a_hung_rank_that_closes_its_gate_is_a_holder() -> None:
@@ -311,7 +311,7 @@ def test_a_hung_rank_that_closes_its_gate_is_a_holder() -> None:
     job.say(*(report(rank, 1, READY, 12) for rank in (0, 1, 3)))
     assert job.at(Stage.FREEZING), "a hang is judged by all reports"
     job.say(report(2, 1, COMPUTE, 12))
-    assert sorted(job.orders()) == [0, 1, 2, 3] and job.told("decided")[0]["step"] == 11
+    assert sorted(job.orders()) == [0, 1, 2, 3] and job.logged("decided")[0]["step"] == 11
     job.all_write(job.orders())
     ((_, order),) = job.sent(PublishOrder).items()
     assert order.cause.kind is CauseKind.HUNG and order.cause.ranks == (2,)
@@ -323,7 +323,7 @@ def test_a_rank_hung_in_its_update_is_left_out_and_its_record_used() -> None:
     hang(job)
     job.say(report(0, 1, READY, 12), report(1, 1, READY, 12), report(3, 1, READY, 12))
     job.say(report(2, 1, UPDATING, 12, closed=False, records=[12]))
-    assert job.told("decided")[0]["step"] == 12 and job.told("decided")[0]["able"] == (0, 1, 3)
+    assert job.logged("decided")[0]["step"] == 12 and job.logged("decided")[0]["able"] == (0, 1, 3)
 
 
 def test_a_rank_that_does_not_report_at_all_is_left_out_after_the_freeze_timeout() -> None:
@@ -336,14 +336,14 @@ def test_a_rank_that_does_not_report_at_all_is_left_out_after_the_freeze_timeout
     assert job.at(Stage.WRITING)
 
 
-def test_a_rank_that_got_on_before_its_gate_closed_means_a_slow_job_and_thaws_it() -> None:
+def test_a_rank_that_progressed_before_its_gate_closed_means_a_slow_job_and_thaws_it() -> None:
     job = trained()
     stand(job, *((COMPUTE, 12, False),) * 4)
     hang(job)
     limit_before = job.state.pace.limit_s
     job.say(report(1, 1, COMPUTE, 12), report(2, 1, READY, 12))
     assert sorted(job.sent(Thaw)) == [0, 1, 2, 3] and job.at(Stage.RUNNING)
-    assert job.told("not_hung") == [{"rank": 2, "step": 12}]
+    assert job.logged("not_hung") == [{"rank": 2, "step": 12}]
     assert job.state.pace.limit_s > limit_before, "it will not be called hung for the same again"
     assert job.state.pace.moved_at == job.now
 
@@ -363,7 +363,7 @@ def test_a_rank_that_never_said_where_it_was_disproves_no_hang() -> None:
     stand(job, (COMPUTE, 1, False), (COMPUTE, 1, False), (COMPUTE, 1, False))
     hang(job)
     job.say(report(3, 1, READY, 1))
-    assert job.at(Stage.FREEZING) and not job.told("not_hung")
+    assert job.at(Stage.FREEZING) and not job.logged("not_hung")
 
 
 def test_a_death_during_a_hangs_freeze_is_a_cause_of_its_own() -> None:
@@ -371,7 +371,7 @@ def test_a_death_during_a_hangs_freeze_is_a_cause_of_its_own() -> None:
     stand(job, *((COMPUTE, 12, False),) * 4)
     hang(job)
     job.say(killed(3), report(0, 1, READY, 12), report(1, 1, COMPUTE, 12), report(2, 1, COMPUTE, 12))
-    assert job.at(Stage.WRITING) and not job.told("not_hung"), "a fault with a cause is not thawed"
+    assert job.at(Stage.WRITING) and not job.logged("not_hung"), "a fault with a cause is not thawed"
 
 
 def test_a_suspect_rank_is_waited_for_before_a_hang_is_judged() -> None:
@@ -387,21 +387,21 @@ def test_a_suspect_rank_is_waited_for_before_a_hang_is_judged() -> None:
     assert job.at(Stage.WRITING)
 
 
-def test_getting_on_again_is_told_and_learned() -> None:
+def test_progress_after_a_stall_is_logged_and_learned() -> None:
     job = trained()
     job.take(Tick(), after=2.5)
-    assert job.told("stalled")
+    assert job.logged("stalled")
     job.say(Heartbeat(0, READY, 12), after=2.4)
-    assert job.told("moving_again") == [{"rank": 0, "after_s": 4.9}] and job.state.pace.limit_s == 9.8
+    assert job.logged("moving_again") == [{"rank": 0, "after_s": 4.9}] and job.state.pace.limit_s == 9.8
 
 
-def test_a_pause_that_was_announced_is_no_standstill() -> None:
+def test_a_pause_that_was_announced_is_not_a_standstill() -> None:
     """An evaluation or a periodic save: heartbeats say so for as long as it lasts."""
     job = trained()
     stand(job, *((DONE, 12, False),) * 4)
     for _ in range(300):
         job.say(*(Heartbeat(rank, DONE, 12, False, paused=True) for rank in range(4)), after=0.25)
-    assert job.at(Stage.RUNNING) and not job.told("stalled") and job.state.pace.limit_s == 5.0
+    assert job.at(Stage.RUNNING) and not job.logged("stalled") and job.state.pace.limit_s == 5.0
     hang(job)  # what comes after it counts again
 
 
@@ -411,15 +411,15 @@ def test_a_standstill_after_a_pause_is_noted_anew() -> None:
     job.take(Tick(), after=2.5)
     job.say(Heartbeat(0, DONE, 12, False, paused=True))
     job.take(Tick(), after=2.5)
-    assert len(job.told("stalled")) == 2 and job.at(Stage.RUNNING)
+    assert len(job.logged("stalled")) == 2 and job.at(Stage.RUNNING)
 
 
-def test_finished_ranks_are_no_suspects() -> None:
+def test_finished_ranks_are_not_suspects() -> None:
     job = trained()
     stand(job, (DONE, 12, False), (DONE, 12, False), (DONE, 13, True), (DONE, 13, True))
     job.say(Finished(0))
     hang(job)
-    assert job.told("hung")[0]["ranks"] == (1,)
+    assert job.logged("hung")[0]["ranks"] == (1,)
 
 
 def test_a_frozen_job_is_not_called_hung() -> None:
@@ -427,15 +427,15 @@ def test_a_frozen_job_is_not_called_hung() -> None:
     job.close(1)
     assert job.at(Stage.FREEZING)
     job.take(Tick(), after=100.0)
-    assert not job.told("hung")
+    assert not job.logged("hung")
     job.say(registration(1))
     assert job.at(Stage.RUNNING) and machine.next_deadline(job.state) == job.now + job.state.pace.limit_s / 2
 
 
-def test_a_controller_that_was_stopped_itself_calls_nobody_hung() -> None:
+def test_a_controller_that_was_stopped_itself_calls_no_rank_hung() -> None:
     job = trained(heartbeat_s=1.0, lease_s=3.0)
     job.take(Tick(), after=100.0)
-    assert job.at(Stage.RUNNING) and not job.told("hung")
+    assert job.at(Stage.RUNNING) and not job.logged("hung")
 
 
 def test_a_peers_error_during_a_hangs_freeze_still_waits_for_its_culprit() -> None:

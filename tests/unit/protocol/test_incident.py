@@ -25,7 +25,7 @@ def raised(rank: int, text: str = "ValueError: boom", kind: CauseKind = CauseKin
 
 def ended(job: ControllerBench) -> Incident:
     """Return the only incident, as a launcher reads it."""
-    (fields,) = job.told("incident")
+    (fields,) = job.logged("incident")
     return read_incident(fields)
 
 
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_reported_with_its_process_its_last_heartbeat_and_how_f
         steps_lost=0,
         took_ms={"seen": 0.0, "frozen": 150.0, "decided": 0.0, "written": 0.0, "published": 20.0, "total": 170.0},
     )
-    assert job.story[-2].event == "exit_sent" and job.story[-1].event == "incident"
+    assert job.journal[-2].event == "exit_sent" and job.journal[-1].event == "incident"
 
 
 @pytest.mark.parametrize("changed", [{"records": (6,)}, {"records": (5, 6), "backup_step": 5}, {"records": (4, 5)}])
@@ -88,8 +88,8 @@ def test_a_rank_that_raised_is_reported_where_it_is_and_survivors_are_the_others
     assert incident.survivors == (RankPlace(phase="COMPUTE", step=7, ranks=(0, 2, 3)),)
 
 
-def test_a_failed_collective_names_nobody_where_another_cause_is_known() -> None:
-    """Nor does a notice in the middle of another fault: a launcher was told to end, and tells those that it holds."""
+def test_a_failed_collective_names_no_rank_where_another_cause_is_known() -> None:
+    """Nor does a preemption notice in the middle of another fault: an agent was signalled to end, and signals its ranks."""
     job = ControllerBench()
     job.say(raised(0, PEER, CauseKind.PEER_ERROR), killed(3), raised(1, "SIGTERM", CauseKind.PREEMPTED))
     incident = save(job, (0, 1, 2))
@@ -120,12 +120,12 @@ def test_a_refusal_says_why_and_what_it_costs() -> None:
     assert incident.took_ms is not None and list(incident.took_ms) == ["seen", "frozen", "total"]
 
 
-def test_a_false_alarm_is_not_reported_and_is_no_part_of_the_next_fault() -> None:
+def test_a_false_alarm_is_not_reported_and_does_not_belong_to_the_next_fault() -> None:
     job = ControllerBench()
     job.close(1)
     job.say(replace(coming(1), controllers=()))
     job.all_report(7)
-    assert job.told("thawed") and not job.told("incident")
+    assert job.logged("thawed") and not job.logged("incident")
     job.say(killed(3), after=50.0)
     assert save(job, (0, 1, 2)).culprits[0].age_s < 1.0
 
@@ -141,16 +141,16 @@ def test_a_fault_before_the_job_has_assembled_is_reported() -> None:
 def test_a_job_that_never_assembles_without_any_sign_has_no_incident() -> None:
     job = ControllerBench(assembled=False, register_timeout_s=2.0)
     job.say(coming(0))
-    job.wait(2.5, heard=())
-    assert job.told("exit_sent") and not job.told("incident")
+    job.wait(2.5, senders=())
+    assert job.logged("exit_sent") and not job.logged("incident")
     job = ControllerBench(assembled=False, register_timeout_s=2.0)
     job.say(coming(0))
     job.close(0)
-    job.wait(2.5, heard=())
+    job.wait(2.5, senders=())
     assert ended(job).kind == "unknown" and ended(job).not_saved.startswith("only 1 of 4 ranks registered in time")
 
 
-def test_what_was_suspected_while_ranks_registered_is_no_part_of_a_later_fault() -> None:
+def test_a_suspicion_while_ranks_registered_does_not_belong_to_a_later_fault() -> None:
     job = ControllerBench(assembled=False)
     job.say(coming(0))
     job.close(0)
@@ -161,14 +161,14 @@ def test_what_was_suspected_while_ranks_registered_is_no_part_of_a_later_fault()
     assert took is not None and took["seen"] == 0.0
 
 
-def test_a_fault_that_nobody_lived_to_see_end_is_reported_as_a_suspicion() -> None:
+def test_a_fault_whose_end_no_rank_lived_to_see_is_reported_as_a_suspicion() -> None:
     """All streams broke: the controller ends by itself."""
     job = ControllerBench(orphan_timeout_s=2.0, lease_s=30.0)
     job.close(0, 1, 2, 3)
-    job.wait(2.5, heard=())
+    job.wait(2.5, senders=())
     incident = ended(job)
     assert incident.suspected and (incident.kind, incident.culprits[0].cause) == ("silent", "its stream broke")
-    assert incident.not_saved == "no rank was attached for 2 s" and not job.told("exit_sent")
+    assert incident.not_saved == "no rank was attached for 2 s" and not job.logged("exit_sent")
 
 
 def test_a_takeover_is_the_first_sign_of_the_fault_that_it_meets() -> None:
@@ -176,7 +176,7 @@ def test_a_takeover_is_the_first_sign_of_the_fault_that_it_meets() -> None:
     job = standby()
     for rank in range(3):
         job.say(coming(rank))
-    job.wait(3.1, heard=range(3))
+    job.wait(3.1, senders=range(3))
     incident = save(job, (0, 1, 2))
     assert (incident.took_over, incident.kind) == (1, "silent") and incident.took_ms is not None
     assert incident.took_ms["seen"] == 3000.0 and incident.culprits[0].cause.startswith("it did not come")

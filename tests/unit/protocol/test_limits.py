@@ -107,7 +107,7 @@ def test_a_processor_refuses_a_value_past_its_bounds(message: Any) -> None:
             bench.freeze()
         before = bench.state
         with pytest.raises(ProtocolError, match=r": got .*, expected |is not allowed here"):
-            bench.hear(message)
+            bench.receive(message)
         assert bench.state is before
 
 
@@ -132,10 +132,10 @@ def test_a_rank_that_has_learned_of_as_many_controllers_as_it_keeps_can_still_re
     """Its own list is as long as the ones that it may receive, and has the controller that it is with."""
     rank = ProcessorBench()
     for letter in "ab":
-        rank.hear(Successors(tuple(f"{letter}:{number}" for number in range(MOST_ADDRESSES)), 1.0))
+        rank.receive(Successors(tuple(f"{letter}:{number}" for number in range(MOST_ADDRESSES)), 1.0))
     assert len(rank.state.successors) == MOST_ADDRESSES and rank.state.successors[-1] == f"b:{MOST_ADDRESSES - 1}"
     rank.state = replace(rank.state, place=MOST_ADDRESSES)
-    rank.hear(Successors(tuple(f"c:{number}" for number in range(MOST_ADDRESSES)), 1.0))
+    rank.receive(Successors(tuple(f"c:{number}" for number in range(MOST_ADDRESSES)), 1.0))
     assert len(rank.state.successors) == MOST_ADDRESSES and rank.state.successors[-1] == f"b:{MOST_ADDRESSES - 1}"
     assert controllers(rank.state)[rank.state.place] == f"b:{MOST_ADDRESSES - 1}"
     rank.take(Disconnected("the stream broke"))
@@ -165,7 +165,7 @@ def test_the_errors_that_are_kept_of_writes_that_fail_are_the_newest(monkeypatch
             rank = min(dump.publishers) if dump.publishers else dump.work.ranks(lambda work: bool(work.orders))[0]
             name = dump.order.tmp_name if dump.publishers and dump.order else dump.work[rank].orders[0].tmp_name
             bench.say(StepFailed(rank, 1, fails, name, f"error {seen}"))
-        (refused,) = bench.told("refused")
+        (refused,) = bench.logged("refused")
         assert seen > 5 and f"error {seen}" in refused["reason"] and "error 1;" not in refused["reason"]
 
 
@@ -194,4 +194,4 @@ def test_standbys_that_were_lost_are_kept_up_to_a_number() -> None:
     bench = ControllerBench()
     for number in range(MOST_ADDRESSES + 20):
         bench.say(StandbyReport(1, f"h:{number}", False))
-    assert len(bench.state.restoring.lost) == MOST_ADDRESSES == len(bench.told("standby_lost"))
+    assert len(bench.state.restoring.lost) == MOST_ADDRESSES == len(bench.logged("standby_lost"))

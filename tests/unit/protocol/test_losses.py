@@ -62,9 +62,9 @@ def test_the_death_of_a_rank_that_owes_no_roll_forward_stands_for_nobodys_answer
 def test_an_answer_said_twice_counts_once() -> None:
     job = rolling()
     job.say(RolledForward(0, 1, 7), RolledForward(0, 1, 7))
-    assert job.at(Stage.ROLLING) and len(job.told("rolled_forward")) == 1
+    assert job.at(Stage.ROLLING) and len(job.logged("rolled_forward")) == 1
     job.say(StepFailed(0, 1, "roll_forward", "", "late"))
-    assert job.at(Stage.ROLLING) and not job.told("roll_forward_failed")
+    assert job.at(Stage.ROLLING) and not job.logged("roll_forward_failed")
 
 
 def test_a_failure_counts_in_its_own_stage_only() -> None:
@@ -72,18 +72,18 @@ def test_a_failure_counts_in_its_own_stage_only() -> None:
     job = rolling()
     job.say(RolledForward(0, 1, 7), RolledForward(3, 1, 7))
     job.say(StepFailed(0, 1, "roll_forward", "", "late"))
-    assert not job.told("write_failed") and not job.told("roll_forward_failed")
+    assert not job.logged("write_failed") and not job.logged("roll_forward_failed")
 
 
-def test_a_rank_whose_roll_forward_gets_on_is_waited_for() -> None:
+def test_a_rank_whose_roll_forward_progresses_is_waited_for() -> None:
     job = rolling(progress_timeout_s=5.0)
     job.wait(4.0)
     job.say(Working(3, 1))
     job.wait(4.0)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
     job.say(RolledForward(0, 1, 7))
     job.wait(5.1)
-    assert job.told("stuck")[0]["ranks"] == (3,)
+    assert job.logged("stuck")[0]["ranks"] == (3,)
 
 
 def test_every_answer_gives_the_others_that_roll_forward_their_whole_time_again() -> None:
@@ -91,9 +91,9 @@ def test_every_answer_gives_the_others_that_roll_forward_their_whole_time_again(
     job.wait(4.0)
     job.say(RolledForward(0, 1, 7))
     job.wait(4.9)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
     job.wait(0.2)
-    assert job.told("stuck")[0]["ranks"] == (3,)
+    assert job.logged("stuck")[0]["ranks"] == (3,)
 
 
 def test_a_rank_that_failed_to_reach_the_step_writes_nothing_of_it() -> None:
@@ -115,7 +115,7 @@ def test_a_refusal_names_an_update_that_failed_half_way() -> None:
     job = ControllerBench()
     job.say(killed(3), report(0, 1, COMPUTE, 7), report(2, 1, COMPUTE, 7))
     job.say(report(1, 1, Phase.UPDATING, 7, torn=True))
-    assert "rank 1, whose update of step 7 failed half way" in job.told("refused")[0]["reason"]
+    assert "rank 1, whose update of step 7 failed half way" in job.logged("refused")[0]["reason"]
 
 
 def test_a_rank_that_was_rolled_forward_and_dies_is_left_out_of_the_writing() -> None:
@@ -132,17 +132,17 @@ def test_a_step_that_a_rank_failed_to_reach_is_not_asked_of_it_again() -> None:
     job.say(StepFailed(0, 1, "roll_forward", "", "raised"), RolledForward(3, 1, 7))
     assert job.at(Stage.FREEZING)
     job.say(report(0, 2, READY, 7), report(1, 2, DONE, 7), report(3, 2, DONE, 7))
-    assert not job.sent(RollForward) and job.told("refused")
+    assert not job.sent(RollForward) and job.logged("refused")
 
 
 # --- stuck ranks ---
 
 
 def test_a_stuck_ranks_death_stands_for_nobodys_report() -> None:
-    """Nobody waits for it any more, so its death leaves as many to wait for as before."""
+    """It is not waited for any more, so its death leaves as many to wait for as before."""
     job = stuck_in_a_roll_forward()
     job.say(killed(0), report(1, 2, DONE, 7))
-    assert job.at(Stage.FREEZING) and not job.told("refused"), "rank 3 has not reported"
+    assert job.at(Stage.FREEZING) and not job.logged("refused"), "rank 3 has not reported"
 
 
 def test_a_reported_ranks_death_stands_for_nobodys_report() -> None:
@@ -156,7 +156,7 @@ def test_a_reported_ranks_death_stands_for_nobodys_report() -> None:
 def test_a_publisher_that_fell_silent_is_ordered_nothing_in_the_next_directory() -> None:
     job, rank, order = publishing()
     job.wait(31.0)
-    assert job.told("stuck")[0] == {"ranks": (rank,), "stage": "publish"} and rank == 0
+    assert job.logged("stuck")[0] == {"ranks": (rank,), "stage": "publish"} and rank == 0
     job.say(failed(1, order), failed(2, order))
     assert {order.directory for order in job.orders().values()} == {"/b"} and sorted(job.orders()) == [1, 2]
 
@@ -165,14 +165,14 @@ def test_every_publisher_that_falls_silent_is_stuck_from_then_on() -> None:
     """The first one is not forgotten over the second."""
     job, _, _ = publishing()
     job.wait(62.0)
-    assert [line["ranks"] for line in job.told("stuck")] == [(0,), (1,)]
+    assert [line["ranks"] for line in job.logged("stuck")] == [(0,), (1,)]
     assert job.state.fault is not None and job.state.fault.stuck == {0, 1}
 
 
 def test_when_every_publisher_has_fallen_silent_the_ranks_are_asked_again() -> None:
     job, _, _ = publishing()
     job.wait(93.0)
-    assert len(job.told("stuck")) == 3 and job.told("replanned")[0]["reason"] == "no rank is left to publish"
+    assert len(job.logged("stuck")) == 3 and job.logged("replanned")[0]["reason"] == "no rank remains that can publish"
 
 
 def test_every_writer_that_falls_silent_is_stuck_from_then_on() -> None:
@@ -181,15 +181,15 @@ def test_every_writer_that_falls_silent_is_stuck_from_then_on() -> None:
     orders = job.orders()
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))
     job.wait(31.0)
-    assert job.told("stuck") == [{"ranks": (0,), "stage": "write"}]
+    assert job.logged("stuck") == [{"ranks": (0,), "stage": "write"}]
     job.wait(31.0)
-    assert job.told("stuck")[1] == {"ranks": (2,), "stage": "write"}
+    assert job.logged("stuck")[1] == {"ranks": (2,), "stage": "write"}
     assert job.state.fault is not None and job.state.fault.stuck == {0, 2}
-    assert job.told("replanned")[0]["reason"] == "a shard lost its last writer"
+    assert job.logged("replanned")[0]["reason"] == "a shard lost its last writer"
 
 
 def test_a_stuck_ranks_work_does_not_prolong_the_wait_for_the_others() -> None:
-    """Rank 0 got on again, and its parts are rank 2's now."""
+    """Rank 0 progressed again, and its parts are rank 2's now."""
     job = dying()
     orders = job.orders()
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))
@@ -197,7 +197,7 @@ def test_a_stuck_ranks_work_does_not_prolong_the_wait_for_the_others() -> None:
     job.wait(20.0)
     job.say(Working(0, 1))
     job.wait(11.0)
-    assert len(job.told("stuck")) == 2
+    assert len(job.logged("stuck")) == 2
 
 
 # --- while writing ---
@@ -209,9 +209,9 @@ def test_every_answer_gives_the_other_writers_their_whole_time_again() -> None:
     job.wait(20.0)
     job.say(job.written(1, orders[1]))
     job.wait(29.9)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
     job.wait(0.2)
-    assert job.told("stuck")[0]["ranks"] == (0, 2)
+    assert job.logged("stuck")[0]["ranks"] == (0, 2)
 
 
 def test_a_rank_that_dies_after_it_has_written_all_moves_nothing() -> None:
@@ -224,24 +224,24 @@ def test_a_rank_that_dies_after_it_has_written_all_moves_nothing() -> None:
     job.wait(5.0)
     job.say(killed(0))
     assert job.state.dump is not None
-    assert not job.told("write_moved") and job.state.dump.progress_by == before
+    assert not job.logged("write_moved") and job.state.dump.progress_by == before
 
 
-def test_a_finished_rank_that_leaves_in_peace_has_its_parts_written_by_its_partner() -> None:
-    """Its leaving is no cause of the fault."""
+def test_a_finished_rank_that_exits_cleanly_has_its_parts_written_by_its_partner() -> None:
+    """Its exit is not a cause of the fault."""
     job = dying()
     orders = job.orders()
     job.say(Finished(0), killed(0, "exit code 0"))
     ((rank, moved),) = job.orders().items()
-    assert rank == 2 and moved.parts == orders[0].parts and job.told("left") == [{"rank": 0}]
+    assert rank == 2 and moved.parts == orders[0].parts and job.logged("left") == [{"rank": 0}]
     assert job.state.fault is not None and [cause.ranks for cause in job.state.fault.causes] == [(3,)]
 
 
-def test_a_rank_that_left_in_peace_is_left_once_and_told_nothing_any_more() -> None:
+def test_a_rank_that_exited_cleanly_is_logged_once_and_receives_no_more_orders() -> None:
     """Its process has ended, whenever its stream is seen to."""
     job = ControllerBench()
     job.say(Finished(0), killed(0, "exit code 0"), killed(0, "exit code 0"))
-    assert job.told("left") == [{"rank": 0}] and job.state.members.alive == 3
+    assert job.logged("left") == [{"rank": 0}] and job.state.members.alive == 3
     job.say(killed(3))
     assert sorted(job.sent(Freeze)) == [1, 2]
 
@@ -253,7 +253,7 @@ def test_parts_never_move_to_a_rank_that_does_not_have_the_step() -> None:
     job.say(report(0, 1, COMPUTE, 6), report(1, 1, COMPUTE, 7), report(2, 1, COMPUTE, 7))
     assert sorted(job.orders()) == [1, 2]
     job.say(killed(2))
-    assert not job.orders() and job.told("replanned")[0]["reason"] == "a shard lost its last writer"
+    assert not job.orders() and job.logged("replanned")[0]["reason"] == "a shard lost its last writer"
 
 
 def test_parts_that_moved_go_to_the_holder_with_the_fewest_orders() -> None:
@@ -289,7 +289,7 @@ def test_an_answer_of_an_earlier_attempt_does_not_count_in_the_next_directory() 
     late: list[Written] = [job.written(rank, first[rank]) for rank in (0, 2)]
     job.say(*late, failed(0, first[0]))
     assert job.state.dump is not None and job.state.dump.pending == 3 and job.at(Stage.WRITING)
-    assert len(job.told("write_failed")) == 1
+    assert len(job.logged("write_failed")) == 1
     job.all_write(second)
     assert len(job.publish_order()[1].results) == 3
 
@@ -323,7 +323,7 @@ def test_a_rank_without_the_step_publishes_when_no_other_can() -> None:
     job = ControllerBench()
     job.say(killed(3))
     job.say(report(0, 1, COMPUTE, 6), report(1, 1, COMPUTE, 7), report(2, 1, COMPUTE, 7))
-    assert job.told("decided")[0]["able"] == (1, 2)
+    assert job.logged("decided")[0]["able"] == (1, 2)
     job.all_write(job.orders())
     for expected in (1, 2, 0):
         rank, order = job.publish_order()
@@ -337,13 +337,13 @@ def test_a_rank_without_the_step_publishes_when_no_other_can() -> None:
 def test_the_death_of_a_rank_that_does_not_publish_orders_nothing() -> None:
     job, rank, _ = publishing()
     job.say(killed(1))
-    assert len(job.told("publish_sent")) == 1 and job.at(Stage.PUBLISHING)
+    assert len(job.logged("publish_sent")) == 1 and job.at(Stage.PUBLISHING)
     job.say(Published(rank, 1, 6, "/a/iter_0000006"))
     assert job.at(Stage.EXITING)
 
 
-def test_a_refusal_tells_why_nothing_could_be_published() -> None:
-    """All was written in both directories, and nobody could rename it."""
+def test_a_refusal_has_the_reason_why_nothing_could_be_published() -> None:
+    """All was written in both directories, and no rank could rename it."""
     job, rank, order = publishing()
     for directory in ("/a", "/b"):
         for _ in range(3):
@@ -353,7 +353,7 @@ def test_a_refusal_tells_why_nothing_could_be_published() -> None:
         if directory == "/a":
             job.all_write(job.orders())
             rank, order = job.publish_order()
-    reason = job.told("refused")[0]["reason"]
+    reason = job.logged("refused")[0]["reason"]
     assert "/b: rank 0: read-only /b" in reason and "/b: rank 2: read-only /b" in reason
 
 
@@ -362,7 +362,7 @@ def test_a_failure_to_publish_counts_from_its_publisher_and_about_its_attempt_on
     for failure in (failed(1, order), failed(rank, replace(order, tmp_name="iter_0000006_tmp_3_1_9"))):
         with pytest.raises(ProtocolError, match="a rank that was ordered to publish"):
             job.say(failure)
-    assert not job.told("publish_failed") and job.state.dump is not None and job.state.dump.publishers == {0}
+    assert not job.logged("publish_failed") and job.state.dump is not None and job.state.dump.publishers == {0}
 
 
 def test_publishers_have_their_whole_time_from_the_order_on() -> None:
@@ -371,12 +371,12 @@ def test_publishers_have_their_whole_time_from_the_order_on() -> None:
     job.say(killed(0))
     assert job.publish_order()[0] == 1
     job.wait(29.0)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
     job.say(Working(1, 1))
     job.wait(29.0)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
     job.wait(1.1)
-    assert job.told("stuck")[0]["ranks"] == (1,)
+    assert job.logged("stuck")[0]["ranks"] == (1,)
 
 
 def test_a_word_of_publishing_that_comes_while_the_next_directory_is_written_counts() -> None:
@@ -386,7 +386,7 @@ def test_a_word_of_publishing_that_comes_while_the_next_directory_is_written_cou
     job.say(failed(1, order), failed(2, order))
     assert job.at(Stage.WRITING)
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.told("published")[0]["path"] == "/a/iter_0000006" and job.at(Stage.EXITING)
+    assert job.logged("published")[0]["path"] == "/a/iter_0000006" and job.at(Stage.EXITING)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097])
@@ -394,8 +394,8 @@ def test_a_small_shard_is_not_cut_finer_than_a_file_is_worth(nbytes: int) -> Non
     """Two holders share one that is larger than the smallest part."""
     job = ControllerBench(assembled=False)
     for rank in range(4):
-        told = registration(rank)
-        job.say(replace(told, groups=tuple(replace(group, nbytes=nbytes) for group in told.groups)))
+        reported = registration(rank)
+        job.say(replace(reported, groups=tuple(replace(group, nbytes=nbytes) for group in reported.groups)))
     job.say(fault(1, CauseKind.EXCEPTION))
     job.all_report(7)
     parts = sorted((part.group_id, part.index, part.count) for order in job.orders().values() for part in order.parts)

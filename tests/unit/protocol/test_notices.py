@@ -1,4 +1,4 @@
-"""A rank that is told to leave: the step in flight first, then the dump, then an exit status of its own."""
+"""A rank that is preempted: the step in flight first, then the dump, then an exit status of its own."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from ttp.proto.messages import (
 SIGTERM = Noticed("SIGTERM")
 
 
-def told(rank: ProcessorBench) -> list[str]:
+def reported(rank: ProcessorBench) -> list[str]:
     return [report.cause.text for report in rank.said(FaultReport) if report.cause.kind is CauseKind.PREEMPTED]
 
 
-def test_a_notice_is_told_at_the_end_of_the_step_in_flight() -> None:
+def test_a_notice_is_reported_at_the_end_of_the_step_in_flight() -> None:
     rank = ProcessorBench(1)
     rank.take(SIGTERM)
-    assert not told(rank), "the step goes on"
+    assert not reported(rank), "the step goes on"
     rank.take(BoundaryReached(7), after=0.4)
-    assert told(rank) == ["SIGTERM; step 7 is finished"]
+    assert reported(rank) == ["SIGTERM; step 7 is finished"]
     assert rank.said(FaultReport)[0].cause.ranks == (1,)
 
 
@@ -53,34 +53,34 @@ def test_a_step_that_does_not_end_in_time_is_not_waited_for() -> None:
     rank.take(SIGTERM)
     assert rank.deadline() == rank.now + rank.state.settings.boundary_s
     rank.tick(after=4.9)
-    assert not told(rank)
+    assert not reported(rank)
     rank.tick(after=0.1)
-    assert told(rank) == ["SIGTERM; the step in flight did not end within 5 s"]
+    assert reported(rank) == ["SIGTERM; the step in flight did not end within 5 s"]
     rank.take(BoundaryReached(7))
-    assert not told(rank), "it is told once"
+    assert not reported(rank), "it is reported once"
 
 
 def test_a_second_notice_does_not_wait() -> None:
     rank = ProcessorBench(1)
     rank.take(SIGTERM)
     rank.take(SIGTERM, after=0.5)
-    assert told(rank) == ["SIGTERM; sent twice"]
+    assert reported(rank) == ["SIGTERM; sent twice"]
     rank.take(SIGTERM)
-    assert not told(rank)
+    assert not reported(rank)
 
 
 @pytest.mark.parametrize("after", ["finished", "frozen"])
-def test_a_rank_without_a_step_in_flight_tells_at_once(after: str) -> None:
+def test_a_rank_without_a_step_in_flight_reports_at_once(after: str) -> None:
     rank = ProcessorBench(1)
     if after == "finished":
         rank.take(TrainReturned())
     else:
         rank.freeze()
     rank.take(SIGTERM)
-    assert told(rank) == ["SIGTERM; no step is in flight here"]
+    assert reported(rank) == ["SIGTERM; no step is in flight here"]
 
 
-def test_a_rank_that_was_not_told_to_leave_only_waits_at_the_boundary() -> None:
+def test_a_rank_that_was_not_preempted_only_waits_at_the_boundary() -> None:
     rank = ProcessorBench(1)
     rank.take(BoundaryReached(7))
     assert rank.effects == ()
@@ -90,7 +90,7 @@ def test_a_rank_that_was_not_told_to_leave_only_waits_at_the_boundary() -> None:
 def test_a_rank_at_the_boundary_does_not_wait_for_ever_without_a_controller(long_gone: bool) -> None:
     """Its training thread never goes on; a controller that is long gone has its time from the boundary on."""
     rank = ProcessorBench(1)
-    rank.hear(Welcome(1, 3, 1.0, 3.0, "any 1 of 4 ranks"))
+    rank.receive(Welcome(1, 3, 1.0, 3.0, "any 1 of 4 ranks"))
     if not long_gone:
         rank.take(BoundaryReached(7))
     rank.take(Disconnected("reset"))
@@ -102,7 +102,7 @@ def test_a_rank_at_the_boundary_does_not_wait_for_ever_without_a_controller(long
     assert leaving.code == 75 and "another rank's notice to leave" in leaving.reason
 
 
-def test_a_notice_is_told_again_on_a_new_stream() -> None:
+def test_a_notice_is_reported_again_on_a_new_stream() -> None:
     rank = ProcessorBench(1)
     rank.take(SIGTERM)
     rank.take(Disconnected("reset"))
@@ -110,25 +110,25 @@ def test_a_notice_is_told_again_on_a_new_stream() -> None:
     assert not only(rank.effects, Send)
     rank.tick(after=1.0)
     rank.take(Connected(registration(1)))
-    assert told(rank) == ["SIGTERM; step 7 is finished"]
+    assert reported(rank) == ["SIGTERM; step 7 is finished"]
 
 
 def test_a_false_alarm_in_between_does_not_take_the_notice_back() -> None:
     rank = ProcessorBench(1)
     rank.take(SIGTERM)
     rank.freeze(1)
-    rank.hear(Thaw(1))
+    rank.receive(Thaw(1))
     rank.take(BoundaryReached(7))
-    assert told(rank) == ["SIGTERM; step 7 is finished"]
+    assert reported(rank) == ["SIGTERM; step 7 is finished"]
 
 
-def test_only_a_rank_that_was_told_to_leave_leaves_with_a_status_of_its_own() -> None:
+def test_only_a_preempted_rank_exits_with_a_status_of_its_own() -> None:
     for notice, expected in ((True, EXIT_CODE_PREEMPTED), (False, EXIT_CODE_PERSISTED)):
         rank = ProcessorBench(1)
         if notice:
             rank.take(SIGTERM)
         rank.freeze()
-        rank.hear(Exit(EXIT_CODE_PERSISTED, "step 7 is saved"))
+        rank.receive(Exit(EXIT_CODE_PERSISTED, "step 7 is saved"))
         assert [effect.code for effect in only(rank.effects, ExitProcess)] == [expected]
 
 
@@ -136,28 +136,28 @@ def test_a_preempted_rank_of_a_healthy_job_is_dumped_and_all_leave() -> None:
     job = ControllerBench()
     job.say(FaultReport(1, Cause(CauseKind.PREEMPTED, (1,), "SIGTERM; step 7 is finished"), ""))
     job.all_report(7, phase=Phase.DONE)
-    assert job.told("decided")[0]["step"] == 7 and job.told("decided")[0]["roll_forward"] == ()
+    assert job.logged("decided")[0]["step"] == 7 and job.logged("decided")[0]["roll_forward"] == ()
     assert job.at(Stage.WRITING) and sorted(job.orders()) == [0, 1, 2, 3]
 
 
 def test_a_hangs_freeze_saves_the_stacks_before_the_gate_closes_and_once() -> None:
     rank = ProcessorBench(1)
-    hung = Cause(CauseKind.HUNG, (2,), "nobody has got on for 60 s")
-    rank.hear(Freeze(1, hung))
+    hung = Cause(CauseKind.HUNG, (2,), "no rank has progressed for 60 s")
+    rank.receive(Freeze(1, hung))
     assert rank.effects[-2:] == (SaveStacks(hung.text), CloseGate(1))
-    rank.hear(Freeze(2, hung))
+    rank.receive(Freeze(2, hung))
     assert not only(rank.effects, SaveStacks)
 
 
 def test_other_freezes_save_no_stacks() -> None:
     rank = ProcessorBench(1)
-    rank.hear(Freeze(1, Cause(CauseKind.EXITED, (0,), "signal SIGKILL")))
+    rank.receive(Freeze(1, Cause(CauseKind.EXITED, (0,), "signal SIGKILL")))
     assert not only(rank.effects, SaveStacks)
 
 
 def test_heartbeats_say_whether_the_rank_waits_or_pauses() -> None:
     rank = ProcessorBench(1)
-    rank.hear(Welcome(1, 1, 1.0, 3.0, ""))
+    rank.receive(Welcome(1, 1, 1.0, 3.0, ""))
     rank.take(Tick(Phase.COMPUTE, 4, waiting=True))
     assert rank.said(Heartbeat) == [Heartbeat(1, Phase.COMPUTE, 4, True, False)]
     rank.take(Tick(Phase.DONE, 4, paused=True), after=1.0)

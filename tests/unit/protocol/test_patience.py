@@ -1,4 +1,4 @@
-"""Work that gets on and on: when it is passed over, for whom, and when it is waited for to the end."""
+"""Slow work: when it is passed over, for which ranks, and when it is waited for to the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOTAL_S = 120.0
 
 
 def works(job: ControllerBench, seconds: float, *ranks: int) -> None:
-    """These ranks say every few seconds that their work gets on, for so long."""
+    """These ranks report every few seconds, for so long, that their work progresses."""
     until = job.now + seconds
     while job.now < until and not job.at(Stage.OVER):
         job.wait(min(4.0, until - job.now))
@@ -52,29 +52,29 @@ def test_a_write_that_goes_on_for_half_of_the_time_is_given_to_a_holder_that_is_
     orders = job.orders()
     job.say(*(job.written(rank, orders[rank]) for rank in (1, 2, 3)))
     works(job, TOTAL_S / 2 - 1, 0)
-    assert job.at(Stage.WRITING) and not job.told("passed_over")
+    assert job.at(Stage.WRITING) and not job.logged("passed_over")
     works(job, 1.5, 0)
-    assert job.told("passed_over")[0] == {"ranks": (0,), "stage": "writing"}
-    assert job.told("write_moved")[0] == {"from": (0,), "ranks": (2,), "parts": 1}
+    assert job.logged("passed_over")[0] == {"ranks": (0,), "stage": "writing"}
+    assert job.logged("write_moved")[0] == {"from": (0,), "ranks": (2,), "parts": 1}
     assert job.state.fault is not None and job.state.fault.stuck == {0}
 
 
-def test_a_write_that_nobody_else_can_do_is_waited_for_until_the_total_time_is_over() -> None:
+def test_a_write_that_no_other_rank_can_do_is_waited_for_until_the_total_time_is_over() -> None:
     """Rank 3 is dead, and rank 1 has its shard alone."""
     job = dying()
     orders = job.orders()
     job.say(*(job.written(rank, orders[rank]) for rank in (0, 2)))
     works(job, TOTAL_S - 1, 1)
-    assert job.at(Stage.WRITING) and not job.told("passed_over")
+    assert job.at(Stage.WRITING) and not job.logged("passed_over")
     job.say(job.written(1, orders[1]))
     assert job.at(Stage.PUBLISHING)
 
 
-def test_where_all_disks_are_slow_nobody_is_passed_over_at_half_time() -> None:
-    """The other holder is no faster: it has not finished its own share."""
+def test_where_all_disks_are_slow_no_rank_is_passed_over_at_half_time() -> None:
+    """The other holder is not faster: it has not finished its own share."""
     job = all_alive_write()
     works(job, TOTAL_S / 2 + 5, 0, 1, 2, 3)
-    assert not job.told("passed_over") and job.at(Stage.WRITING)
+    assert not job.logged("passed_over") and job.at(Stage.WRITING)
 
 
 @pytest.mark.parametrize(("took_s", "trusted"), [(29.0, True), (31.0, False), (59.0, False), (70.0, False)])
@@ -87,7 +87,7 @@ def test_only_who_was_done_in_a_quarter_of_the_time_writes_for_another(took_s: f
     works(job, took_s, 0, 2)
     job.say(job.written(2, orders[2]))
     works(job, TOTAL_S - 1 - took_s, 0)
-    assert bool(job.told("write_moved")) is trusted
+    assert bool(job.logged("write_moved")) is trusted
     if not trusted:
         job.say(job.written(0, orders[0]))
         assert job.at(Stage.PUBLISHING)
@@ -101,19 +101,19 @@ def test_who_is_slow_is_passed_over_as_soon_as_others_can_write_it_again() -> No
     works(job, 20.0, 0, 2)
     job.say(job.written(2, orders[2]))
     works(job, 39.0, 0)
-    assert not job.told("passed_over")
+    assert not job.logged("passed_over")
     works(job, 2.0, 0)
-    assert job.told("write_moved")[0]["ranks"] == (2,)
+    assert job.logged("write_moved")[0]["ranks"] == (2,)
 
 
 def test_who_gets_the_work_has_half_of_the_rest_for_it() -> None:
-    """The replacement goes on and on as well: nobody is left, and it is waited for."""
+    """The replacement is slow as well: no other rank remains, and it is waited for."""
     job = all_alive_write()
     orders = job.orders()
     job.say(*(job.written(rank, orders[rank]) for rank in (1, 2, 3)))
     works(job, TOTAL_S / 2 + 1, 0)
     works(job, TOTAL_S / 2 - 2, 2)
-    assert len(job.told("passed_over")) == 1 and job.at(Stage.WRITING)
+    assert len(job.logged("passed_over")) == 1 and job.at(Stage.WRITING)
 
 
 def test_a_holder_whose_disk_failed_it_takes_nothing_over() -> None:
@@ -125,7 +125,7 @@ def test_a_holder_whose_disk_failed_it_takes_nothing_over() -> None:
     assert sorted(moved) == [0]
     job.say(*(job.written(rank, orders[rank]) for rank in (1, 3)))
     works(job, TOTAL_S - 2, 0)
-    assert not job.told("passed_over") and job.at(Stage.WRITING)
+    assert not job.logged("passed_over") and job.at(Stage.WRITING)
 
 
 def test_an_answer_of_one_that_was_passed_over_counts_no_more() -> None:
@@ -137,7 +137,7 @@ def test_an_answer_of_one_that_was_passed_over_counts_no_more() -> None:
     assert job.at(Stage.WRITING), "its part is rank 2's now"
 
 
-def test_a_controller_that_was_away_at_half_time_passes_nobody_over_before_it_has_heard_them() -> None:
+def test_a_controller_that_was_away_at_half_time_passes_no_rank_over_before_it_has_received_their_messages() -> None:
     """The answer may wait in its queue."""
     job = all_alive_write()
     orders = job.orders()
@@ -145,7 +145,7 @@ def test_a_controller_that_was_away_at_half_time_passes_nobody_over_before_it_ha
     works(job, 50.0, 0)
     job.now += 20.0
     job.take(Tick())
-    assert not job.told("passed_over")
+    assert not job.logged("passed_over")
     job.say(job.written(0, orders[0]))
     assert job.at(Stage.PUBLISHING)
 
@@ -160,15 +160,15 @@ def test_a_roll_forward_that_goes_on_is_done_without_where_another_holder_has_th
     works(job, TOTAL_S / 2 - 1, 3)
     assert job.at(Stage.ROLLING)
     works(job, 1.5, 3)
-    assert job.told("passed_over")[0] == {"ranks": (3,), "stage": "rolling"} and job.at(Stage.WRITING)
-    assert job.told("write_sent")[0]["ranks"] == (0, 1)
+    assert job.logged("passed_over")[0] == {"ranks": (3,), "stage": "rolling"} and job.at(Stage.WRITING)
+    assert job.logged("write_sent")[0]["ranks"] == (0, 1)
 
 
-def test_a_roll_forward_that_nobody_can_do_without_is_waited_for() -> None:
+def test_a_roll_forward_that_is_indispensable_is_waited_for() -> None:
     """Rank 0 has its shard alone since rank 2 died; rank 3 is passed over all the same."""
     job = rolling()
     works(job, TOTAL_S / 2 + 1, 0, 3)
-    assert job.told("passed_over")[0]["ranks"] == (3,) and job.at(Stage.ROLLING)
+    assert job.logged("passed_over")[0]["ranks"] == (3,) and job.at(Stage.ROLLING)
     job.say(RolledForward(0, 1, 7))
     assert job.at(Stage.WRITING)
 
@@ -186,13 +186,13 @@ def test_a_holder_whose_long_update_has_ended_since_is_asked_instead() -> None:
     job.say(killed(1))
     stuck = report(2, 1, Phase.UPDATING, 7, records=[7], closed=False)
     job.say(report(0, 1, READY, 7), stuck, report(3, 1, DONE, 7, records=[7]))
-    assert job.told("decided")[0]["able"] == (0, 3)
+    assert job.logged("decided")[0]["able"] == (0, 3)
     works(job, 20.0, 0)
     job.say(report(2, 1, DONE, 7, records=[7]))
     works(job, TOTAL_S / 2 - 19.0, 0)
-    assert job.told("passed_over")[0]["ranks"] == (0,) and job.state.freeze_id == 2
+    assert job.logged("passed_over")[0]["ranks"] == (0,) and job.state.freeze_id == 2
     job.say(*(report(rank, 2, DONE, 7, records=[7]) for rank in (2, 3)))
-    assert job.told("decided")[1]["able"] == (2, 3) and sorted(job.orders()) == [2, 3]
+    assert job.logged("decided")[1]["able"] == (2, 3) and sorted(job.orders()) == [2, 3]
 
 
 # --- publishing ---
@@ -202,13 +202,13 @@ def test_a_publish_that_goes_on_is_ordered_from_another_rank_beside_it() -> None
     """Whichever of both says that it is done, is believed."""
     job, _, _ = publishing()
     works(job, TOTAL_S / 2 - 1, 0)
-    assert len(job.told("publish_sent")) == 1
+    assert len(job.logged("publish_sent")) == 1
     works(job, 1.5, 0)
-    assert job.told("passed_over")[0] == {"ranks": (0,), "stage": "publishing"}
-    assert [line["rank"] for line in job.told("publish_sent")] == [0, 1]
+    assert job.logged("passed_over")[0] == {"ranks": (0,), "stage": "publishing"}
+    assert [line["rank"] for line in job.logged("publish_sent")] == [0, 1]
     assert job.state.fault is not None and not job.state.fault.stuck, "it stays a holder: others publish in its place"
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
+    assert job.logged("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
 
 
 def test_the_last_publisher_there_is_is_waited_for() -> None:
@@ -217,7 +217,7 @@ def test_the_last_publisher_there_is_is_waited_for() -> None:
     assert job.publish_order()[0] == 2
     job.say(killed(1))
     works(job, TOTAL_S - 2, 2)
-    assert job.at(Stage.PUBLISHING) and not job.told("passed_over")
+    assert job.at(Stage.PUBLISHING) and not job.logged("passed_over")
 
 
 @pytest.mark.parametrize("needed", [True, False])
@@ -228,12 +228,12 @@ def test_a_node_whose_only_publisher_goes_on_is_done_without_unless_it_is_needed
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
     if needed:
         job.say(killed(0))
-        assert not job.told("replanned"), "rank 1 keeps node a's files"
+        assert not job.logged("replanned"), "rank 1 keeps node a's files"
     works(job, TOTAL_S / 2 + 1, 2)
     if needed:
-        assert not job.told("passed_over") and job.at(Stage.PUBLISHING)
+        assert not job.logged("passed_over") and job.at(Stage.PUBLISHING)
         return
-    assert job.told("passed_over")[0]["ranks"] == (2,) and job.at(Stage.FREEZING)
+    assert job.logged("passed_over")[0]["ranks"] == (2,) and job.at(Stage.FREEZING)
     job.say(*(report(rank, 2, COMPUTE, 7) for rank in (0, 1)))
     assert sorted(job.orders()) == [0, 1]
 
@@ -241,7 +241,7 @@ def test_a_node_whose_only_publisher_goes_on_is_done_without_unless_it_is_needed
 def test_the_total_time_is_never_moved() -> None:
     job = all_alive_write()
     works(job, TOTAL_S + 1, 0, 1, 2, 3)
-    assert "was not over after 120 s, in stage writing" in job.told("refused")[0]["reason"]
+    assert "was not over after 120 s, in stage writing" in job.logged("refused")[0]["reason"]
 
 
 def test_when_little_is_left_nothing_is_shared_out_any_more() -> None:

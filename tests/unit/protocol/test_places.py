@@ -38,10 +38,10 @@ def test_one_rank_of_every_node_publishes() -> None:
     orders = job.sent(PublishOrder)
     assert sorted(orders) == [0, 2] and orders[0] == orders[2]
     job.say(Published(2, 1, 6, "/a/iter_0000006"))
-    assert job.told("place_published")[0]["host"] == "b" and job.at(Stage.PUBLISHING)
+    assert job.logged("place_published")[0]["host"] == "b" and job.at(Stage.PUBLISHING)
     assert not job.sent(PublishOrder), "b is done, and a is at it"
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
-    assert job.told("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
+    assert job.logged("published")[0]["rank"] == 0 and job.at(Stage.EXITING)
 
 
 def test_a_publisher_is_replaced_from_its_own_node() -> None:
@@ -62,7 +62,7 @@ def test_a_node_lost_with_what_it_wrote_is_written_again_by_the_others(when: str
     if when == "after":
         job.say(Published(2, 1, 6, "/a/iter_0000006"))
     job.say(killed(2))
-    assert "node b was lost" in job.told("replanned")[0]["reason"]
+    assert "node b was lost" in job.logged("replanned")[0]["reason"]
     assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2}
     job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1)))
     orders = job.orders()
@@ -80,8 +80,8 @@ def test_a_node_lost_between_writing_and_publishing_is_noticed() -> None:
     assert job.at(Stage.WRITING)
     answers: list[Written] = [job.written(rank, orders[rank]) for rank in (0, 1)]
     job.say(*answers)
-    assert "node b was lost" in job.told("replanned")[0]["reason"] and job.at(Stage.FREEZING)
-    assert not job.told("publish_sent"), "node a would publish a step of which node b's part is gone"
+    assert "node b was lost" in job.logged("replanned")[0]["reason"] and job.at(Stage.FREEZING)
+    assert not job.logged("publish_sent"), "node a would publish a step of which node b's part is gone"
 
 
 def test_a_piece_of_an_earlier_attempt_does_not_count() -> None:
@@ -100,18 +100,18 @@ def test_a_node_that_cannot_publish_vetoes_nothing() -> None:
     """Its disk fails it only when it publishes: the other node holds all shards, and writes them all, in the same directory."""
     job = publishing(3)
     job.say(failed(2, job.sent(PublishOrder)[2]))
-    assert "node b could not publish: /a: rank 2: no space left" in job.told("replanned")[0]["reason"]
+    assert "node b could not publish: /a: rank 2: no space left" in job.logged("replanned")[0]["reason"]
     job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
     orders = job.orders()
     assert sorted(orders) == [0, 1] and {order.directory for order in orders.values()} == {"/a"}
     job.all_write(orders)
     assert sorted(job.sent(PublishOrder)) == [0]
     job.say(Published(0, 2, 6, "/a/iter_0000006"))
-    assert job.at(Stage.EXITING) and not job.told("refused")
+    assert job.at(Stage.EXITING) and not job.logged("refused")
 
 
 def test_a_node_that_cannot_publish_writes_in_the_next_directory_where_it_is_needed() -> None:
-    """Node a has died: nobody else holds what node b could not publish in the first directory."""
+    """Node a has died: no other node holds what node b could not publish in the first directory."""
     job = publishing(0, 1)
     for freeze_id, directory in ((2, "/a"), (3, "/b")):
         order = job.sent(PublishOrder)[2]
@@ -120,7 +120,7 @@ def test_a_node_that_cannot_publish_writes_in_the_next_directory_where_it_is_nee
         job.say(failed(3, job.sent(PublishOrder)[3]))
         job.say(*(report(rank, freeze_id, Phase.COMPUTE, 7) for rank in (2, 3)))
         job.all_write(job.orders())
-    reason = job.told("refused")[0]["reason"]
+    reason = job.logged("refused")[0]["reason"]
     assert reason.startswith("none of 2 directories could be written: /a: rank 2: no space left on device")
     assert "/b: rank 3" in reason
 
@@ -131,7 +131,7 @@ def test_a_node_lost_after_another_could_not_publish_is_stood_in_for_by_that_one
     job.say(failed(2, job.sent(PublishOrder)[2]))
     job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1, 2)))
     job.say(killed(0))
-    assert not job.told("refused") and {order.directory for order in job.orders().values()} == {"/b"}
+    assert not job.logged("refused") and {order.directory for order in job.orders().values()} == {"/b"}
 
 
 def test_a_node_without_any_files_is_not_waited_for() -> None:
@@ -159,7 +159,7 @@ def test_a_node_that_has_published_is_not_found_stuck_with_the_others() -> None:
     job.say(registration(2, host="b"))
     assert not job.sent(PublishOrder)
     job.wait(31.0)
-    assert job.told("stuck")[0]["ranks"] == (0,)
+    assert job.logged("stuck")[0]["ranks"] == (0,)
 
 
 def test_files_of_a_node_whose_writer_died_are_published_by_the_nodes_other_rank() -> None:

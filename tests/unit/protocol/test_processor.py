@@ -81,7 +81,7 @@ def test_heartbeats_begin_with_the_welcome() -> None:
     rank = ProcessorBench()
     rank.tick(after=5.0)
     assert not rank.said(Heartbeat)
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.tick()
     assert rank.said(Heartbeat) == [Heartbeat(1, Phase.COMPUTE, 1)]
     assert rank.deadline() == pytest.approx(rank.now + 1.0)
@@ -91,45 +91,45 @@ def test_heartbeats_begin_with_the_welcome() -> None:
     assert rank.said(Heartbeat)
 
 
-def test_a_rank_says_that_its_work_gets_on_only_while_it_does_and_an_order_is_open() -> None:
+def test_a_rank_reports_progress_only_while_its_work_progresses_and_an_order_is_open() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     order = write_order()
 
     def said_at(work_done: int) -> list[Working]:
-        rank.hear(Beat())
+        rank.receive(Beat())
         rank.take(Tick(Phase.COMPUTE, 1, work_done=work_done), after=1.0)
         return rank.said(Working)
 
     assert said_at(10) == [], "nothing was ordered: a periodic save"
     rank.freeze(phase=Phase.DONE)
-    rank.hear(order)
+    rank.receive(order)
     assert said_at(20) == [Working(1, 1)]
     assert said_at(20) == [], "the disk hangs"
     assert said_at(30) == [Working(1, 1)]
     rank.take(WriteDone(order, share(1)))
     assert said_at(40) == [], "it was answered"
-    rank.hear(write_order(index=1))
+    rank.receive(write_order(index=1))
     rank.freeze(2, phase=Phase.DONE)
-    assert said_at(50) == [], "it was asked afresh: an older freeze's order is owed to nobody"
+    assert said_at(50) == [], "it was asked afresh: an older freeze's order is owed to no controller"
 
 
-def test_a_rank_whose_update_outlasts_the_freeze_says_that_it_gets_on_and_reports_its_end() -> None:
+def test_a_rank_whose_update_outlasts_the_freeze_reports_progress_and_its_end() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.freeze(phase=Phase.UPDATING, closed=False)
-    assert [told.closed for told in rank.said(StateReport)] == [False]
+    assert [reported.closed for reported in rank.said(StateReport)] == [False]
     rank.take(Tick(Phase.UPDATING, 5, work_done=3), after=1.0)
     assert rank.said(Working) == [Working(1, 1)]
     rank.take(GateClosed(report(1, 1, Phase.DONE, 5)))
-    assert [(told.closed, told.state_step) for told in rank.said(StateReport)] == [(True, 5)]
+    assert [(reported.closed, reported.state_step) for reported in rank.said(StateReport)] == [(True, 5)]
     rank.take(Tick(Phase.DONE, 5, work_done=4), after=1.0)
     assert not rank.said(Working), "the update has ended"
 
 
 def test_a_lost_stream_is_tried_again_after_a_pause() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(Disconnected("reset"))
     assert rank.deadline() == pytest.approx(0.2)
     assert not only(rank.tick(after=0.1), Connect)
@@ -140,7 +140,7 @@ def test_a_lost_stream_is_tried_again_after_a_pause() -> None:
 
 def test_without_a_fault_a_lost_controller_is_survived() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(Disconnected("reset"))
     for _ in range(1000):
         effects = rank.tick(after=0.1)
@@ -159,7 +159,7 @@ def test_connecting_twice_is_a_protocol_error() -> None:
 # --- faults and the end ---
 
 
-def test_an_own_fault_is_told_and_told_again_on_a_new_stream() -> None:
+def test_an_own_fault_is_reported_and_reported_again_on_a_new_stream() -> None:
     rank = ProcessorBench()
     rank.take(ERROR)
     assert rank.said(FaultReport) == [FaultReport(1, ERROR.cause, "traceback")]
@@ -171,7 +171,7 @@ def test_an_own_fault_is_told_and_told_again_on_a_new_stream() -> None:
 
 def test_a_fault_that_no_controller_answers_ends_the_process_with_1() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(ERROR)
     assert not only(rank.wait(14.9), ExitProcess)
     (leaving,) = only(rank.wait(0.2), ExitProcess)
@@ -181,13 +181,13 @@ def test_a_fault_that_no_controller_answers_ends_the_process_with_1() -> None:
 def test_a_freeze_is_an_answer_to_a_fault() -> None:
     rank = ProcessorBench()
     rank.take(ERROR)
-    rank.hear(Freeze(1, CAUSE), after=1.0)
+    rank.receive(Freeze(1, CAUSE), after=1.0)
     assert not only(rank.tick(after=60.0), ExitProcess)
 
 
 def test_a_fault_while_the_controller_is_long_gone_waits_from_the_fault_on() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(Disconnected("reset"))
     rank.wait(100.0)
     rank.take(ERROR)
@@ -206,16 +206,16 @@ def test_a_frozen_rank_without_a_controller_leaves_with_75() -> None:
 
 def test_a_finished_rank_waits_for_its_dismissal() -> None:
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(TrainReturned())
     assert rank.said(Finished) == [Finished(1)]
-    assert only(rank.hear(Dismiss()), Release)
+    assert only(rank.receive(Dismiss()), Release)
     assert rank.state.standing is RankMode.LEAVING and rank.state.heartbeat_at == inf and rank.deadline() is None
     assert rank.deadline() is None
 
 
 def test_finished_is_said_again_on_a_new_stream() -> None:
-    """With the registration: nobody sees this rank come and takes it for one that trains."""
+    """With the registration: no controller takes this rank for one that trains."""
     rank = ProcessorBench()
     rank.take(Disconnected("reset"))
     rank.take(TrainReturned())
@@ -232,17 +232,17 @@ def test_a_finished_rank_without_a_controller_is_released() -> None:
     assert only(rank.tick(after=15.1), Release)
 
 
-def test_a_dismissal_of_a_rank_that_still_trains_releases_nobody() -> None:
+def test_a_dismissal_of_a_rank_that_still_trains_does_not_release_it() -> None:
     rank = ProcessorBench()
-    assert not only(rank.hear(Dismiss()), Release)
+    assert not only(rank.receive(Dismiss()), Release)
 
 
 def test_exit_ends_the_process_and_nothing_matters_afterwards() -> None:
     rank = ProcessorBench()
     rank.freeze()
-    (leaving,) = only(rank.hear(Exit(75, "step 5 is saved")), ExitProcess)
+    (leaving,) = only(rank.receive(Exit(75, "step 5 is saved")), ExitProcess)
     assert leaving == ExitProcess(75, "step 5 is saved")
-    assert rank.hear(Freeze(2, CAUSE)) == () and rank.take(Disconnected("closed")) == () and rank.deadline() is None
+    assert rank.receive(Freeze(2, CAUSE)) == () and rank.take(Disconnected("closed")) == () and rank.deadline() is None
 
 
 # --- orders ---
@@ -253,10 +253,10 @@ def test_a_roll_forward_is_done_once_and_answered_every_time() -> None:
     rank.freeze()
     order = rank.roll()
     assert only(rank.effects, ApplyUpdate) == [ApplyUpdate(1, record(5))]
-    assert rank.hear(order) == ()
+    assert rank.receive(order) == ()
     rank.take(RollForwardDone(1, 5))
     assert rank.said(RolledForward) == [RolledForward(1, 1, 5)]
-    rank.hear(order)
+    rank.receive(order)
     assert rank.said(RolledForward) == [RolledForward(1, 1, 5)] and not only(rank.effects, ApplyUpdate)
 
 
@@ -276,7 +276,7 @@ def test_a_roll_forward_that_cannot_be_is_refused(why: str) -> None:
     assert failure.stage == "roll_forward" and not only(rank.effects, ApplyUpdate)
 
 
-def test_a_failed_roll_forward_is_told_and_leaves_the_rank_unusable() -> None:
+def test_a_failed_roll_forward_is_reported_and_leaves_the_rank_unusable() -> None:
     rank = ProcessorBench()
     rank.freeze()
     rank.roll()
@@ -291,7 +291,7 @@ def test_a_report_taken_during_a_roll_forward_is_held_back_until_its_end() -> No
     rank = ProcessorBench()
     rank.freeze(1)
     rank.roll(1)
-    rank.hear(Freeze(2, CAUSE))
+    rank.receive(Freeze(2, CAUSE))
     rank.take(GateClosed(report(1, 2, Phase.READY, 5)))
     assert not rank.said(StateReport)
     assert only(rank.take(RollForwardDone(1, 5)), CloseGate) == [CloseGate(2)]
@@ -305,12 +305,12 @@ def test_a_write_order_is_done_once_and_answered_every_time() -> None:
     rank = ProcessorBench()
     rank.freeze()
     order = write_order()
-    assert only(rank.hear(order), WriteShare) == [WriteShare(order)]
-    assert rank.hear(order) == ()
+    assert only(rank.receive(order), WriteShare) == [WriteShare(order)]
+    assert rank.receive(order) == ()
     rank.take(WriteDone(order, share(1)))
     answer = Written(1, 1, order.tmp_name, order.parts, share(1))
     assert rank.said(Written) == [answer]
-    rank.hear(order)
+    rank.receive(order)
     assert rank.said(Written) == [answer] and not only(rank.effects, WriteShare)
 
 
@@ -318,27 +318,27 @@ def test_several_write_orders_are_each_answered() -> None:
     rank = ProcessorBench()
     rank.freeze()
     first, second = write_order(), write_order(index=1)
-    rank.hear(first)
-    assert only(rank.hear(second), WriteShare) == [WriteShare(second)]
+    rank.receive(first)
+    assert only(rank.receive(second), WriteShare) == [WriteShare(second)]
     rank.take(WorkFailed(1, "write", first.tmp_name, "no space"))
     assert rank.said(StepFailed) == [StepFailed(1, 1, "write", first.tmp_name, "no space")]
     rank.take(WriteDone(second, share(1)))
     assert rank.said(Written)[0].parts == second.parts
 
 
-def test_publishing_is_ordered_done_and_told() -> None:
+def test_publishing_is_ordered_done_and_reported() -> None:
     rank = ProcessorBench()
     rank.freeze()
     order = publish_order()
-    assert only(rank.hear(order), PublishCheckpoint) == [PublishCheckpoint(order)]
+    assert only(rank.receive(order), PublishCheckpoint) == [PublishCheckpoint(order)]
     rank.take(PublishDone(order, "/a/iter_0000005"))
     assert rank.said(Published) == [Published(1, 1, 5, "/a/iter_0000005")]
 
 
-def test_a_failed_publish_is_told() -> None:
+def test_a_failed_publish_is_reported() -> None:
     rank = ProcessorBench()
     rank.freeze()
-    rank.hear(publish_order())
+    rank.receive(publish_order())
     rank.take(WorkFailed(1, "publish", "iter_0000005_tmp_3_1_1", "no space"))
     assert rank.said(StepFailed)[0].stage == "publish"
 
@@ -347,14 +347,14 @@ def test_orders_of_an_older_freeze_are_ignored() -> None:
     rank = ProcessorBench()
     rank.freeze(2)
     orders = (RollForward(1, record(5)), write_order(1), publish_order(1))
-    assert all(rank.hear(order) == () for order in orders)
+    assert all(rank.receive(order) == () for order in orders)
 
 
-def test_work_that_ends_after_a_new_freeze_is_not_told() -> None:
+def test_work_that_ends_after_a_new_freeze_is_not_reported() -> None:
     rank = ProcessorBench()
     rank.freeze(1)
     order = write_order(1)
-    rank.hear(order)
+    rank.receive(order)
     rank.freeze(2)
     assert rank.take(WriteDone(order, share(1))) == ()
 

@@ -111,18 +111,18 @@ def test_answers_that_come_twice_are_late_and_no_error() -> None:
     first = min(orders)
     answers: list[Upward] = [job.written(first, orders[first])] * 2
     job.say(*answers, StepFailed(first, 1, "write", orders[first].tmp_name, "late"))
-    assert not job.told("write_failed")
+    assert not job.logged("write_failed")
 
 
 def test_the_answer_to_an_order_of_the_directory_before_is_late_and_no_error() -> None:
     job = dying()
     orders = job.orders()
     for rank, order in orders.items():
-        if job.at(Stage.WRITING) and not job.told("written"):
+        if job.at(Stage.WRITING) and not job.logged("written"):
             job.say(StepFailed(rank, 1, "write", order.tmp_name, "no space left on device"))
     assert {order.directory for order in job.orders().values()} <= {"/b"}
     job.say(*(job.written(rank, order) for rank, order in orders.items()))
-    assert not job.told("written")
+    assert not job.logged("written")
 
 
 # --- what a rank executes ---
@@ -133,14 +133,14 @@ def test_an_exit_with_a_status_that_controllers_do_not_have_is_refused(code: int
     rank = ProcessorBench()
     before = rank.state
     with pytest.raises(ProtocolError, match=f"rank 1, training: invalid exit status: got {code}, expected 75"):
-        rank.hear(Exit(code, "leave"))
+        rank.receive(Exit(code, "leave"))
     assert rank.state is before
-    assert only(rank.hear(Exit(75, "saved")), ExitProcess)
+    assert only(rank.receive(Exit(75, "saved")), ExitProcess)
 
 
 BAD_RECORDS: dict[str, dict[str, Any]] = {
     "a clip factor above one": {"clip_factor": 1.5},
-    "a clip factor that is no number": {"clip_factor": nan},
+    "a clip factor that is not a number": {"clip_factor": nan},
     "a clip factor below zero": {"clip_factor": -0.5},
     "an endless clip factor": {"clip_factor": inf},
     "a norm below zero": {"grad_norm": -1.0},
@@ -151,7 +151,7 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
 def test_a_roll_forward_with_a_record_that_no_step_can_have_is_refused_and_the_rank_stays_whole(what: str) -> None:
     rank = ProcessorBench()
     rank.freeze(records=(4,))
-    rank.hear(RollForward(1, replace(record(5), **BAD_RECORDS[what])))
+    rank.receive(RollForward(1, replace(record(5), **BAD_RECORDS[what])))
     assert not only(rank.effects, ApplyUpdate)
     assert "invalid record of step 5" in rank.said(StepFailed)[0].error
     rank.roll()
@@ -162,14 +162,14 @@ def test_a_roll_forward_with_a_record_that_no_step_can_have_is_refused_and_the_r
 def test_a_skipped_step_and_one_without_a_norm_are_records_like_any(norm: float) -> None:
     rank = ProcessorBench()
     rank.freeze()
-    rank.hear(RollForward(1, CommitRecord(5, norm, 1.0, True, 1.0, (0.1,), ())))
+    rank.receive(RollForward(1, CommitRecord(5, norm, 1.0, True, 1.0, (0.1,), ())))
     assert only(rank.effects, ApplyUpdate)
 
 
 def test_a_record_that_differs_from_the_one_that_the_rank_holds_is_refused() -> None:
     rank = ProcessorBench()
     rank.freeze(records=(4, 5))
-    rank.hear(RollForward(1, replace(record(5), learning_rates=(0.2,))))
+    rank.receive(RollForward(1, replace(record(5), learning_rates=(0.2,))))
     assert "which this rank holds" in rank.said(StepFailed)[0].error and not only(rank.effects, ApplyUpdate)
 
 
@@ -196,9 +196,9 @@ def test_an_order_outside_the_ranks_own_directories_and_names_is_refused_with_th
     rank = ProcessorBench()
     rank.freeze()
     wrong = replace(order, **BAD_ORDERS[what])
-    rank.hear(wrong)
-    (told,) = rank.said(StepFailed)
-    assert told.tmp_name == wrong.tmp_name and told.error.startswith("invalid ")
+    rank.receive(wrong)
+    (reported,) = rank.said(StepFailed)
+    assert reported.tmp_name == wrong.tmp_name and reported.error.startswith("invalid ")
     assert not only(rank.effects, WriteShare) and not only(rank.effects, PublishCheckpoint)
     assert not rank.state.orders and not rank.state.ordered, "a rank that has refused can still be thawed"
 
@@ -206,14 +206,14 @@ def test_an_order_outside_the_ranks_own_directories_and_names_is_refused_with_th
 def test_a_part_that_the_rank_does_not_hold_is_refused() -> None:
     rank = ProcessorBench()
     rank.freeze()
-    rank.hear(replace(write_order(), parts=(Part("g0", 0, 2),)))
+    rank.receive(replace(write_order(), parts=(Part("g0", 0, 2),)))
     assert rank.said(StepFailed)[0].error.startswith("invalid part")
 
 
 def test_a_publish_order_with_another_steps_record_is_refused() -> None:
     rank = ProcessorBench()
     rank.freeze()
-    rank.hear(replace(publish_order(), record=record(4)))
+    rank.receive(replace(publish_order(), record=record(4)))
     assert rank.said(StepFailed)[0].error == "invalid record: got step 4, expected step 5, which is to be published"
 
 

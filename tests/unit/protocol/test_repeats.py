@@ -132,7 +132,7 @@ def test_the_word_that_training_has_returned_comes_with_every_heartbeat() -> Non
 
 
 def test_a_rank_that_is_attached_and_silent_is_welcomed_again() -> None:
-    """It sends no heartbeats before it is welcomed: frozen and thawed in turn it would get on slowly for ever."""
+    """It sends no heartbeats before it is welcomed: frozen and thawed in turn it would progress slowly for ever."""
     job = ControllerBench()
     welcomed: list[int] = []
     take = job.take
@@ -143,7 +143,7 @@ def test_a_rank_that_is_attached_and_silent_is_welcomed_again() -> None:
         return effects
 
     job.take = watch  # type: ignore[method-assign]
-    job.wait(2.5, heard=(0, 1, 2))
+    job.wait(2.5, senders=(0, 1, 2))
     assert welcomed == [3]
 
 
@@ -151,32 +151,32 @@ def test_a_rank_that_is_attached_and_silent_is_welcomed_again() -> None:
 
 
 def last_beat(rank: ProcessorBench) -> Heartbeat:
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.wait(1.1)
     return rank.said(Heartbeat)[-1]
 
 
-def test_a_heartbeat_tells_the_freeze_that_its_rank_is_frozen_under() -> None:
+def test_a_heartbeat_has_the_freeze_that_its_rank_is_frozen_under() -> None:
     rank = ProcessorBench()
-    told = last_beat(rank)
-    assert (told.frozen, told.owes, told.finished) == (0, False, False)
-    rank.hear(Freeze(4, CAUSE))
-    told = last_beat(rank)
-    assert (told.frozen, told.owes) == (4, True), "the gate is not closed yet"
+    reported = last_beat(rank)
+    assert (reported.frozen, reported.owes, reported.finished) == (0, False, False)
+    rank.receive(Freeze(4, CAUSE))
+    reported = last_beat(rank)
+    assert (reported.frozen, reported.owes) == (4, True), "the gate is not closed yet"
     rank.freeze(4)
-    told = last_beat(rank)
-    assert (told.frozen, told.owes) == (4, False)
-    rank.hear(write_order(4))
+    reported = last_beat(rank)
+    assert (reported.frozen, reported.owes) == (4, False)
+    rank.receive(write_order(4))
     assert last_beat(rank).owes
-    rank.hear(Thaw(4))
+    rank.receive(Thaw(4))
     assert last_beat(rank).frozen == 0
 
 
 def test_a_fault_is_reported_again_with_each_heartbeat_until_a_freeze_comes() -> None:
     rank = ProcessorBench()
     rank.take(ERROR)
-    told = rank.said(FaultReport)
-    assert last_beat(rank) and rank.said(FaultReport)[:1] == told
+    reported = rank.said(FaultReport)
+    assert last_beat(rank) and rank.said(FaultReport)[:1] == reported
     rank.freeze(1)
     last_beat(rank)
     assert not rank.said(FaultReport)
@@ -187,8 +187,8 @@ def test_a_thaw_of_a_rank_that_has_failed_is_answered_with_its_fault() -> None:
     rank = ProcessorBench()
     rank.freeze(1)
     rank.take(LocalFault(ERROR.cause, ""))
-    rank.hear(Thaw(1))
-    assert [told.cause for told in rank.said(FaultReport)] == [ERROR.cause]
+    rank.receive(Thaw(1))
+    assert [reported.cause for reported in rank.said(FaultReport)] == [ERROR.cause]
     assert rank.state.standing is RankMode.TRAINING
     last_beat(rank)
     assert rank.said(FaultReport)

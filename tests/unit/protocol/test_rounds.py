@@ -31,7 +31,7 @@ LEASE_S = 3.0
 
 
 def frozen_by(rank: int) -> ControllerBench:
-    """Return a job in which a rank raised, and nobody has reported yet."""
+    """Return a job in which a rank raised, and no rank has reported yet."""
     job = ControllerBench()
     job.say(fault(rank, CauseKind.EXCEPTION))
     return job
@@ -50,8 +50,8 @@ def held(job: ControllerBench, rank: int) -> StateReport:
 def test_a_silent_dead_ranks_late_report_is_not_taken_for_an_awaited_one() -> None:
     """Its stream is still open: what it says does not stand for what another rank has not said yet."""
     job = ControllerBench(freeze_timeout_s=30.0)
-    job.wait(LEASE_S + 0.1, heard=(0, 1, 2))
-    assert job.told("death_seen")[0]["rank"] == 3
+    job.wait(LEASE_S + 0.1, senders=(0, 1, 2))
+    assert job.logged("death_seen")[0]["rank"] == 3
     job.say(report(0, 1, COMPUTE, 7), report(1, 1, COMPUTE, 7))
     job.say(report(3, 1, COMPUTE, 7))
     assert job.at(Stage.FREEZING), "rank 2 has not reported"
@@ -78,7 +78,7 @@ def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
     job.say(report(0, 2, READY, 7))
     assert job.at(Stage.FREEZING)
     job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
-    assert "stuck in an order" in job.told("refused")[0]["reason"]
+    assert "stuck in an order" in job.logged("refused")[0]["reason"]
 
 
 def test_a_stuck_ranks_report_is_not_taken_for_an_awaited_one() -> None:
@@ -127,24 +127,29 @@ def test_behind_a_closed_gate_a_state_only_moves_forward_or_tears(
     assert held(job, 0) == (first if counts == "first" else second)
 
 
-def test_a_report_that_does_not_count_still_tells_its_records() -> None:
+def test_the_records_of_a_report_that_does_not_count_still_count() -> None:
     job = frozen_by(1)
     job.say(report(0, 1, DONE, 7), report(0, 1, READY, 7, records=[6]))
     assert job.state.fault is not None and job.state.fault.records == (record(6),)
 
 
-def test_records_that_agree_are_no_news() -> None:
+def test_records_that_agree_are_not_logged() -> None:
     job = frozen_by(1)
     job.say(report(0, 1, DONE, 7, records=[7]), report(1, 1, DONE, 7, records=[7]))
-    assert not job.told("records_differ")
+    assert not job.logged("records_differ")
 
 
 def test_records_of_a_skipped_step_agree_although_a_norm_that_is_nan_equals_nothing() -> None:
     job = frozen_by(1)
     skipped = CommitRecord(7, float("nan"), 1.0, True, 1.0, (0.1,), (2.0,))
     alike = CommitRecord(7, float("nan") * 2, 1.0, True, 1.0, (0.1,), (2.0,))
-    job.say(*(StateReport(rank, 1, True, DONE, 7, 7, False, -1, (told,)) for rank, told in enumerate((skipped, alike))))
-    assert not job.told("records_differ")
+    job.say(
+        *(
+            StateReport(rank, 1, True, DONE, 7, 7, False, -1, (reported,))
+            for rank, reported in enumerate((skipped, alike))
+        )
+    )
+    assert not job.logged("records_differ")
 
 
 def test_a_false_alarm_leaves_nothing_behind() -> None:
@@ -173,28 +178,28 @@ def test_the_driver_comes_when_no_culprit_was_found_within_a_lease() -> None:
     assert job.at(Stage.FREEZING) and next_deadline(job.state) == 3.0
 
 
-def all_but_the_holder_that_went_silent_are_heard() -> ControllerBench:
+def all_but_the_silent_holder_send() -> ControllerBench:
     """Return a job whose round is over: rank 3 is dead, and rank 1, which holds the same shard, has reported and lost its stream."""
     job = ControllerBench(freeze_timeout_s=2.0)
     job.say(killed(3), report(1, 1, DONE, 7))
     job.close(1)
     job.say(report(0, 1, DONE, 7), report(2, 1, DONE, 7))
-    job.wait(2.1, heard=(0, 2))
+    job.wait(2.1, senders=(0, 2))
     return job
 
 
-def test_a_rank_that_is_not_heard_any_more_is_no_reason_to_refuse_before_it_is_dead() -> None:
-    """It may be the controller that does not hear."""
-    job = all_but_the_holder_that_went_silent_are_heard()
+def test_a_silent_rank_does_not_justify_a_refusal_before_it_is_dead() -> None:
+    """It may be the controller that receives nothing."""
+    job = all_but_the_silent_holder_send()
     assert job.at(Stage.FREEZING) and next_deadline(job.state) == LEASE_S
-    job.wait(LEASE_S - 2.0, heard=(0, 2))
-    assert "rank 1, dead" in job.told("refused")[0]["reason"]
+    job.wait(LEASE_S - 2.0, senders=(0, 2))
+    assert "rank 1, dead" in job.logged("refused")[0]["reason"]
 
 
-def test_a_rank_that_is_heard_again_after_the_rounds_time_is_counted() -> None:
-    job = all_but_the_holder_that_went_silent_are_heard()
+def test_a_rank_that_sends_again_after_the_rounds_time_is_counted() -> None:
+    job = all_but_the_silent_holder_send()
     job.say(registration(1), Heartbeat(1, DONE, 7))
-    assert job.told("decided")[0]["able"] == (0, 1, 2)
+    assert job.logged("decided")[0]["able"] == (0, 1, 2)
 
 
 def test_a_rank_that_went_silent_in_an_update_which_does_not_end_is_known_after_its_lease() -> None:
@@ -202,12 +207,12 @@ def test_a_rank_that_went_silent_in_an_update_which_does_not_end_is_known_after_
     job = ControllerBench(freeze_timeout_s=0.5, progress_timeout_s=1.0)
     job.say(killed(3))
     job.say(report(0, 1, READY, 7), report(1, 1, UPDATING, 7, closed=False, records=[7]), report(2, 1, READY, 7))
-    job.wait(0.5, heard=(0, 1, 2))
+    job.wait(0.5, senders=(0, 1, 2))
     job.close(1)
-    job.wait(0.6, heard=(0, 2))
-    assert job.told("awaiting_updates") and job.at(Stage.FREEZING)
-    job.wait(LEASE_S, heard=(0, 2))
-    assert "rank 1, dead" in job.told("refused")[0]["reason"]
+    job.wait(0.6, senders=(0, 2))
+    assert job.logged("awaiting_updates") and job.at(Stage.FREEZING)
+    job.wait(LEASE_S, senders=(0, 2))
+    assert "rank 1, dead" in job.logged("refused")[0]["reason"]
 
 
 def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
@@ -216,7 +221,7 @@ def test_the_end_of_an_update_that_raised_is_not_waited_for() -> None:
     job.say(killed(3))
     job.say(report(0, 1, UPDATING, 7, closed=False, torn=True), report(2, 1, READY, 7))
     job.say(report(1, 1, UPDATING, 7, closed=False, records=[7]))
-    assert job.told("awaiting_updates")[0]["ranks"] == (1,)
+    assert job.logged("awaiting_updates")[0]["ranks"] == (1,)
 
 
 def test_the_line_of_what_was_found_names_who_was_silent_and_who_did_not_close() -> None:
@@ -225,7 +230,7 @@ def test_the_line_of_what_was_found_names_who_was_silent_and_who_did_not_close()
     job.say(killed(3))
     job.say(report(0, 1, READY, 7), report(1, 1, UPDATING, 7, closed=False), report(2, 1, READY, 7, torn=True))
     job.wait(2.1)
-    (line,) = job.told("frozen")
+    (line,) = job.logged("frozen")
     assert (line["silent"], line["not_closed"], line["torn"]) == ((4,), (1,), (2,))
 
 
@@ -245,26 +250,26 @@ def test_a_report_of_a_suspect_rank_does_not_count_when_time_is_over() -> None:
     job.close(3)
     job.all_report(7, ranks=(0, 1, 2))
     assert job.at(Stage.FREEZING), "rank 3 may come back"
-    job.wait(1.1, heard=(0, 1, 2))
-    assert job.told("decided")[0]["able"] == (0, 1, 2)
+    job.wait(1.1, senders=(0, 1, 2))
+    assert job.logged("decided")[0]["able"] == (0, 1, 2)
 
 
-def test_a_suspect_that_is_heard_again_ends_the_wait_for_its_partners_update() -> None:
+def test_a_suspect_that_sends_again_ends_the_wait_for_its_partners_update() -> None:
     """Rank 1 was waited for only because rank 3, which holds the same shard, was silent."""
     job = ControllerBench(freeze_timeout_s=2.5, progress_timeout_s=30.0)
     job.say(fault(0, CauseKind.EXCEPTION))
     updating = report(1, 1, UPDATING, 7, closed=False, records=[7])
     job.say(report(0, 1, READY, 7), updating, report(3, 1, READY, 7))
-    job.wait(2.6, heard=(0, 1, 2))
-    assert job.told("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}] and not job.told("decided")
+    job.wait(2.6, senders=(0, 1, 2))
+    assert job.logged("awaiting_updates") == [{"ranks": (1,), "freeze_id": 1}] and not job.logged("decided")
     job.say(Heartbeat(3, READY, 7))
-    assert job.told("decided")[0]["able"] == (0, 3)
+    assert job.logged("decided")[0]["able"] == (0, 3)
 
 
-# --- how long a rank that gets on is waited for ---
+# --- how long a rank that progresses is waited for ---
 
 
-def test_a_rank_that_gets_on_is_waited_for_half_the_total_at_most() -> None:
+def test_a_rank_that_progresses_is_waited_for_half_the_total_at_most() -> None:
     """The others hold every shard, and need the other half to write them."""
     job = ControllerBench(freeze_timeout_s=10.0, total_timeout_s=120.0)
     job.say(killed(2))
@@ -274,11 +279,11 @@ def test_a_rank_that_gets_on_is_waited_for_half_the_total_at_most() -> None:
         job.say(Working(1, 1))
     assert job.at(Stage.FREEZING) and job.now == 56.0
     job.wait(4.1)
-    assert job.told("decided")[0]["able"] == (0, 3)
+    assert job.logged("decided")[0]["able"] == (0, 3)
 
 
 def test_a_stuck_ranks_work_does_not_prolong_the_round() -> None:
-    """It was found stuck in an order: nobody waits for it, so what it does is nobody's concern."""
+    """It was found stuck in an order: it is not waited for, so its progress changes nothing."""
     job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=20.0)
     job.say(killed(2))
     job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
@@ -290,30 +295,30 @@ def test_a_stuck_ranks_work_does_not_prolong_the_round() -> None:
     assert job.state.fault is not None and job.state.fault.round_deadline == fault_before.round_deadline
 
 
-def test_what_a_launcher_says_gives_silent_ranks_no_new_lease() -> None:
+def test_a_message_of_an_agent_gives_silent_ranks_no_new_lease() -> None:
     """Both ranks are silent and one is seen to die: the other one is no less silent for it."""
     job = ControllerBench(holders=((0, 1),))
-    job.wait(2.5, heard=())
+    job.wait(2.5, senders=())
     assert job.state.members.suspects == 2
     job.say(killed(1))
     assert job.state.members.leases_renewed_at < job.now
 
 
 def test_the_last_rank_is_not_taken_for_dead_before_a_controller_that_is_cut_off_would_be() -> None:
-    """A lease of silence of the only rank that is left may be the controller's own; the orphan timeout decides."""
+    """A lease of silence of the last rank may be the controller's own; the orphan timeout decides."""
     job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
     job.say(killed(1))
-    job.wait(14.0, heard=())
-    assert len(job.told("death_seen")) == 1 and job.at(Stage.FREEZING)
+    job.wait(14.0, senders=())
+    assert len(job.logged("death_seen")) == 1 and job.at(Stage.FREEZING)
     job.say(report(0, 1, READY, 7))
-    assert job.told("decided")[0]["able"] == (0,)
+    assert job.logged("decided")[0]["able"] == (0,)
 
 
 def test_the_last_rank_is_dead_when_the_orphan_timeout_is_over() -> None:
     job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
     job.say(killed(1))
-    job.wait(15.0 + 3.1, heard=())
-    assert job.told("death_seen")[-1]["rank"] == 0 and job.told("refused")[0]["reason"] == "all ranks are dead"
+    job.wait(15.0 + 3.1, senders=())
+    assert job.logged("death_seen")[-1]["rank"] == 0 and job.logged("refused")[0]["reason"] == "all ranks are dead"
 
 
 # --- answers that say something else than was ordered ---
@@ -324,8 +329,8 @@ def test_a_rank_that_rolled_to_another_step_has_not_rolled_forward() -> None:
     job.say(killed(2))
     job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
     job.say(RolledForward(0, 1, 6))
-    assert job.told("roll_forward_failed")[0]["rank"] == 0
-    assert job.at(Stage.FREEZING), "nobody else holds its shard"
+    assert job.logged("roll_forward_failed")[0]["rank"] == 0
+    assert job.at(Stage.FREEZING), "no other rank holds its shard"
 
 
 def test_another_steps_publish_is_not_this_ones() -> None:
@@ -335,7 +340,7 @@ def test_another_steps_publish_is_not_this_ones() -> None:
     job.all_write(job.orders())
     with pytest.raises(ProtocolError, match="expected step 6"):
         job.say(Published(0, 1, 5, "/a/iter_0000005"))
-    assert job.at(Stage.PUBLISHING) and not job.told("published")
+    assert job.at(Stage.PUBLISHING) and not job.logged("published")
     job.say(Published(0, 1, 6, "/a/iter_0000006"))
     assert job.at(Stage.EXITING)
 
@@ -360,8 +365,8 @@ def test_a_rank_that_registered_twice_is_one_that_came() -> None:
     job.say(registration(0), registration(1))
     job.close(1)
     job.say(registration(1), registration(1))
-    job.wait(10.1, heard=())
-    assert job.told("exit_sent")[0]["reason"].startswith("only 2 of 4 ranks registered in time; missing: (2, 3)")
+    job.wait(10.1, senders=())
+    assert job.logged("exit_sent")[0]["reason"].startswith("only 2 of 4 ranks registered in time; missing: (2, 3)")
 
 
 def test_ranks_that_waited_long_for_the_others_have_a_whole_lease_from_then_on() -> None:
@@ -369,11 +374,11 @@ def test_ranks_that_waited_long_for_the_others_have_a_whole_lease_from_then_on()
     job = ControllerBench(assembled=False)
     for rank in range(3):
         job.say(registration(rank))
-    job.wait(20.0, heard=())
+    job.wait(20.0, senders=())
     job.say(registration(3))
     assert job.at(Stage.RUNNING)
-    job.wait(1.9, heard=())
-    assert not job.told("suspect") and not job.told("death_seen")
+    job.wait(1.9, senders=())
+    assert not job.logged("suspect") and not job.logged("death_seen")
 
 
 def test_a_job_without_any_shards_has_its_dump_refused() -> None:
@@ -383,7 +388,7 @@ def test_a_job_without_any_shards_has_its_dump_refused() -> None:
         job.say(replace(registration(rank), groups=()))
     job.say(killed(3))
     job.all_report(7, ranks=(0, 1, 2))
-    assert job.told("refused")[0]["reason"] == "no rank registered any shards"
+    assert job.logged("refused")[0]["reason"] == "no rank registered any shards"
 
 
 def test_an_update_is_waited_for_although_no_other_rank_is_behind_it() -> None:
@@ -391,9 +396,9 @@ def test_an_update_is_waited_for_although_no_other_rank_is_behind_it() -> None:
     job = ControllerBench()
     job.say(killed(3))
     job.say(report(0, 1, DONE, 7), report(2, 1, DONE, 7), report(1, 1, UPDATING, 7, records=[7], closed=False))
-    assert job.told("awaiting_updates") and not job.told("refused")
+    assert job.logged("awaiting_updates") and not job.logged("refused")
     job.say(report(1, 1, DONE, 7))
-    assert job.told("decided")[0]["able"] == (0, 1, 2)
+    assert job.logged("decided")[0]["able"] == (0, 1, 2)
 
 
 def test_a_rank_without_directories_has_its_dump_refused() -> None:
@@ -402,11 +407,11 @@ def test_a_rank_without_directories_has_its_dump_refused() -> None:
         job.say(registration(rank, roots=()))
     job.say(killed(3))
     job.all_report(7, ranks=(0, 1, 2))
-    assert "no directory" in job.told("refused")[0]["reason"]
+    assert "no directory" in job.logged("refused")[0]["reason"]
 
 
 def test_a_holder_that_died_in_the_last_directory_is_missed_in_the_next() -> None:
-    """All was written in /a; its last holder died since, and the publish failed: in /b that shard has nobody."""
+    """All was written in /a; its last holder died since, and the publish failed: in /b that shard has no writer."""
     job = ControllerBench()
     job.say(killed(2))
     job.all_report(7, ranks=(0, 1, 3))
@@ -417,9 +422,9 @@ def test_a_holder_that_died_in_the_last_directory_is_missed_in_the_next() -> Non
     for _ in (1, 3):
         rank, order = job.publish_order()
         job.say(StepFailed(rank, order.freeze_id, "publish", order.tmp_name, "no space left on device"))
-    assert job.at(Stage.FREEZING) and job.told("replanned")
+    assert job.at(Stage.FREEZING) and job.logged("replanned")
     job.say(report(1, 2, COMPUTE, 7), report(3, 2, COMPUTE, 7))
-    assert job.told("refused")[0]["missing"] == ("shard 0",)
+    assert job.logged("refused")[0]["missing"] == ("shard 0",)
 
 
 def test_a_failure_said_twice_counts_once() -> None:
@@ -430,7 +435,7 @@ def test_a_failure_said_twice_counts_once() -> None:
     order = job.orders()[3]
     for _ in range(2):
         job.say(StepFailed(3, order.freeze_id, "write", order.tmp_name, "no space left on device"))
-    assert len(job.told("write_failed")) == 1 and len(job.told("write_moved")) == 1
+    assert len(job.logged("write_failed")) == 1 and len(job.logged("write_moved")) == 1
     assert job.state.dump is not None and len(job.state.dump.errors) == 1
 
 
@@ -443,10 +448,10 @@ def test_writers_have_their_whole_time_from_the_order_on() -> None:
     job.say(RolledForward(0, 1, 7))
     assert job.state.dump is not None and job.state.dump.progress_by >= job.now + 5.0
     job.wait(4.0)
-    assert not job.told("stuck")
+    assert not job.logged("stuck")
 
 
-def test_a_takeover_freezes_for_the_death_that_it_was_told_of() -> None:
+def test_a_takeover_freezes_for_the_death_that_was_reported_to_it() -> None:
     """The ranks' lines and their stacks name the culprit, and not only that a controller was lost."""
     job = ControllerBench(assembled=False, standby=1, address="c1")
     job.say(killed(3))
@@ -465,4 +470,4 @@ def test_nothing_happens_in_a_calm_job() -> None:
         for rank in range(4):
             job.say(Heartbeat(rank, COMPUTE, step), after=0.1)
         job.take(Tick())
-    assert job.at(Stage.RUNNING) and not job.told("freeze_sent")
+    assert job.at(Stage.RUNNING) and not job.logged("freeze_sent")

@@ -65,7 +65,7 @@ def test_peers_errors_beyond_a_number_are_journaled_but_not_kept(monkeypatch: py
     for rank in (0, 1, 2):
         job.say(FaultReport(rank, Cause(CauseKind.PEER_ERROR, (rank,), "connection closed by peer"), ""))
     assert job.state.fault is not None and len(job.state.fault.causes) == 2
-    assert len(job.told("fault_reported")) == 3
+    assert len(job.logged("fault_reported")) == 3
     job.say(killed(3))
     assert job.state.fault is not None
     cause = freeze.root_cause(job.state.fault.causes)
@@ -79,7 +79,7 @@ def _sent_once(effects: Iterable[Effect]) -> list[Effect]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) -> None:
-    """The same state and the same story: calm, stalled, suspected, frozen for a hang, or with a dead rank among them.
+    """The same state and the same effects: calm, stalled, suspected, frozen for a hang, or with a dead rank among them.
 
     One that thaws a hang is followed by beats of a running job; in a batch they were still said behind the freeze.
     """
@@ -98,7 +98,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
             job.say(killed(2))
         case 3:
             state = job.state
-            cause = Cause(CauseKind.HUNG, (), "nobody gets on")
+            cause = Cause(CauseKind.HUNG, (), "no rank progresses")
             frozen = freeze.begin_fault(state, (), cause, job.now, [])
             job.state = frozen.with_fault(replace(frozen.at.fault, unproven=cause))
     frozen_under = job.state.freeze_id if job.state.stage is Stage.FREEZING else 0
@@ -115,7 +115,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
         for rank in rng.sample(range(4), 3)
     )
     before, now = job.state, job.now + 0.01
-    together, told = machine.transition(before, HeartbeatBatch(beats), now)
+    together, of_batch = machine.transition(before, HeartbeatBatch(beats), now)
     one_by_one, each = before, list[Effect]()
     for beat in beats:
         one_by_one, effects = machine.transition(one_by_one, Received(beat), now)
@@ -123,7 +123,7 @@ def test_heartbeats_taken_together_are_heartbeats_taken_one_by_one(seed: int) ->
     if seed % 4 == 3:
         together, one_by_one = replace(together, pace=before.pace), replace(one_by_one, pace=before.pace)
     assert together == one_by_one, f"seed {seed}"
-    assert _sent_once(told) == _sent_once(each), f"seed {seed}"
+    assert _sent_once(of_batch) == _sent_once(each), f"seed {seed}"
 
 
 def test_a_batch_with_a_rank_of_another_world_is_refused_whole() -> None:

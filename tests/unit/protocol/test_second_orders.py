@@ -42,7 +42,7 @@ def test_of_a_writer_that_dies_with_two_orders_all_parts_are_written_by_others()
 
 
 def test_of_a_writer_whose_disk_fails_it_with_two_orders_all_parts_are_written_by_others() -> None:
-    """One failure is told; both orders are for the same directory."""
+    """One failure is reported; both orders are for the same directory."""
     job, own, taken, _ = two_orders()
     job.say(failed(1, own))
     assert [part for order in ordered(job, 2) for part in order.parts] == [*taken.parts, *own.parts]
@@ -65,7 +65,7 @@ def test_the_second_order_may_be_answered_first() -> None:
     assert [order.parts for order in ordered(job, 2)] == [own.parts], "only what it had not finished"
 
 
-def test_a_writer_that_attaches_again_is_told_both_of_its_orders() -> None:
+def test_a_writer_that_attaches_again_receives_both_of_its_orders() -> None:
     """Either may have been lost with the old stream."""
     job, own, taken, _ = two_orders()
     job.close(1)

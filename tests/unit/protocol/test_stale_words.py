@@ -39,7 +39,7 @@ def test_an_earlier_freezes_roll_forward_answers_nothing(word: Upward) -> None:
     """Ranks 0 and 3 roll forward; what rank 0 did for another freeze is not what it was asked for now."""
     job = rolling()
     job.say(RolledForward(3, 1, 7), word)
-    assert job.at(Stage.ROLLING) and not job.told("roll_forward_failed")
+    assert job.at(Stage.ROLLING) and not job.logged("roll_forward_failed")
     job.say(RolledForward(0, 1, 7))
     assert job.at(Stage.WRITING)
 
@@ -50,7 +50,7 @@ def test_an_earlier_freezes_write_answers_nothing() -> None:
     order = job.orders()[0]
     job.say(Written(0, EARLIER, order.tmp_name, order.parts, job.written(0, order).result))
     job.say(StepFailed(0, EARLIER, "write", order.tmp_name, "no space left on device"))
-    assert job.state.dump is not None and job.state.dump.pending == 3 and not job.told("write_failed")
+    assert job.state.dump is not None and job.state.dump.pending == 3 and not job.logged("write_failed")
 
 
 def test_an_earlier_freezes_publish_answers_nothing() -> None:
@@ -58,45 +58,45 @@ def test_an_earlier_freezes_publish_answers_nothing() -> None:
     job, rank, order = publishing()
     job.say(Published(rank, EARLIER, order.step, "/a/iter_0000006"))
     job.say(StepFailed(rank, EARLIER, "publish", order.tmp_name, "no space left on device"))
-    assert job.at(Stage.PUBLISHING) and not job.told("publish_failed")
+    assert job.at(Stage.PUBLISHING) and not job.logged("publish_failed")
     job.say(failed(rank, order))
-    assert job.told("publish_failed")
+    assert job.logged("publish_failed")
 
 
 def test_work_for_an_earlier_freeze_does_not_prolong_the_wait_for_answers() -> None:
-    """Rank 0 says at 20 s that another freeze's work gets on; 30 s after the orders all that owe something are stuck."""
+    """Rank 0 reports at 20 s that another freeze's work progresses; 30 s after the orders all that owe something are stuck."""
     job = dying()
     job.wait(20.0)
     job.say(*(Working(rank, EARLIER) for rank in range(3)))
     job.wait(10.1)
-    assert job.told("stuck")[0]["ranks"] == (0, 1, 2)
+    assert job.logged("stuck")[0]["ranks"] == (0, 1, 2)
 
 
 def test_work_for_an_earlier_freeze_does_not_prolong_a_round() -> None:
-    """Rank 1 has not reported; that it still works for another freeze is no reason to wait."""
+    """Rank 1 has not reported; its work for another freeze does not prolong the wait."""
     job = ControllerBench(freeze_timeout_s=10.0)
     job.say(killed(3))
     job.all_report(7, READY, ranks=(0, 2))
     job.wait(8.0)
     job.say(Working(1, EARLIER))
     job.wait(2.1)
-    assert job.told("frozen")[0]["silent"] == (1,)
+    assert job.logged("frozen")[0]["silent"] == (1,)
 
 
 def test_all_faults_of_a_rank_are_said_again_on_a_new_stream() -> None:
     """The second may be the culprit's text, the first what others felt of it; the new controller knows neither."""
     second = LocalFault(Cause(CauseKind.PREEMPTED, (1,), "SIGTERM"), "")
     rank = ProcessorBench()
-    rank.hear(WELCOME)
+    rank.receive(WELCOME)
     rank.take(ERROR)
     rank.take(second)
     rank.take(Disconnected("reset by peer", refused=False))
     rank.tick(after=1.0)
     rank.take(Connected(registration(1)))
-    assert [told.cause for told in rank.said(FaultReport)] == [ERROR.cause, second.cause]
+    assert [reported.cause for reported in rank.said(FaultReport)] == [ERROR.cause, second.cause]
 
 
-def test_of_a_record_that_is_told_twice_the_first_is_kept() -> None:
+def test_of_a_record_that_is_reported_twice_the_first_is_kept() -> None:
     """Ranks may have rolled forward with it already."""
     job = ControllerBench()
     job.say(fault(0, CauseKind.EXCEPTION))

@@ -9,9 +9,9 @@ from ttp.proto.messages import Heartbeat, Phase, Registration, Welcome
 
 
 def test_a_heartbeat_carries_the_count_of_finished_steps_and_the_newest_times() -> None:
-    """Each time is told once, the newest eight at most; a registration has all that are kept."""
+    """Each time is reported once, the newest eight at most; a registration has all that are kept."""
     rank = ProcessorBench()
-    rank.hear(Welcome(1, 3, 1.0, 1000.0, ""))
+    rank.receive(Welcome(1, 3, 1.0, 1000.0, ""))
 
     def beat(steps: int, times_s: tuple[float, ...]) -> Heartbeat:
         rank.take(events.Tick(Phase.COMPUTE, steps + 1, steps=steps, step_times_s=times_s), after=1.0)
@@ -28,7 +28,7 @@ def test_a_heartbeat_carries_the_count_of_finished_steps_and_the_newest_times() 
     rank.take(events.Tick(Phase.COMPUTE, 26, steps=25, step_times_s=(7.0,)), after=0.1)
     rank.take(events.Connected(registration(1)))
     assert (rank.said(Registration)[-1].steps, rank.said(Registration)[-1].step_times_s) == (25, (7.0,))
-    rank.hear(Welcome(1, 3, 1.0, 1000.0, ""))
+    rank.receive(Welcome(1, 3, 1.0, 1000.0, ""))
     assert beat(25, (7.0,)).step_times_s == (), "the registration had it"
 
 
@@ -45,7 +45,7 @@ def test_a_rank_measures_its_steps_but_not_what_it_does_besides() -> None:
     times.pause(13.0)  # one within the other
     times.resume(15.5)
     times.finish(16.0)
-    assert done() == (3, (2.0, 1.0)), "an evaluation is no part of a step"
+    assert done() == (3, (2.0, 1.0)), "an evaluation does not count in a step's time"
     times.discard()
     times.finish(80.0)
     assert done() == (4, ()), "a freeze held the others up as well"

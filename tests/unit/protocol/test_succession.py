@@ -21,7 +21,7 @@ def rank() -> ProcessorBench:
     bench.tick()
     assert only(bench.effects, Connect) == [Connect("c0")]
     bench.take(Connected(registration(1)))
-    bench.hear(WELCOME)
+    bench.receive(WELCOME)
     return bench
 
 
@@ -30,7 +30,7 @@ def tried(bench: ProcessorBench) -> list[str]:
 
 
 def test_the_first_registration_names_no_controllers_and_a_later_one_all() -> None:
-    """And how many shard groups the job has: the next controller hears of it from the ranks alone."""
+    """And how many shard groups the job has: the next controller learns it from the ranks alone."""
     bench = rank()
     bench.take(Disconnected("gone", refused=True))
     bench.tick()
@@ -68,7 +68,7 @@ def test_before_a_new_round_through_the_list_there_is_a_pause() -> None:
 def test_a_stream_that_broke_is_opened_to_the_same_controller_for_a_lease() -> None:
     bench = rank()
     bench.now = 1.0
-    bench.hear(Beat())
+    bench.receive(Beat())
     bench.take(Disconnected("broke"))
     for _ in range(9):
         bench.tick(after=0.3)
@@ -85,7 +85,7 @@ def test_a_silent_controller_is_left_after_a_lease() -> None:
     bench = rank()
     for _ in range(5):
         bench.tick(after=1.0)
-        bench.hear(Beat())
+        bench.receive(Beat())
     for _ in range(5):
         bench.tick(after=0.5)
         assert tried(bench) == []
@@ -117,7 +117,7 @@ def test_to_a_controller_that_was_left_no_heartbeat_is_sent() -> None:
 def test_a_rank_that_knows_one_controller_waits_for_its_answer_as_long_as_the_driver_does() -> None:
     """There is no other to go on to."""
     bench = ProcessorBench()
-    bench.hear(Welcome(1, 1, 1.0, LEASE_S, ""))
+    bench.receive(Welcome(1, 1, 1.0, LEASE_S, ""))
     bench.take(Disconnected("broke"))
     bench.tick(after=0.5)
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_a_rank_that_knows_one_controller_waits_for_its_answer_as_long_as_the_dr
 
 def test_a_rank_that_was_stopped_itself_does_not_blame_the_controller() -> None:
     bench = rank()
-    bench.hear(Beat(), after=1.0)
+    bench.receive(Beat(), after=1.0)
     bench.tick(after=60.0)
     assert tried(bench) == [] and bench.state.link is LinkState.UP
 
@@ -158,6 +158,6 @@ def test_a_standby_that_does_not_answer_is_left_after_a_lease_too() -> None:
 def test_a_list_that_grows_keeps_its_order(known: tuple[str, ...]) -> None:
     """A later welcome never takes a standby away."""
     bench = rank()
-    bench.hear(Welcome(1, 1, 1.0, LEASE_S, "", known))
+    bench.receive(Welcome(1, 1, 1.0, LEASE_S, "", known))
     assert bench.state.successors == (*("c1", "c2"), *known[2:])
     assert bench.state.job_groups == 2, "a controller that does not know the number does not unlearn it"

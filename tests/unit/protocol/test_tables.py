@@ -31,8 +31,8 @@ def processor_kinds() -> set[type]:
 
 
 def test_what_the_controllers_table_leaves_out() -> None:
-    """Before the first freeze nobody can answer one, before the welcome nobody beats, and to a standby nobody speaks
-    before he has registered."""
+    """Before the first freeze no rank can answer one, before the welcome none sends heartbeats, and a standby receives nothing
+    before a rank has registered."""
     absent = {(s.name.value, k.__name__) for s in STAGES for k in controller_kinds() - TABLES[s].on.keys()}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
     beats = {m.Heartbeat, controller_events.HeartbeatBatch}
@@ -55,7 +55,7 @@ def test_no_pair_is_named_twice() -> None:
 
 
 def test_goto_takes_listed_transitions_only() -> None:
-    """A stage is left by those, the last one never."""
+    """These events end a stage; nothing ends the last one."""
     settings = controller_events.ControllerSettings("job", 0, 1)
     state = goto(initial(settings, 0.0), Running())
     assert state.at == Running() and goto(state, Over("all ranks have finished")).at.reason

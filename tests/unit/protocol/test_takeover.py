@@ -31,12 +31,12 @@ LIST = ("c0", "c1", "c2")
 
 
 def coming(rank: int, groups: int = 2, pid: int = 0) -> Registration:
-    """Return what a rank that has lost its controller says first."""
+    """Return the first message of a rank that has lost its controller."""
     return replace(registration(rank, pid=pid), controllers=LIST, job_groups=groups)
 
 
 def standby() -> ControllerBench:
-    """Return the first standby of four ranks; nobody has come yet."""
+    """Return the first standby of four ranks; none has come yet."""
     return ControllerBench(assembled=False, standby=1, address="c1", lease_s=LEASE_S)
 
 
@@ -55,8 +55,8 @@ def frozen() -> ControllerBench:
 def test_a_standby_waits_until_somebody_comes() -> None:
     """It has no deadline of its own, and does nothing."""
     job = standby()
-    job.wait(1000.0, heard=())
-    assert job.at(Stage.STANDBY) and not job.story
+    job.wait(1000.0, senders=())
+    assert job.at(Stage.STANDBY) and not job.journal
 
 
 def test_the_first_rank_that_comes_supersedes_all_earlier_controllers() -> None:
@@ -84,19 +84,19 @@ def test_all_are_welcomed_and_frozen_under_a_number_above_all_of_the_lost_contro
     assert sorted(freezes) == [0, 1, 2, 3]
     assert {freeze.freeze_id for freeze in freezes.values()} == {FREEZES_OF_A_TERM + 1}
     assert {freeze.cause.kind for freeze in freezes.values()} == {CauseKind.CONTROLLER_LOST}
-    assert job.told("took_over")[0]["survives"]
+    assert job.logged("took_over")[0]["survives"]
 
 
 def test_a_rank_that_does_not_come_within_a_lease_is_dead() -> None:
     job = standby()
     for rank in range(3):
         job.say(coming(rank))
-    job.wait(LEASE_S - 0.1, heard=(0, 1, 2))
+    job.wait(LEASE_S - 0.1, senders=(0, 1, 2))
     assert job.at(Stage.GATHERING)
-    job.wait(0.2, heard=(0, 1, 2))
+    job.wait(0.2, senders=(0, 1, 2))
     assert job.at(Stage.FREEZING)
-    assert [line["rank"] for line in job.told("death_seen")] == [3]
-    assert sorted(job.told("freeze_sent")[0]["ranks"]) == [0, 1, 2]
+    assert [line["rank"] for line in job.logged("death_seen")] == [3]
+    assert sorted(job.logged("freeze_sent")[0]["ranks"]) == [0, 1, 2]
     job.all_report(7, ranks=(0, 1, 2))
     assert job.at(Stage.WRITING)
 
@@ -108,15 +108,15 @@ def test_a_rank_that_is_known_to_be_dead_is_not_waited_for() -> None:
         job.say(coming(rank))
     assert job.at(Stage.FREEZING)
     job.all_report(7, ranks=(0, 1, 2))
-    assert job.orders() and job.told("decided")[0]["able"] == (0, 1, 2)
+    assert job.orders() and job.logged("decided")[0]["able"] == (0, 1, 2)
 
 
-def test_while_nobody_that_came_is_heard_the_others_are_waited_for() -> None:
+def test_while_no_rank_that_came_sends_the_others_are_waited_for() -> None:
     """It is this controller that is cut off then."""
     job = standby()
     for rank in range(3):
         job.say(coming(rank))
-    job.wait(LEASE_S + 0.1, heard=())
+    job.wait(LEASE_S + 0.1, senders=())
     assert job.at(Stage.GATHERING)
     job.say(coming(3))
     assert job.at(Stage.FREEZING)
@@ -132,7 +132,7 @@ def test_exiting_is_not_the_last_word_on_a_death() -> None:
     job.all_write(job.orders())
     _, order = job.publish_order()
     assert order.cause.text == "signal SIGKILL, out of memory" and order.cause.ranks == (3,)
-    assert len(job.told("death_seen")) == 1
+    assert len(job.logged("death_seen")) == 1
 
 
 def test_the_exit_of_an_earlier_process_is_nothing() -> None:
@@ -140,17 +140,17 @@ def test_the_exit_of_an_earlier_process_is_nothing() -> None:
     job.say(coming(3, pid=777), killed(3, pid=103))
     for rank in range(3):
         job.say(coming(rank))
-    assert job.at(Stage.FREEZING) and not job.told("death_seen")
+    assert job.at(Stage.FREEZING) and not job.logged("death_seen")
 
 
-def test_faults_told_again_are_the_causes_of_the_takeovers_freeze() -> None:
+def test_faults_reported_again_are_the_causes_of_the_takeovers_freeze() -> None:
     """Each once, however often it is said."""
     job = standby()
     job.say(coming(0), fault(0, CauseKind.EXCEPTION), fault(0, CauseKind.EXCEPTION))
     for rank in range(1, 4):
         job.say(coming(rank))
     assert {freeze.cause.kind for freeze in job.sent(Freeze).values()} == {CauseKind.EXCEPTION}
-    assert len(job.told("fault_reported")) == 1
+    assert len(job.logged("fault_reported")) == 1
     job.all_report(7)
     assert job.at(Stage.WRITING)
 
@@ -164,7 +164,7 @@ def test_when_nothing_was_begun_all_are_thawed_once_every_rank_has_reported() ->
     assert job.at(Stage.FREEZING)
     job.all_report(7, ranks=(3,))
     assert sorted(job.sent(Thaw)) == [0, 1, 2, 3]
-    assert job.at(Stage.RUNNING) and not job.told("decided")
+    assert job.at(Stage.RUNNING) and not job.logged("decided")
 
 
 def test_a_rank_whose_gate_can_never_open_again_makes_a_dump_necessary() -> None:
@@ -178,12 +178,12 @@ def test_a_rank_whose_gate_can_never_open_again_makes_a_dump_necessary() -> None
 
 
 def test_a_rank_that_does_not_answer_the_freeze_makes_a_dump_necessary() -> None:
-    """Nobody can say what the lost controller had ordered it."""
+    """The lost controller's orders to it are unknown."""
     job = frozen()
     job.all_report(7, ranks=(0, 1, 2))
     job.wait(10.1)
-    assert not job.told("thawed")
-    assert job.told("decided")[0]["able"] == (0, 1, 2)
+    assert not job.logged("thawed")
+    assert job.logged("decided")[0]["able"] == (0, 1, 2)
 
 
 def test_the_driver_comes_when_the_time_for_answers_is_over() -> None:
@@ -193,19 +193,19 @@ def test_the_driver_comes_when_the_time_for_answers_is_over() -> None:
     assert next_deadline(job.state) == job.state.settings.freeze_timeout_s == 10.0
 
 
-def test_shards_that_nobody_told_of_are_refused() -> None:
+def test_shards_that_no_rank_reported_are_refused() -> None:
     """The job has three groups; the ranks that came hold two."""
     job = standby()
     job.say(killed(3))
     for rank in range(3):
         job.say(coming(rank, groups=3))
     job.all_report(7, ranks=(0, 1, 2))
-    reason = job.told("refused")[0]["reason"]
+    reason = job.logged("refused")[0]["reason"]
     assert "1 of 3 shard groups" in reason and "(rank 3)" in reason
 
 
 def test_a_job_that_had_not_assembled_is_released() -> None:
-    """The ranks never heard how many groups there are, and one is missing."""
+    """The ranks never received how many groups there are, and one is missing."""
     job = standby()
     job.say(killed(3))
     for rank in range(3):
@@ -213,7 +213,7 @@ def test_a_job_that_had_not_assembled_is_released() -> None:
     assert sorted(job.sent(Exit)) == [0, 1, 2]
 
 
-def test_a_whole_job_that_had_not_been_told_its_groups_goes_on() -> None:
+def test_a_whole_job_that_had_not_received_its_groups_continues() -> None:
     job = standby()
     for rank in range(4):
         job.say(coming(rank, groups=0))
@@ -230,20 +230,20 @@ def test_when_all_have_finished_there_is_nothing_left_to_do() -> None:
         job.say(coming(rank), Finished(rank))
         if rank == 0:
             assert job.at(Stage.GATHERING)
-    assert job.told("finished") and job.at(Stage.OVER)
+    assert job.logged("finished") and job.at(Stage.OVER)
     assert job.sent(Dismiss)
 
 
-def test_ranks_that_left_in_peace_count_as_finished() -> None:
+def test_ranks_that_exited_cleanly_count_as_finished() -> None:
     job = standby()
     for rank in range(3):
         job.say(killed(rank, "exit code 0"))
-    assert not job.told("death_seen") and len(job.told("left")) == 3
+    assert not job.logged("death_seen") and len(job.logged("left")) == 3
     job.say(coming(3), Finished(3))
-    assert job.at(Stage.OVER) and job.told("finished")
+    assert job.at(Stage.OVER) and job.logged("finished")
 
 
-def test_a_rank_that_ends_nobody_knows_how_is_waited_for_when_the_others_have_finished() -> None:
+def test_a_rank_that_ends_with_an_unknown_status_is_waited_for_when_the_others_have_finished() -> None:
     """It may have been dismissed by the controller that was lost."""
     job = standby()
     job.say(killed(3, "exiting"))
@@ -268,9 +268,9 @@ def test_a_standby_that_everybody_has_left_again_ends_after_the_orphan_timeout()
     job = standby()
     job.say(coming(0), coming(1))
     job.close(0, 1)
-    job.wait(14.0, heard=())
+    job.wait(14.0, senders=())
     assert job.at(Stage.GATHERING)
-    job.wait(2.0, heard=())
+    job.wait(2.0, senders=())
     assert job.at(Stage.OVER)
 
 
@@ -305,27 +305,27 @@ def test_a_rank_that_falls_silent_in_the_takeovers_freeze_is_waited_for_by_its_l
         job.say(coming(rank))
     job.say(*(report(rank, job.state.freeze_id, Phase.COMPUTE, 7) for rank in range(3)))
     job.close(3)
-    job.wait(1.1, heard=(0, 1, 2))
-    assert job.at(Stage.FREEZING) and not job.told("frozen")
-    job.wait(LEASE_S, heard=(0, 1, 2))
-    assert job.told("death_seen")[0]["rank"] == 3 and job.at(Stage.WRITING)
+    job.wait(1.1, senders=(0, 1, 2))
+    assert job.at(Stage.FREEZING) and not job.logged("frozen")
+    job.wait(LEASE_S, senders=(0, 1, 2))
+    assert job.logged("death_seen")[0]["rank"] == 3 and job.at(Stage.WRITING)
 
 
 def test_when_all_that_come_have_finished_no_gate_is_closed_any_more() -> None:
     job = standby()
     for rank in range(4):
         job.say(replace(coming(rank), finished=True))
-    assert job.told("finished") and not job.told("freeze_sent")
+    assert job.logged("finished") and not job.logged("freeze_sent")
 
 
-def test_nobody_is_dismissed_when_all_have_left_in_peace() -> None:
-    """There is nobody to be told."""
+def test_no_rank_is_dismissed_when_all_have_exited_cleanly() -> None:
+    """None is there to receive it."""
     job = standby()
     job.say(coming(3), Finished(3))
     for rank in (3, 0, 1, 2):
         assert job.at(Stage.GATHERING)
         job.say(killed(rank, "exit code 0"))
-    assert job.at(Stage.OVER) and job.told("finished")
+    assert job.at(Stage.OVER) and job.logged("finished")
     assert not only(job.effects, ev.Send)
 
 
@@ -335,7 +335,7 @@ def test_a_rank_that_had_finished_stays_finished_however_it_ends() -> None:
     job.say(replace(coming(3), finished=True), killed(3, "signal SIGKILL"))
     for rank in range(3):
         job.say(replace(coming(rank), finished=True))
-    assert job.told("finished") and job.at(Stage.OVER)
+    assert job.logged("finished") and job.at(Stage.OVER)
 
 
 def test_a_rank_that_came_and_is_ending_is_waited_for_when_the_others_have_finished() -> None:
@@ -357,26 +357,26 @@ def test_a_rank_whose_end_is_known_is_not_waited_for_when_the_others_have_finish
     assert job.at(Stage.FREEZING)
 
 
-def test_a_rank_whose_end_is_never_told_is_not_waited_for_longer_than_a_lease() -> None:
+def test_a_rank_whose_end_is_never_reported_is_not_waited_for_longer_than_a_lease() -> None:
     """However silent the others are: all that live have come."""
     job = standby()
     job.say(killed(3, "exiting"))
     for rank in range(3):
         job.say(replace(coming(rank), finished=True))
-    job.wait(LEASE_S - 0.1, heard=())
+    job.wait(LEASE_S - 0.1, senders=())
     assert job.at(Stage.GATHERING)
-    job.wait(0.2, heard=())
+    job.wait(0.2, senders=())
     assert job.at(Stage.FREEZING)
 
 
-# --- who is heard while the ranks gather ---
+# --- whose messages come while the ranks gather ---
 
 
-def test_one_rank_that_is_heard_proves_that_it_is_not_the_controller_that_is_cut_off() -> None:
+def test_a_message_of_one_rank_proves_that_the_controller_is_not_cut_off() -> None:
     job = standby()
     job.say(coming(0), coming(1))
-    job.wait(LEASE_S + 0.1, heard=(0,))
-    assert job.told("took_over")[0]["absent"] == (2, 3)
+    job.wait(LEASE_S + 0.1, senders=(0,))
+    assert job.logged("took_over")[0]["absent"] == (2, 3)
 
 
 def test_two_thirds_of_a_lease_in_silence_are_enough_to_wait_for_the_others() -> None:
@@ -391,24 +391,24 @@ def test_two_thirds_of_a_lease_in_silence_are_enough_to_wait_for_the_others() ->
     assert job.at(Stage.GATHERING)
 
 
-def test_a_controller_that_hears_nobody_takes_over_after_the_orphan_timeout_all_the_same() -> None:
+def test_a_controller_that_receives_nothing_takes_over_after_the_orphan_timeout_all_the_same() -> None:
     """It must be true then."""
     job = standby()
     for rank in range(3):
         job.say(coming(rank))
-    job.wait(job.state.settings.orphan_timeout_s - 0.1, heard=())
+    job.wait(job.state.settings.orphan_timeout_s - 0.1, senders=())
     assert job.at(Stage.GATHERING)
-    job.wait(0.1, heard=())
-    assert job.told("took_over")[0]["absent"] == (3,)
+    job.wait(0.1, senders=())
+    assert job.logged("took_over")[0]["absent"] == (3,)
 
 
 def test_when_all_that_came_have_gone_again_nothing_is_taken_over() -> None:
-    """They come back, or the orphan timeout ends it; what a launcher says meanwhile changes nothing."""
+    """They come back, or the orphan timeout ends it; an agent's messages meanwhile change nothing."""
     job = standby()
     job.say(coming(0))
     job.close(0)
     job.say(killed(3), after=LEASE_S + 1.0)
-    assert job.at(Stage.GATHERING) and not job.told("took_over")
+    assert job.at(Stage.GATHERING) and not job.logged("took_over")
 
 
 def test_a_rank_that_comes_again_gives_the_others_no_more_time() -> None:
@@ -417,13 +417,13 @@ def test_a_rank_that_comes_again_gives_the_others_no_more_time() -> None:
     job.say(coming(1), coming(0))
     job.close(0)
     job.say(coming(0), after=1.0)
-    job.wait(LEASE_S - 0.9, heard=(0, 1))
-    assert job.told("took_over")[0]["absent"] == (2, 3)
+    job.wait(LEASE_S - 0.9, senders=(0, 1))
+    assert job.logged("took_over")[0]["absent"] == (2, 3)
 
 
-def test_how_many_groups_there_are_the_rank_says_that_knows_most() -> None:
+def test_the_rank_that_knows_most_groups_sets_their_number() -> None:
     """One that was never welcomed knows of none."""
     job = standby()
     job.say(killed(3), coming(0, groups=0), coming(1, groups=3), coming(2, groups=3))
     job.all_report(7, ranks=(0, 1, 2))
-    assert "1 of 3 shard groups" in job.told("refused")[0]["reason"]
+    assert "1 of 3 shard groups" in job.logged("refused")[0]["reason"]

@@ -1,4 +1,4 @@
-"""Files that ended short, and nobody but a publisher finds it: their writers are done without, and the directory is not."""
+"""Files that ended short, found only by a publisher: their writers are done without, and the directory is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPUTE = Phase.COMPUTE
 
 
 def torn(rank: int, order: PublishOrder, *writers: int) -> StepFailed:
-    """Rank `rank` finds files of these writers that are not what they told."""
+    """Rank `rank` finds files of these writers that are not what they reported."""
     error = "r2_0 has 5 bytes, expected 10"
     return StepFailed(rank, order.freeze_id, "publish", order.tmp_name, error, torn=writers)
 
@@ -31,8 +31,8 @@ def test_what_two_publishers_found_torn_is_written_by_another_holder_in_the_same
     rank, again = job.publish_order()
     assert (rank, again) == (1, order), "one word may be that of a bad mount"
     job.say(torn(1, order, 2))
-    assert job.told("publish_failed")[1]["torn"] == (2,)
-    assert job.told("replanned")[0]["reason"] == "files of rank 2 ended short: r2_0 has 5 bytes, expected 10"
+    assert job.logged("publish_failed")[1]["torn"] == (2,)
+    assert job.logged("replanned")[0]["reason"] == "files of rank 2 ended short: r2_0 has 5 bytes, expected 10"
     assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2}
     asked_again(job, 0, 1, 2)
     orders = job.orders()
@@ -40,7 +40,7 @@ def test_what_two_publishers_found_torn_is_written_by_another_holder_in_the_same
     job.all_write(orders)
     rank, order = job.publish_order()
     job.say(Published(rank, 2, 6, "/a/iter_0000006"))
-    assert job.told("published") and not job.told("refused")
+    assert job.logged("published") and not job.logged("refused")
 
 
 def test_another_publisher_that_finds_nothing_wrong_publishes() -> None:
@@ -48,7 +48,7 @@ def test_another_publisher_that_finds_nothing_wrong_publishes() -> None:
     job.say(torn(rank, order, 1, 2))
     rank, _ = job.publish_order()
     job.say(Published(rank, 1, 6, "/a/iter_0000006"))
-    assert job.at(Stage.EXITING) and not job.told("replanned")
+    assert job.at(Stage.EXITING) and not job.logged("replanned")
 
 
 def test_only_what_both_found_torn_counts() -> None:
@@ -66,18 +66,18 @@ def test_publishers_that_find_different_files_torn_are_followed_by_the_next() ->
 
 
 def test_what_a_third_publisher_says_again_is_proven() -> None:
-    """Another doubt came in between, and rank 3 is left to look: the first doubt is not forgotten for the second."""
+    """Another doubt came in between, and only rank 3 can check: the first doubt is not forgotten for the second."""
     job = ControllerBench()
     job.say(fault(0, CauseKind.EXCEPTION))
     job.all_report(7)
     job.all_write(job.orders())
     _, order = job.publish_order()
     job.say(torn(0, order, 1), torn(1, order, 2), torn(2, order, 1))
-    assert job.told("replanned")[0]["reason"].startswith("files of rank 1 ended short")
+    assert job.logged("replanned")[0]["reason"].startswith("files of rank 1 ended short")
 
 
 def test_the_only_publisher_there_is_is_believed() -> None:
-    """Partners 0 and 1 are left; rank 1 cannot publish, and rank 0 finds its file torn."""
+    """Partners 0 and 1 remain; rank 1 cannot publish, and rank 0 finds its file torn."""
     job = ControllerBench(((0, 1),))
     job.say(killed(1))
     job.say(report(0, 1, COMPUTE, 7))
@@ -85,10 +85,10 @@ def test_the_only_publisher_there_is_is_believed() -> None:
     _, order = job.publish_order()
     job.say(torn(0, order, 0))
     asked_again(job, 0)
-    assert {order.directory for order in job.orders().values()} == {"/b"}, "nobody else has it: the next directory"
+    assert {order.directory for order in job.orders().values()} == {"/b"}, "no other rank has it: the next directory"
 
 
-def test_a_torn_writer_that_nobody_can_do_without_writes_in_the_next_directory() -> None:
+def test_a_torn_writer_that_is_indispensable_writes_in_the_next_directory() -> None:
     """Rank 1 alone holds its shard since rank 3 died."""
     job, _, order = publishing()
     job.say(torn(0, order, 1), torn(1, order, 1))
@@ -112,18 +112,18 @@ def test_a_doubt_stands_when_the_last_that_could_look_again_is_gone(end: str, lo
     if end == "dies":
         job.say(killed(2))
     else:
-        job.wait(job.state.settings.progress_timeout_s + 0.1, heard=(0, 2))
-    assert job.told("replanned")[0]["reason"] == "files of rank 2 ended short: nobody is left to look again"
+        job.wait(job.state.settings.progress_timeout_s + 0.1, senders=(0, 2))
+    assert job.logged("replanned")[0]["reason"] == "files of rank 2 ended short: no other rank can check them"
     asked_again(job, 0)
     orders = job.orders()
     assert sorted(orders) == [0] and orders[0].directory == "/a"
 
 
-def test_words_about_ranks_that_wrote_nothing_are_no_news() -> None:
+def test_reports_about_ranks_that_wrote_nothing_are_ignored() -> None:
     """Rank 3 is dead, and there is no rank 9."""
     job, _, order = publishing()
     job.say(torn(0, order, 3, 9), torn(1, order, 3, 9))
-    assert job.publish_order() == (2, order) and not job.told("replanned")
+    assert job.publish_order() == (2, order) and not job.logged("replanned")
 
 
 def test_doubts_about_one_directory_are_none_about_the_next() -> None:
@@ -138,7 +138,7 @@ def test_doubts_about_one_directory_are_none_about_the_next() -> None:
 
 @pytest.mark.parametrize("writer", [0, 1])
 def test_one_torn_file_does_not_cost_its_node(writer: int) -> None:
-    """Each node has its own directories. Rank 3 is dead, so what rank 1 writes nobody else on another node can."""
+    """Each node has its own directories. Rank 3 is dead, so no rank of another node can write rank 1's share."""
     job = test_places.publishing(3)
     order = job.sent(PublishOrder)[0]
     job.say(torn(0, order, writer), torn(1, order, writer))
@@ -156,12 +156,12 @@ def test_a_fault_of_several_rounds_ends_within_the_total_time_of_its_beginning()
     job, rank, order = publishing(total_timeout_s=120.0, progress_timeout_s=500.0)
     alive = (0, 1, 2)
     assert job.now == 0.0
-    job.wait(50.0, heard=alive)
+    job.wait(50.0, senders=alive)
     job.say(torn(rank, order, 2), torn(1, order, 2))
     assert job.at(Stage.FREEZING) and job.state.freeze_id == 2
     asked_again(job, *alive)
     assert job.at(Stage.WRITING)
-    job.wait(69.9, heard=alive)
-    assert not job.told("refused")
-    job.wait(0.2, heard=alive)
-    assert job.told("refused")[0]["reason"].startswith("the fault was not over after 120 s")
+    job.wait(69.9, senders=alive)
+    assert not job.logged("refused")
+    job.wait(0.2, senders=alive)
+    assert job.logged("refused")[0]["reason"].startswith("the fault was not over after 120 s")

@@ -45,7 +45,7 @@ def attached(saves_alone: bool = True, standbys: tuple[str, ...] = ()) -> Proces
     """A rank that a controller leads."""
     rank = ProcessorBench(1)
     rank.state = replace(rank.state, settings=replace(rank.state.settings, saves_alone=saves_alone))
-    rank.hear(Welcome(1, 3, 1.0, LEASE_S, "any 1 of 4 ranks", standbys))
+    rank.receive(Welcome(1, 3, 1.0, LEASE_S, "any 1 of 4 ranks", standbys))
     return rank
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_every_controller_refused_contributes_it(standbys: tuple[str
     assert reports(refuse(attached(standbys=standbys))) == [True]
 
 
-def test_a_refusal_of_some_controllers_is_no_loss_of_all() -> None:
+def test_a_refusal_of_some_controllers_does_not_count_as_the_loss_of_all() -> None:
     rank = attached(standbys=("c1", "c2"))
     rank.take(Disconnected("connection reset"))
     rank.wait(0.3)
@@ -127,7 +127,7 @@ def test_what_is_frozen_stays_behind_its_gate() -> None:
     assert [effect.code for effect in only(effects, ExitProcess)] == [75]
 
 
-def test_a_rank_that_was_told_to_leave_goes_on_to_the_step_that_all_save() -> None:
+def test_a_preempted_rank_goes_on_to_the_step_that_all_save() -> None:
     """Longer than it waits for a controller; one with a fault besides gives up as ever."""
     for fault, exits in ((False, 0), (True, 1)):
         rank = attached()
@@ -143,8 +143,8 @@ def test_a_step_that_hangs_is_not_waited_for_for_ever() -> None:
     rank = attached()
     rank.take(Noticed("SIGTERM"))
     refuse(rank)
-    told = rank.wait(rank.state.settings.boundary_s + 0.1)
-    assert not only(told, ExitProcess) and rank.state.faults, "the notice is told, but to nobody"
+    effects = rank.wait(rank.state.settings.boundary_s + 0.1)
+    assert not only(effects, ExitProcess) and rank.state.faults, "the notice is reported, but no controller receives it"
     assert not only(rank.wait(ALONE_S - 1.0), ExitProcess)
     (leaving,) = only(rank.wait(2.0), ExitProcess)
     assert leaving.code == 1
@@ -204,7 +204,7 @@ def test_a_rank_exits_after_the_save_with_the_status_of_one_that_was_led(notice:
 
 @pytest.mark.parametrize("led", [True, False])
 def test_a_notice_in_the_save_changes_its_exit_status_alone(led: bool) -> None:
-    """Another rank's notice was the first. A controller that leads this rank since is not told, and no time for a step begins."""
+    """Another rank's notice was the first. A controller that leads this rank since receives none, and no time for a step begins."""
     rank = attached()
     if not led:
         refuse(rank)

@@ -1,4 +1,4 @@
-"""A silent rank whose agent sees its process running has a longer lease; nobody else has."""
+"""A silent rank whose agent sees its process running has a longer lease; no other rank has."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def silent(job: ControllerBench, seconds: float, *vouched: int, pid: int = 0) ->
     """Let rank 1 be silent, heartbeats of the others and vouches for these ranks coming every half second."""
     for _ in range(round(2 * seconds)):
         job.say(Vouch(vouched, tuple(pid or 100 + rank for rank in vouched)))
-        job.wait(0.5, heard=OTHERS)
+        job.wait(0.5, senders=OTHERS)
 
 
 def test_a_rank_whose_process_runs_outlives_its_lease_in_silence() -> None:
     """It is not even suspect: no gate closes while it compiles."""
     job = running()
     silent(job, 8.0, 1)
-    assert job.at(Stage.RUNNING) and not job.told("suspect") and not job.told("death_seen")
+    assert job.at(Stage.RUNNING) and not job.logged("suspect") and not job.logged("death_seen")
     job.say(Heartbeat(1, COMPUTE, 9, steps=8))
     silent(job, 8.0, 1)
-    assert job.at(Stage.RUNNING), "once heard, it has its whole time again"
+    assert job.at(Stage.RUNNING), "after a message it has its whole time again"
 
 
 @pytest.mark.parametrize(("steps", "lease_s"), [(8, 10.0), (7, 30.0), (0, 30.0)])
@@ -48,9 +48,9 @@ def test_an_interpreter_that_is_held_for_good_costs_the_vouched_lease(steps: int
     silent(job, lease_s - 1.5, 1)
     assert job.at(Stage.RUNNING)
     silent(job, 1.0, 1)
-    assert job.told("suspect") and not job.told("death_seen"), "gates close in the last third of a lease"
+    assert job.logged("suspect") and not job.logged("death_seen"), "gates close in the last third of a lease"
     silent(job, 0.5, 1)
-    (death,) = job.told("death_seen")
+    (death,) = job.logged("death_seen")
     assert death["rank"] == 1 and f"{lease_s:.1f} s, although its agent saw the process running" in death["text"]
 
 
@@ -58,24 +58,24 @@ def test_a_node_that_is_lost_keeps_its_time() -> None:
     """The vouch ages with its agent's silence."""
     job = running()
     silent(job, 4.0, 1)
-    job.wait(2.4, heard=OTHERS)
-    assert job.at(Stage.FREEZING) and not job.told("death_seen")
-    job.wait(0.2, heard=OTHERS)
-    assert job.told("death_seen")[0]["rank"] == 1, "3 s after the agent's last word"
+    job.wait(2.4, senders=OTHERS)
+    assert job.at(Stage.FREEZING) and not job.logged("death_seen")
+    job.wait(0.2, senders=OTHERS)
+    assert job.logged("death_seen")[0]["rank"] == 1, "3 s after the agent's last word"
 
 
 def test_a_process_that_is_stopped_is_found_within_the_ordinary_lease() -> None:
     """Its agent vouches for the others only."""
     job = running()
     silent(job, 3.0, *OTHERS)
-    assert [line["rank"] for line in job.told("death_seen")] == [1]
-    assert job.told("death_seen")[0]["text"] == "nothing was heard for 3 s"
+    assert [line["rank"] for line in job.logged("death_seen")] == [1]
+    assert job.logged("death_seen")[0]["text"] == "no message received for 3 s"
 
 
 def test_nothing_is_believed_of_another_process() -> None:
     job = running()
     silent(job, 3.0, 1, pid=77)
-    assert [line["rank"] for line in job.told("death_seen")] == [1]
+    assert [line["rank"] for line in job.logged("death_seen")] == [1]
 
 
 def test_what_was_said_of_an_earlier_process_is_forgotten_with_it() -> None:
@@ -97,7 +97,7 @@ def test_a_vouched_rank_whose_stream_broke_is_waited_for_with_closed_gates() -> 
     job.close(1)
     assert job.at(Stage.FREEZING)
     silent(job, 9.5, 1)
-    assert not job.told("death_seen")
+    assert not job.logged("death_seen")
     job.say(registration(1))
     job.say(*(Heartbeat(rank, COMPUTE, 9) for rank in range(4)))
     assert job.at(Stage.RUNNING)
@@ -107,11 +107,11 @@ def test_a_vouched_rank_that_is_seen_to_end_is_dead_at_once() -> None:
     job = running()
     silent(job, 4.0, 1)
     job.say(killed(1))
-    assert job.told("death_seen")[0]["kind"] == "exited"
+    assert job.logged("death_seen")[0]["kind"] == "exited"
 
 
-def test_a_vouch_is_no_word_of_a_rank() -> None:
-    """All ranks silent: it clears no suspicion, and a controller that hears none of them stays careful."""
+def test_a_vouch_does_not_count_as_a_message_of_its_rank() -> None:
+    """All ranks silent: it clears no suspicion, and a controller that receives nothing of them stays careful."""
     job = running()
     job.close(0, 1, 2, 3)
     job.say(Vouch((0, 1, 2, 3), (100, 101, 102, 103)), after=0.5)
@@ -119,14 +119,14 @@ def test_a_vouch_is_no_word_of_a_rank() -> None:
 
 
 def test_the_loss_of_a_node_is_seen_while_all_others_compile() -> None:
-    """Agents that are heard prove that the controller is not cut off; a lease more may go by, once."""
+    """Messages of agents prove that the controller is not cut off; a lease more may go by, once."""
     job = running()
     for _ in range(12):
         job.take(Tick(), after=0.25)
         job.say(Vouch((0, 1, 2), (100, 101, 102)), after=0.25)
-        if job.told("death_seen"):
+        if job.logged("death_seen"):
             break
-    assert [line["rank"] for line in job.told("death_seen")] == [3] and job.now <= 6.0
+    assert [line["rank"] for line in job.logged("death_seen")] == [3] and job.now <= 6.0
 
 
 def test_a_clock_that_leaps_back_leaves_no_vouch_in_the_future() -> None:
@@ -161,7 +161,7 @@ def standby() -> ControllerBench:
 def gather(job: ControllerBench, seconds: float, *vouched: int) -> None:
     for _ in range(round(2 * seconds)):
         job.say(AgentHello("host1", (1,), (101,)), Vouch(vouched, tuple(100 + rank for rank in vouched)))
-        job.wait(0.5, heard=OTHERS)
+        job.wait(0.5, senders=OTHERS)
 
 
 def test_a_new_controller_waits_for_a_rank_whose_process_runs() -> None:
@@ -169,7 +169,7 @@ def test_a_new_controller_waits_for_a_rank_whose_process_runs() -> None:
     gather(job, 8.0, 1)
     assert job.at(Stage.GATHERING)
     job.say(replace(registration(1), job_groups=2))
-    assert job.at(Stage.FREEZING) and not job.told("death_seen"), "it took over with all ranks"
+    assert job.at(Stage.FREEZING) and not job.logged("death_seen"), "it took over with all ranks"
 
 
 def test_a_new_controller_waits_no_longer_than_ranks_wait_for_one() -> None:
@@ -177,17 +177,17 @@ def test_a_new_controller_waits_no_longer_than_ranks_wait_for_one() -> None:
     gather(job, 14.0, 1)
     assert job.at(Stage.GATHERING)
     gather(job, 1.5, 1)
-    assert job.at(Stage.FREEZING) and job.told("death_seen")[0]["rank"] == 1
+    assert job.at(Stage.FREEZING) and job.logged("death_seen")[0]["rank"] == 1
 
 
-def test_a_new_controller_that_knows_of_a_fault_waits_for_nobody_that_runs() -> None:
+def test_a_new_controller_that_knows_of_a_fault_does_not_wait_for_running_ranks() -> None:
     job = standby()
     job.say(killed(2))
     gather(job, 3.5, 1)
-    assert {line["rank"] for line in job.told("death_seen")} == {1, 2}
+    assert {line["rank"] for line in job.logged("death_seen")} == {1, 2}
 
 
-def test_a_standby_that_nobody_has_come_to_takes_vouches_too() -> None:
+def test_a_standby_without_ranks_takes_vouches_too() -> None:
     job = ControllerBench(assembled=False, standby=1)
     job.say(Vouch((1,), (101,)))
     assert job.at(Stage.STANDBY) and next_deadline(job.state) is None
@@ -205,10 +205,10 @@ def test_a_shard_whose_last_holder_compiles_is_waited_for_before_a_refusal() -> 
     job.say(killed(3), *(report(rank, 1, Phase.DONE, 8, records=[8]) for rank in (0, 2)))
     for _ in range(13):
         job.say(Vouch((1,), (101,)))
-        job.wait(0.5, heard=(0, 2))
-    assert job.at(Stage.FREEZING) and not job.told("refused")
+        job.wait(0.5, senders=(0, 2))
+    assert job.at(Stage.FREEZING) and not job.logged("refused")
     job.say(Heartbeat(1, COMPUTE, 9), report(1, 1, Phase.DONE, 8, records=[8]))
-    assert job.told("decided")[0]["step"] == 8
+    assert job.logged("decided")[0]["step"] == 8
 
 
 def test_a_shard_whose_last_holder_is_held_for_good_is_refused_in_time() -> None:
@@ -217,7 +217,7 @@ def test_a_shard_whose_last_holder_is_held_for_good_is_refused_in_time() -> None
     job.say(killed(3), *(report(rank, 1, Phase.DONE, 8, records=[8]) for rank in (0, 2)))
     for _ in range(17):
         job.say(Vouch((1,), (101,)))
-        job.wait(0.5, heard=(0, 2))
+        job.wait(0.5, senders=(0, 2))
         if job.now >= 5.5 + 2.5 and job.now < 9.0:
-            assert not job.told("refused"), "the round's time is over, and its process runs"
-    assert job.told("refused") and job.now <= 12.0
+            assert not job.logged("refused"), "the round's time is over, and its process runs"
+    assert job.logged("refused") and job.now <= 12.0

@@ -41,7 +41,7 @@ def large_and_small() -> ControllerBench:
 
 def stuck_at(job: ControllerBench) -> float:
     """Let time pass until a rank counts as stuck; return when."""
-    while not job.told("stuck"):
+    while not job.logged("stuck"):
         assert job.state.stage not in (Stage.EXITING, Stage.OVER)
         job.wait(0.5)
     return job.now
@@ -55,7 +55,7 @@ def test_the_largest_share_decides_how_long_writers_are_waited_for(slow_disk: No
     assert stuck_at(large_and_small()) == pytest.approx(PROGRESS_S + SLOW_S, abs=1.0)
 
 
-def test_work_that_gets_on_never_shortens_the_wait_for_a_large_share(slow_disk: None) -> None:
+def test_progress_never_shortens_the_wait_for_a_large_share(slow_disk: None) -> None:
     """A writer on a slow disk says at once that it has begun, and nothing until it is done."""
     job = large_and_small()
     job.say(Working(0, 1), after=1.0)
@@ -106,22 +106,22 @@ def test_roll_forwards_are_waited_for_from_their_order_on() -> None:
     job.say(report(1, 1, DONE, 7, records=[7]))
     assert job.at(Stage.ROLLING)
     job.wait(4.9)
-    assert job.at(Stage.ROLLING) and not job.told("stuck")
+    assert job.at(Stage.ROLLING) and not job.logged("stuck")
     job.wait(0.2)
-    assert job.told("stuck")[0]["ranks"] == (0, 3)
+    assert job.logged("stuck")[0]["ranks"] == (0, 3)
 
 
 # --- the freeze ---
 
 
-def test_a_rank_that_leaves_in_peace_during_a_freeze_is_not_waited_for() -> None:
+def test_a_rank_that_exits_cleanly_during_a_freeze_is_not_waited_for() -> None:
     """Its training had finished, and its launcher saw it end with status 0."""
     job = ControllerBench(freeze_timeout_s=30.0)
     job.say(Finished(3), fault(0, CauseKind.EXCEPTION))
     job.all_report(7, ranks=(0, 1, 2))
     assert job.at(Stage.FREEZING)
     job.say(killed(3, "exit code 0"))
-    assert job.told("left") and job.at(Stage.WRITING)
+    assert job.logged("left") and job.at(Stage.WRITING)
 
 
 def test_a_round_that_is_over_still_waits_for_a_culprit() -> None:
@@ -141,11 +141,11 @@ def test_a_stuck_rank_that_comes_back_is_not_waited_for() -> None:
     job.say(killed(2))
     job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
     job.wait(5.1)
-    assert job.told("stuck")[0]["ranks"] == (0,) and job.at(Stage.FREEZING)
-    job.wait(LEASE_S + 0.1, heard=(1, 3))
-    assert job.told("death_seen")[-1]["rank"] == 0
+    assert job.logged("stuck")[0]["ranks"] == (0,) and job.at(Stage.FREEZING)
+    job.wait(LEASE_S + 0.1, senders=(1, 3))
+    assert job.logged("death_seen")[-1]["rank"] == 0
     job.say(registration(0), report(1, 2, DONE, 7), report(3, 2, DONE, 7))
-    assert job.told("refused") and not job.at(Stage.FREEZING)
+    assert job.logged("refused") and not job.at(Stage.FREEZING)
 
 
 def test_a_round_with_an_update_and_a_silent_rank_is_over_when_both_waits_are() -> None:
@@ -153,9 +153,9 @@ def test_a_round_with_an_update_and_a_silent_rank_is_over_when_both_waits_are() 
     job = ControllerBench(((0, 1), (1, 2), (0, 2)), freeze_timeout_s=10.0, progress_timeout_s=1.0)
     job.say(killed(2))
     job.say(report(0, 1, DONE, 7, records=[7]), report(1, 1, Phase.UPDATING, 7, closed=False, records=[7]))
-    assert job.told("awaiting_updates")
+    assert job.logged("awaiting_updates")
     job.close(0, after=0.5)
-    job.wait(0.6, heard=(1,))
+    job.wait(0.6, senders=(1,))
     assert job.at(Stage.FREEZING) and job.state.fault is not None and job.state.fault.updating
 
 
@@ -166,7 +166,7 @@ def test_the_driver_comes_when_the_total_time_is_over() -> None:
     job.wait(119.9)
     assert next_deadline(job.state) == pytest.approx(120.0)
     job.wait(0.1)
-    assert job.told("refused")
+    assert job.logged("refused")
 
 
 # --- what was tried ---
@@ -181,9 +181,9 @@ def test_a_step_that_no_directory_took_from_any_rank_is_not_asked_for_again() ->
     fails_everywhere(job, 2)
     job.say(*(report(rank, 2, DONE, 7, records=[7]) for rank in (1, 2)))
     job.wait(10.1)
-    assert job.told("decided")[1]["able"] == (1, 2)
+    assert job.logged("decided")[1]["able"] == (1, 2)
     fails_everywhere(job, 2)
-    assert job.told("refused") and job.state.freeze_id == 2
+    assert job.logged("refused") and job.state.freeze_id == 2
 
 
 def fails_everywhere(job: ControllerBench, rank: int) -> None:
@@ -200,17 +200,17 @@ def test_a_dead_ranks_shards_do_not_make_a_takeover_hasty() -> None:
     """Ranks 0, 2 and 3 came, and 3 died: only the absent rank 1 has its shard now, and it has another lease to come."""
     job = standby()
     job.say(coming(0), coming(2), coming(3), killed(3))
-    job.wait(LEASE_S + 0.1, heard=(0, 2))
+    job.wait(LEASE_S + 0.1, senders=(0, 2))
     assert job.at(Stage.GATHERING)
     job.say(coming(1))
-    assert job.at(Stage.FREEZING) and [line["rank"] for line in job.told("death_seen")] == [3]
+    assert job.at(Stage.FREEZING) and [line["rank"] for line in job.logged("death_seen")] == [3]
 
 
-def test_a_rank_that_went_again_does_not_prove_that_the_controller_hears_the_others() -> None:
-    """Rank 2 was heard later than 0 and 1, and its stream broke: nobody that is attached was heard for most of a lease."""
+def test_a_rank_that_went_again_does_not_prove_that_the_controller_receives_the_others() -> None:
+    """Rank 2's last message was later than those of 0 and 1, and its stream broke: no attached rank sent for most of a lease."""
     job = standby()
     job.say(coming(0), coming(1))
     job.say(coming(2), after=1.9)
     job.close(2, after=0.05)
-    job.wait(LEASE_S - 1.9, heard=())
-    assert job.at(Stage.GATHERING) and not job.told("took_over")
+    job.wait(LEASE_S - 1.9, senders=())
+    assert job.at(Stage.GATHERING) and not job.logged("took_over")

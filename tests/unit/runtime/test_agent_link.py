@@ -17,7 +17,7 @@ import pytest
 from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink, request_status
 from ttp.controller.core.facts.state import Stage
-from ttp.controller.journal import read_story
+from ttp.controller.journal import read_events
 from ttp.controller.process import ControllerProcess
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, CauseKind, Exit
@@ -119,7 +119,7 @@ def test_deaths_that_a_lost_controller_knew_are_repeated_to_the_standby(
         until(lambda: link.attached, "the standby's first message")
 
         def deaths() -> list[tuple[object, object]]:
-            lines = list(read_story(tmp_path / "journal0.jsonl"))
+            lines = list(read_events(tmp_path / "journal0.jsonl"))
             return [(line.fields["rank"], line.fields["kind"]) for line in lines if line.event == "death_seen"]
 
         until(lambda: bool(deaths()), "a death")
@@ -256,7 +256,7 @@ def test_a_silent_rank_lives_while_the_launcher_sees_its_process_run(
         until(lambda: dead() == [1, 2], "the end of the lease of a rank that does not run")
 
     def deaths() -> list[object]:
-        return [line.fields["rank"] for line in read_story(tmp_path / "journal0.jsonl") if line.event == "death_seen"]
+        return [line.fields["rank"] for line in read_events(tmp_path / "journal0.jsonl") if line.event == "death_seen"]
 
     until(lambda: len(deaths()) == 2, "both deaths in the journal, which is written behind the answers")
     assert deaths() == [2, 1]

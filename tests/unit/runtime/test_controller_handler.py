@@ -87,7 +87,7 @@ class Bench:
         self.status: list[Any] = []
         journal: Any = SimpleNamespace(
             wants_state=False, starting_state=lambda state: None, input=lambda now, event: None,
-            story=lambda unix_s, monotonic_s, event, fields: self.logged.append(event),
+            write_event=lambda unix_s, monotonic_s, event, fields: self.logged.append(event),
         )  # fmt: skip
         settings = ControllerSettings("job", 1, 4, heartbeat_s=1.0, lease_s=3.0)
         self.handler = Handler(settings, journal, supersede=lambda address: None, clock=lambda: self.now)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ttp.controller.agent_link import request_status
-from ttp.controller.journal import read_story
+from ttp.controller.journal import read_events
 from ttp.controller.parent_watch import Guardians
 
 from .conftest import LONG_S, StartController
@@ -65,7 +65,7 @@ def test_sigterm_does_not_end_a_standby_that_is_guarded(
     standby = new_controller(standby=1, term=2, guardians=(children[0].pid,))
     standby.terminate()
     deadline = time.monotonic() + LONG_S
-    while not any(line.event == "stays" for line in read_story(tmp_path / "journal0.jsonl")):
+    while not any(line.event == "stays" for line in read_events(tmp_path / "journal0.jsonl")):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert request_status(standby.address).stage == "standby"

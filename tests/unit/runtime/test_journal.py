@@ -12,8 +12,9 @@ import pytest
 
 from ttp.controller import journal as journals
 from ttp.controller.core.facts.events import ControllerSettings, Event, HeartbeatBatch, Received, StreamClosed, Tick
+from ttp.controller.core.facts.state import Gathering
 from ttp.controller.core.machine import initial, transition
-from ttp.controller.journal import Journal, inputs_path, read_inputs, read_story, replay
+from ttp.controller.journal import Journal, inputs_path, read_events, read_inputs, replay
 from ttp.controller.json_codec import from_json, to_json
 from ttp.proto.messages import (
     Cause,
@@ -97,11 +98,11 @@ def test_a_segment_is_full_by_its_bytes_and_not_by_its_lines(tmp_path: Path) -> 
 def test_the_event_log_is_json_with_both_clocks_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, SETTINGS)
-    journal.story(100.5, 7.25, "frozen", {"ranks": (0, 1), "norm": math.nan, "by": {"1": Phase.READY}})
+    journal.write_event(100.5, 7.25, "frozen", {"ranks": (0, 1), "norm": math.nan, "by": {"1": Phase.READY}})
     journal.close()
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"unix_s": 101')
-    (line,) = read_story(path)
+    (line,) = read_events(path)
     assert (line.unix_s, line.monotonic_s, line.event) == (100.5, 7.25, "frozen")
     assert line.fields == {"ranks": [0, 1], "norm": "nan", "by": {"1": 1}}
 
@@ -114,7 +115,7 @@ def test_a_full_disk_loses_lines_says_so_once_and_stops_nothing(
     journal = Journal(path, SETTINGS)
     for number in range(2000):
         journal.input(float(number), Tick())
-        journal.story(0.0, float(number), "frozen", {})
+        journal.write_event(0.0, float(number), "frozen", {})
     journal.close()
     complaints = capsys.readouterr().err.splitlines()
     assert len(complaints) == 1 and "lost lines" in complaints[0]
@@ -139,9 +140,15 @@ def test_a_type_has_the_name_that_journals_have_always_had() -> None:
 
 
 def test_a_field_has_the_name_that_journals_have_always_had() -> None:
-    members = to_json(initial(SETTINGS, 0.0))["members"]
-    assert "amnesty" in members and "leases_renewed_at" not in members
-    assert from_json(members) == initial(SETTINGS, 0.0).members
+    members = initial(SETTINGS, 0.0).members
+    for written, name, value in [
+        ("amnesty", "leases_renewed_at", members),
+        ("heard", "received_at", members.table[0]),
+        ("heard_at", "last_message_at", Gathering(deadline=3.0, last_message_at=2.0)),
+    ]:
+        encoded = to_json(value)
+        assert written in encoded and name not in encoded
+        assert from_json(encoded) == value
 
 
 def test_a_stage_is_written_as_journals_have_always_had_it() -> None:
@@ -173,14 +180,14 @@ def test_lines_wait_for_a_busy_driver_but_not_for_long(tmp_path: Path, monkeypat
     journal = Journal(path, SETTINGS)
     journal.driver_busy()
     for number in range(3 * journals.LINES_AT_ONCE):
-        journal.story(0.0, number, "decided", {})
-    assert not list(read_story(path)), "written while the driver was busy"
+        journal.write_event(0.0, number, "decided", {})
+    assert not list(read_events(path)), "written while the driver was busy"
     monkeypatch.setattr(journals, "PATIENCE_S", 0.001)
     journal.driver_idle()
     journal.driver_busy()
-    journal.story(0.0, -1, "published", {})
+    journal.write_event(0.0, -1, "published", {})
     deadline = time.monotonic() + 30.0
-    while not (lines := list(read_story(path))) or lines[-1].event != "published":
+    while not (lines := list(read_events(path))) or lines[-1].event != "published":
         assert time.monotonic() < deadline, "the journal waits for a driver that never rests"
         time.sleep(0.005)
     assert [line.monotonic_s for line in lines] == [*range(3 * journals.LINES_AT_ONCE), -1]
@@ -192,6 +199,6 @@ def test_closing_does_not_wait_for_the_driver(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, SETTINGS)
     journal.driver_busy()
-    journal.story(0.0, 1.0, "finished", {})
+    journal.write_event(0.0, 1.0, "finished", {})
     journal.close()
-    assert [line.event for line in read_story(path)] == ["finished"]
+    assert [line.event for line in read_events(path)] == ["finished"]

@@ -12,7 +12,7 @@ import pytest
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.driver import Driver
 from ttp.controller.handler import Addressed, Item, StatusAsked, StopWhenUnused, StreamEnded, StreamMessage
-from ttp.controller.journal import Journal, read_story
+from ttp.controller.journal import Journal, read_events
 from ttp.proto.codec import UpwardParcel
 from ttp.proto.messages import Registration, ShardGroup
 from ttp.proto.status import JobStatus
@@ -82,10 +82,10 @@ class Driven:
                 return False
         return True
 
-    def story(self) -> list[str]:
+    def logged_events(self) -> list[str]:
         self.driver.join(LONG_S)
         self._journal.close()
-        return [line.event for line in read_story(self.path)]
+        return [line.event for line in read_events(self.path)]
 
     def close(self) -> None:
         """End the driver, whatever it waits for."""
@@ -125,7 +125,7 @@ def test_a_rank_whose_stream_breaks_for_a_moment_finds_its_controller_again(cont
     assert not controller.receive(StreamEnded(second)) and controller.lasts(0.8 * LEASE_S)
     assert not controller.lasts(0.5 * LEASE_S)
     assert controller.reason == "SIGTERM"
-    events = controller.story()
+    events = controller.logged_events()
     assert events.count("stays") == 1 and events[-1] == "stopped"
 
 
@@ -141,7 +141,7 @@ def test_time_in_which_the_controller_stood_still_is_not_taken_from_the_ranks(co
 def test_a_controller_that_no_rank_has_come_to_leaves_at_once(controller: Driven) -> None:
     """No rank has a state to save under it."""
     assert controller.receive(ASKED)
-    assert controller.story() == ["stopped"]
+    assert controller.logged_events() == ["stopped"]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -153,4 +153,4 @@ def test_a_standby_leaves_unless_somebody_guards_it(tmp_path: Path, guarded: boo
         assert standby.lasts(2 * LEASE_S) is guarded
     finally:
         standby.close()
-    assert standby.story() == (["stays"] if guarded else ["stopped"])
+    assert standby.logged_events() == (["stays"] if guarded else ["stopped"])

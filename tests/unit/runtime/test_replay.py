@@ -26,11 +26,11 @@ def record(path: Path, events: list[Event], segment_bytes: int = 1 << 20) -> Non
         try:
             state, effects = transition(state, event, float(number))
         except ProtocolError as error:
-            journal.story(0.0, float(number), "protocol_error", {"text": str(error)})
+            journal.write_event(0.0, float(number), "protocol_error", {"text": str(error)})
             continue
         for effect in effects:
             if isinstance(effect, Line):
-                journal.story(0.0, float(number), effect.event, effect.fields)
+                journal.write_event(0.0, float(number), effect.event, effect.fields)
         assert journal.wait_written()
         if journal.wants_state:
             journal.starting_state(state)

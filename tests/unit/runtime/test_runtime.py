@@ -18,7 +18,7 @@ from ttp.controller.agent_link import AgentLink, request_shutdown, request_statu
 from ttp.controller.core.facts.events import HeartbeatBatch, Received
 from ttp.controller.core.facts.events import Journal as JournalEffect
 from ttp.controller.core.machine import transition
-from ttp.controller.journal import inputs_path, read_inputs, read_story, replay
+from ttp.controller.journal import inputs_path, read_events, read_inputs, replay
 from ttp.controller.process import CannotListen, ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable, TornShare
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Heartbeat, Phase, PublishOrder
@@ -27,9 +27,9 @@ from ttp.proto.stream import ControlStream
 from .conftest import LONG_S, Rank, StartController, StartRanks, commit_record, until
 
 
-def story(controller: ControllerProcess, tmp_path: Path) -> list[str]:
+def logged_events(controller: ControllerProcess, tmp_path: Path) -> list[str]:
     controller.wait(LONG_S)
-    return [line.event for line in read_story(tmp_path / "journal0.jsonl")]
+    return [line.event for line in read_events(tmp_path / "journal0.jsonl")]
 
 
 def test_a_fault_is_carried_from_the_agents_report_to_the_exit(
@@ -61,7 +61,7 @@ def test_a_fault_is_carried_from_the_agents_report_to_the_exit(
     assert not ranks[0].gate.thaw(1), "the gate stays closed after a roll forward"
     agent.close()
     ranks[1].processor.stop()
-    events = story(controller, tmp_path)
+    events = logged_events(controller, tmp_path)
     expected = ["assembled", "death_seen", "freeze_sent", "frozen", "decided", "write_sent", "published", "exit_sent"]
     assert [event for event in events if event in expected][: len(expected)] == expected
 
@@ -81,7 +81,7 @@ def test_an_update_that_outlasts_the_freeze_is_saved_once_it_ends(
     agent = AgentLink(controller.address, "job", "host", (1,), (1001,))
     agent.worker_exit(1, 1001, "signal SIGKILL")
     journal = tmp_path / "journal0.jsonl"
-    until(lambda: "awaiting_updates" in [line.event for line in read_story(journal)], "the controller to wait")
+    until(lambda: "awaiting_updates" in [line.event for line in read_events(journal)], "the controller to wait")
     gate.end_update(4)
     assert ranks[0].exited.wait(LONG_S)
     (order,) = ranks[0].holder.published
@@ -103,7 +103,7 @@ def test_a_recorded_run_replays_to_the_same_effects(
     agent.close()
     for rank in ranks:
         rank.processor.stop()
-    reported = story(controller, tmp_path)
+    reported = logged_events(controller, tmp_path)
     recording = read_inputs(inputs_path(tmp_path / "journal0.jsonl"))
     assert recording.settings.world_size == 3
     replayed = [
@@ -140,7 +140,7 @@ def test_a_killed_process_freezes_the_others_at_once(
             rank.processor.stop()
         for thread in set(threading.enumerate()) - before:
             thread.join(LONG_S)
-    reported = story(controller, tmp_path)
+    reported = logged_events(controller, tmp_path)
     assert reported.index("freeze_sent") < reported.index("death_seen"), "it waited for the lease"
 
 
@@ -155,7 +155,7 @@ def test_a_rank_whose_stream_only_broke_thaws_everyone(
     stream = ranks[1].processor._handler.stream
     assert stream is not None
     stream.close()
-    until(lambda: "thawed" in {line.event for line in read_story(tmp_path / "journal0.jsonl")}, "thawed")
+    until(lambda: "thawed" in {line.event for line in read_events(tmp_path / "journal0.jsonl")}, "thawed")
     trainers = [threading.Thread(target=rank.train_to, args=(5,), daemon=True) for rank in ranks]
     for trainer in trainers:
         trainer.start()
@@ -279,7 +279,7 @@ def test_sigterm_ends_a_controller_only_when_its_ranks_have_gone(
     rank = Rank(0, 1, lambda: controller.address, str(tmp_path))
     assert rank.processor.wait_welcomed(LONG_S) is not None
     controller.terminate()
-    until(lambda: any(line.event == "stays" for line in read_story(tmp_path / "journal0.jsonl")), "its word")
+    until(lambda: any(line.event == "stays" for line in read_events(tmp_path / "journal0.jsonl")), "its word")
     assert request_status(controller.address).ranks[0].attached
     rank.processor.stop()
     assert controller.wait(LONG_S) == 0
@@ -428,7 +428,7 @@ def test_a_lost_parent_is_the_ranks_own_fault(new_controller: StartController, t
     launcher.stdin.close()
     until(lambda: not Path(f"/proc/{rank_pid}").exists() or is_zombie(rank_pid), "the orphan has left")
     assert controller.wait(LONG_S) == 0
-    (death,) = [line for line in read_story(tmp_path / "journal0.jsonl") if line.event == "published"]
+    (death,) = [line for line in read_events(tmp_path / "journal0.jsonl") if line.event == "published"]
     assert death.fields
 
 
