@@ -28,13 +28,13 @@ def judge(world: World, situation: Situation) -> tuple[str, str]:
         return "trained on", f"I11: ranks {unfinished} were dismissed before they had finished" if unfinished else ""
     published = [fact for fact in facts if fact.event == "published"]
     if published:
-        told = next(it.facts for it in controllers if published[0] in it.facts)
-        newest = max((fact.step for fact in told if fact.event == "frozen"), default=0)
+        logged = next(it.facts for it in controllers if published[0] in it.facts)
+        newest = max((fact.step for fact in logged if fact.event == "frozen"), default=0)
         if newest > published[0].step:
-            return "published", f"I6: step {published[0].step} was published although a rank told record {newest}"
+            return "published", f"I6: step {published[0].step} was published although a rank reported record {newest}"
         return _of_published(world, situation, published[0].path, published[0].step)
     if world.disk(situation).published and alone:
-        return "published, and nobody was told", ""
+        return "published, and no controller logged it", ""
     if alone:
         return "without a controller", ""
     refused = [fact.reason for fact in facts if fact.event == "refused"]
@@ -64,5 +64,5 @@ def _of_refusal(world: World, situation: Situation, ranks: list[Rank], reason: s
 
 
 def _is_sound(rank: Rank) -> bool:
-    """Nothing befell it: it left because it was told to."""
+    """No fault affected it: it exited on order."""
     return rank.ended in ("exit code 75", "exit code 0", "exit code 1") and not rank.unsound

@@ -84,7 +84,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
 
 
 def _causes(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:
-    """Sort the causes; what peers told is of no account once a culprit is known."""
+    """Sort the causes; peer errors do not count once a culprit is known."""
     if has_culprit(causes):
         causes = tuple(cause for cause in causes if cause.kind is not CauseKind.PEER_ERROR)
     return tuple(sorted(set(causes), key=repr))

@@ -1,4 +1,4 @@
-"""One controller of the model: the shipped machine, the streams it knows, and what it has told, as a value."""
+"""One controller of the model: the shipped machine, the streams it knows, and what it has logged, as a value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Out = tuple[str, object]
 """("send", (ranks, message)), ("supersede", addresses), ("over", reason)."""
 
 _A_CAUSE = Cause(CauseKind.EXITED, (), "")
-_TOLD = ("published", "refused", "finished", "frozen")
+_LOGGED = ("published", "refused", "finished", "frozen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Fact:
 
     event: str
     step: int = 0
-    """Of `frozen`: of the newest commit record that a rank told."""
+    """Of `frozen`: of the newest commit record that a rank reported."""
     path: str = ""
     reason: str = ""
 
@@ -109,7 +109,7 @@ class Turn:
                     pass
 
     def _note(self, event: str, fields: dict[str, object]) -> None:
-        if event not in _TOLD:
+        if event not in _LOGGED:
             return
         records = fields.get("records", ())
         step = max(records, default=0) if isinstance(records, tuple) and records else fields.get("step", 0)
@@ -137,8 +137,8 @@ def tick(shape: Shape, controller: Controller) -> tuple[Controller, tuple[Out, .
     return Turn(controller).ended()
 
 
-def hear(shape: Shape, controller: Controller, rank: int, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
-    """A rank says something on its stream. What comes on an older stream than its newest is not listened to."""
+def receive(shape: Shape, controller: Controller, rank: int, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
+    """A message of a rank on its stream. What comes on an older stream than its newest is ignored."""
     turn = Turn(controller)
     if isinstance(message, Registration):
         turn.controller = replace(controller, streams=controller.streams | {rank})
@@ -147,7 +147,7 @@ def hear(shape: Shape, controller: Controller, rank: int, message: Upward) -> tu
     return turn.ended()
 
 
-def agent_says(shape: Shape, controller: Controller, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
+def receive_from_agent(shape: Shape, controller: Controller, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
     turn = Turn(controller)
     turn.take(ev.Received(message))
     return turn.ended()

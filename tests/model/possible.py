@@ -86,7 +86,7 @@ class Possibilities:
         if not it.running:
             return []
         found: list[Action] = [
-            ("hear", place, rank) for rank in range(self.shape.world_size) if situation.up[rank * places + place]
+            ("deliver", place, rank) for rank in range(self.shape.world_size) if situation.up[rank * places + place]
         ]
         attached = not any(self.controller(situation, earlier).running for earlier in range(place))
         found += [

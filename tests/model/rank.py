@@ -91,7 +91,7 @@ def first(shape: Shape, number: int) -> Rank:
 
 
 def _remains(shape: Shape, rank: Rank, text: str) -> Rank:
-    """Return what is left to know of a rank whose process has ended."""
+    """Return what remains to know of a rank whose process has ended."""
     known = replace(first(shape, rank.number), came=rank.came, ended=text, broken=rank.broken)
     gate = Gate(state=rank.gate.state) if text == "exit code 0" else Gate()
     return replace(known, gate=gate, unsound=rank.unsound)

@@ -60,7 +60,7 @@ class Search:
         self._pack = struct.Struct(f"{size}i").pack
 
     def run(self, limit: int = 0, tell: Callable[[Found], None] | None = None) -> Found:
-        """Search until nothing is left, a violation is found, or `limit` states were seen (0: no limit)."""
+        """Search until all states are seen, a violation is found, or `limit` states were seen (0: no limit)."""
         with seldom_collected():
             return self._run(limit, tell)
 
@@ -149,8 +149,8 @@ class Search:
         return steps
 
     def _can_go_on_later(self, situation: Situation, action: Action) -> bool:
-        """True for a stopped controller's going on that concerns nobody who runs: no rank that runs has a stream to it or looks for
-        one, and no launcher would turn to it with news that another controller waits for."""
+        """True for a stopped controller's going on that concerns no running rank: none has a stream to it or looks for
+        one, and no agent would turn to it with news that another controller waits for."""
         if action[0] != "controller resume":
             return False
         place, views = action[1], map(self.world.views.__getitem__, situation.ranks)
@@ -171,9 +171,9 @@ class Search:
             member = controller.state.members.table[rank]
             if channel[0] == CLOSED:
                 if member.dead is not None and not member.attached:
-                    return [("hear", place, rank)]
+                    return [("deliver", place, rank)]
             elif is_stale(controller.state, world.of_messages.values[channel[0]]) and not member.suspect:
-                return [("hear", place, rank)]
+                return [("deliver", place, rank)]
         for index, channel in enumerate(situation.down):
             if not channel or not isinstance(world.of_messages.values[channel[0]], Welcome | Successors):
                 continue
@@ -185,7 +185,7 @@ class Search:
         return None
 
     def _all_the_same(self, situation: Situation) -> list[Action] | None:
-        """Return one action where nothing can go wrong any more and only training goes on: its end does not depend on the
+        """Return one action where nothing can go wrong any more and training only continues: its end does not depend on the
         order."""
         world, values = self.world, self.world.of_messages.values
         if situation.faults_left or world.possible(situation):
@@ -204,7 +204,7 @@ class Search:
         return world.ordinary(situation)[:1] or None
 
     def _one_rank(self, situation: Situation) -> list[Action] | None:
-        """Return the actions of one rank that has something to receive, and whose training thread waits for nobody: all
+        """Return the actions of one rank that has something to receive, and whose training thread does not wait: all
         others can wait for them."""
         world, places = self.world, len(situation.controllers)
         for rank, number in enumerate(situation.ranks):
@@ -234,12 +234,12 @@ class Search:
             message = world.of_messages.values[channel[0]]
             if is_awaited(controller.state, message) and world.changes_no_stage(situation, place, rank, message):
                 faults = [*world.faults_of(situation, rank), *world.faults_of_controller(situation, place)]
-                return [*faults, ("hear", place, rank)]
+                return [*faults, ("deliver", place, rank)]
         return None
 
 
 def is_awaited(state: ControllerState, message: object) -> bool:
-    """True for an answer that the controller's next decision waits for, whatever else it hears before."""
+    """True for an answer that the controller's next decision waits for, whatever else it receives before."""
     fault, dump = state.fault, state.dump
     if isinstance(message, Finished):
         return state.members.finished < state.settings.world_size - 1

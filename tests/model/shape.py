@@ -1,4 +1,4 @@
-"""What is searched: the job's size, its settings, and what may befall it."""
+"""What is searched: the job's size, its settings, and the faults that may happen."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Shape:
         return tuple(f"g{index}" for index in range(len(self.holders)))
 
     def spent_by(self, kind: str) -> int:
-        """Return the bit of a kind that cannot come any more once it came; 0: it may come again, or is no fault."""
+        """Return the bit of a kind that cannot come any more once it came; 0: it may come again, or does not count as a fault."""
         return 1 << FAULTS.index(kind) if self.each_once and kind in FAULTS else 0
 
     def groups_of(self, rank: int) -> tuple[ShardGroup, ...]:

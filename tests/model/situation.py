@@ -14,12 +14,12 @@ CLOSED = 0
 HELLO = 1
 """In a channel up: a rank asks a controller that does not run for a stream."""
 SUPERSEDED = -1
-"""Among the news for a controller: a newer one tells it to end."""
+"""Among the news for a controller: a newer one orders it to end."""
 GREETING = 2
 """In a channel down: the answer to that."""
 
 Action = tuple[Any, ...]
-"""(kind, what it befalls, ...)."""
+"""(kind, what it affects, ...)."""
 
 
 class Situation(NamedTuple):

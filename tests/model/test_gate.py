@@ -42,7 +42,7 @@ class Ordered:
 
 
 class NotedMachine:
-    """Orders what it is told to, and keeps the answers of gate and work thread."""
+    """Gives the orders of its list, and keeps the answers of gate and work thread."""
 
     def __init__(self) -> None:
         self.answers: list[ev.Event] = []

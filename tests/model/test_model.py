@@ -55,7 +55,7 @@ def searched(shape: Shape, reduced: bool = True, limit: int = 0) -> Found:
     return Search(World(shape), reduced).run(limit)
 
 
-def told(found: Found) -> str:
+def described(found: Found) -> str:
     """Return a violation with the way to it, for a failing test."""
     return "\n".join([found.violation, *(" ".join(map(str, action)) for action in found.path)])
 
@@ -79,7 +79,7 @@ def test_no_order_of_faults_and_messages_violates_an_invariant() -> None:
 
 def _holds(name: str, found: Found, outcomes: set[str]) -> None:
     print(f"{name}: {found.states} states, {found.ends} ends, {found.seconds:.1f} s: {dict(found.outcomes)}")
-    assert not found.violation, told(found)
+    assert not found.violation, described(found)
     assert found.complete
     assert outcomes <= set(found.outcomes)
 
@@ -101,7 +101,7 @@ def test_the_reduction_loses_no_outcome(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=LONG)])
-def test_a_stopped_controller_that_nobody_speaks_to_may_go_on_later(kind: str) -> None:
+def test_a_stopped_controller_without_messages_may_go_on_later(kind: str) -> None:
     """Two faults in a job of two ranks, the controller being stopped one of them: the reduction for it loses no outcome either."""
     shape = Shape(steps=1, faults=2, kinds=(kind, "controller stop"), each_once=True, holders=((0, 1),))
     whole, reduced = searched(shape, reduced=False), searched(shape)
@@ -144,7 +144,7 @@ def test_pairs_of_kinds_are_all_ways_to_have_two_faults() -> None:
 
 
 def test_a_pair_is_searched_from_the_command_line() -> None:
-    """As far as it is told to; what is left is said."""
+    """As far as the limit allows; what it did not search is printed."""
     command = [sys.executable, "-m", "tests.model.pairs", "--workers", "1", "--most", "300", "raise+kill"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -39,7 +39,7 @@ class World(Possibilities):
         while any(self.rank(situation, rank).main == "start" for rank in range(size)):
             situation = self.apply(situation, self.ordinary(situation)[0])
         while any(situation.up) or any(situation.down):
-            messages = [action for action in self.ordinary(situation) if action[0] in ("receive", "hear")]
+            messages = [action for action in self.ordinary(situation) if action[0] in ("receive", "deliver")]
             situation = self.apply(situation, messages[0])
         while min(self.rank(situation, rank).gate.step for rank in range(size)) <= shape.calm_steps:
             behind = [
@@ -98,7 +98,7 @@ class World(Possibilities):
     def changes_no_stage(self, situation: Situation, place: int, rank: int, message: Hashable) -> bool:
         """True for a message that its controller takes without saying anything or going on to another stage."""
         number = situation.controllers[place]
-        after, out = self._controller_step(number, controllers.hear, rank, message)
+        after, out = self._controller_step(number, controllers.receive, rank, message)
         values = self.of_controllers.values
         return not out and values[after].state.stage is values[number].state.stage
 
@@ -117,11 +117,11 @@ class World(Possibilities):
         channels[index] = (*channels[index], number)
 
     def _beat_up(self, draft: Draft, rank: int, what: Any) -> None:
-        """Heartbeats are heard at once: they only say that nothing is wrong."""
+        """Heartbeats are received at once: they only show that nothing is wrong."""
         place, message = what
         controller, index = self.controller(draft, place), rank * len(draft.controllers) + place
         if controller.running and rank in controller.streams and not draft.up[index]:
-            self._on_controller(draft, place, controllers.hear, rank, message)
+            self._on_controller(draft, place, controllers.receive, rank, message)
 
     def _connect(self, draft: Draft, rank: int, place: Any) -> None:
         self._let_go(draft, rank)
@@ -165,11 +165,11 @@ class World(Possibilities):
     # from controllers
 
     def _send_down(self, draft: Draft, place: int, what: Any) -> None:
-        told, message = what
+        ranks, message = what
         if isinstance(message, Thaw):
             draft.thawed_up_to = max(draft.thawed_up_to, message.freeze_id)
         places, number = len(draft.controllers), self.of_messages.of(message)
-        for rank in told:
+        for rank in ranks:
             self._one_down(draft, place, rank, rank * places + place, number)
 
     def _one_down(self, draft: Draft, place: int, rank: int, index: int, number: int) -> None:
@@ -185,7 +185,7 @@ class World(Possibilities):
                 draft.exits.add((older, SUPERSEDED))
 
     def _controller_over(self, draft: Draft, place: int, reason: Any) -> None:
-        """Nobody listens there any more; what it had sent still arrives."""
+        """There is no reader any more; what it had sent still arrives."""
         places = len(draft.controllers)
         for rank in range(self.shape.world_size):
             index = rank * places + place
@@ -211,7 +211,7 @@ class World(Possibilities):
             message = self.of_messages.values[number]
             self._on_rank(draft, rank, ranks.receive, message)
 
-    def _hear(self, draft: Draft, place: int, rank: int) -> None:
+    def _deliver(self, draft: Draft, place: int, rank: int) -> None:
         index = rank * len(draft.controllers) + place
         number, *rest = draft.up[index]
         draft.up[index] = tuple(rest)
@@ -221,7 +221,7 @@ class World(Possibilities):
             if self.rank(draft, rank).link == place and not rest:
                 self._append(draft.down, index, GREETING)
         else:
-            self._on_controller(draft, place, controllers.hear, rank, self.of_messages.values[number])
+            self._on_controller(draft, place, controllers.receive, rank, self.of_messages.values[number])
 
     def _exit(self, draft: Draft, place: int, rank: int) -> None:
         draft.exits.discard((place, rank))
@@ -229,7 +229,7 @@ class World(Possibilities):
             self._on_controller(draft, place, controllers.killed, "superseded")
             return
         report = WorkerExit(rank, 100 + rank, self.rank(draft, rank).ended, 0.0)
-        self._on_controller(draft, place, controllers.agent_says, report)
+        self._on_controller(draft, place, controllers.receive_from_agent, report)
 
     def _begin(self, draft: Draft, rank: int) -> None:
         draft.committed = max(draft.committed, self.rank(draft, rank).gate.step)
@@ -316,7 +316,7 @@ class World(Possibilities):
     def wait(self, situation: Situation) -> Situation | None:
         """Let time pass until something can happen again; None: nothing ever will, unless a stopped process goes on.
 
-        Called where no ordinary action is left. Whoever runs is heard all the while.
+        Called where no ordinary action remains. All that run send heartbeats all the while.
         """
         if not self.anybody(situation):
             return None
@@ -358,7 +358,7 @@ class World(Possibilities):
         return draft.done()
 
     def _beats(self, draft: Draft, place: int) -> None:
-        """The controller is heard by all that have nothing else to hear from it."""
+        """The controller receives a heartbeat of every rank that has nothing else to send to it."""
         places = len(draft.controllers)
         for rank in range(self.shape.world_size):
             it, index = self.rank(draft, rank), rank * places + place
@@ -387,7 +387,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "gathered": lambda world, draft, rank: world._on_rank(draft, rank, ranks.gathered),
     "end roll": lambda world, draft, rank: world._on_rank(draft, rank, ranks.end_roll),
     "disk": World._disk_work,
-    "hear": World._hear,
+    "deliver": World._deliver,
     "exit": World._exit,
     "resume": lambda world, draft, rank: world._on_rank(draft, rank, ranks.resumed),
     "late end": lambda world, draft, rank: world._on_rank(draft, rank, ranks.end_update),

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
     from tests.simulation.job import Job
 
-TOLD_WITHIN_S = 0.3
+KNOWN_WITHIN_S = 0.3
 """What a controller that is not away says to a launcher has come by then."""
 
 
 class Agent:
-    """Knows the first controller, and later those of which it is told. Looks now and then whether its controller is there;
-    goes on to the next one when nobody listens or a lease has passed in silence, and tells that one everything again."""
+    """Knows the first controller, and later those that it learns of. Checks now and then whether its controller is there;
+    goes on to the next one when none listens or a lease has passed in silence, and reports everything to that one again."""
 
     def __init__(self, job: Job, host: int) -> None:
         self.job, self.host = job, f"host{host}"
@@ -37,7 +37,7 @@ class Agent:
         """The controller in its place, once it was looked for."""
         self._lease_s = inf
         self._exits: list[WorkerExit] = []
-        self._heard = 0.0
+        self._received_at = 0.0
         self._fence = 0
         """The highest term of a controller that has said something."""
         self._fenced = False
@@ -74,7 +74,7 @@ class Agent:
             self.job.scheduler.after(self.job.times.heartbeat_s, self._vouch)
 
     def take_in(self, controller: Controller, message: Downward) -> None:
-        """The controller says something: it comes when the network carries it, and while the launcher is still there."""
+        """A message of the controller comes when the network carries it, and while the agent is still there."""
 
         def learn() -> None:
             if self.lost or self.controller is not controller or self._link is None:
@@ -89,7 +89,7 @@ class Agent:
     def _say(self, message: Upward) -> None:
         controller, link = self.controller, self._link
         assert link is not None
-        self.job.scheduler.at(self._arrival(), lambda: controller.hear_agent(link, message))
+        self.job.scheduler.at(self._arrival(), lambda: controller.receive_from_agent(link, message))
 
     def _arrival(self) -> float:
         controller = self.controller
@@ -120,24 +120,24 @@ class Agent:
 
     def _look(self) -> None:
         controller, now = self.controller, self.job.scheduler.now
-        if controller.heard and not self._fenced:
-            self._heard, self._fence = now, max(self._fence, controller.term if self._link is not None else 0)
-        elif now >= self.came_s and (controller.gone or self._fenced or now >= self._heard + self._lease_s):
+        if controller.sends and not self._fenced:
+            self._received_at, self._fence = now, max(self._fence, controller.term if self._link is not None else 0)
+        elif now >= self.came_s and (controller.gone or self._fenced or now >= self._received_at + self._lease_s):
             self._detach()
             self.addresses += [address for address in self.job.standbys.listed if address not in self.addresses]
             self._place, self._of_place = (self._place + 1) % len(self.addresses), None
-            self._heard = now
+            self._received_at = now
             self._attach()
         if not self.lost:
             self.job.scheduler.after(self.job.rng.uniform(0.05, 0.15), self._look)
 
-    def not_told_of(self) -> tuple[str, ...]:
+    def unknown_standbys(self) -> tuple[str, ...]:
         """Return the standbys that the first controller knew a while before its last line, and that this launcher does not know."""
         first = self.job.controllers[0]
-        if self.lost or first.absences or not first.story:
+        if self.lost or first.absences or not first.journal:
             return ()
-        known_until_s = first.story[-1][0] - TOLD_WITHIN_S
-        lines = [line for at, line in first.story if max(at, self.came_s) <= known_until_s]
+        known_until_s = first.journal[-1][0] - KNOWN_WITHIN_S
+        lines = [line for at, line in first.journal if max(at, self.came_s) <= known_until_s]
         known = [address for line in lines for address in _standbys_in(line)]
         return tuple(address for address in known if address not in self.addresses)
 

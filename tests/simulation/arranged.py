@@ -61,8 +61,8 @@ def aborted_collectives(seed: int) -> Scenario:
     return scenario
 
 
-def told_and_died(seed: int) -> Scenario:
-    """One rank has the record of the step in flight. It tells, the others begin to roll forward, and one of them and it die."""
+def reported_and_died(seed: int) -> Scenario:
+    """One rank has the record of the step in flight. It reports it, the others begin to roll forward, and one of them and it die."""
     scenario = build(seed, even(8), faults=False, steps=5)
     scenario.harmless = False
     job = scenario.job
@@ -126,14 +126,14 @@ def slow_step(seed: int) -> Scenario:
 
 
 def slower_than_the_limit(seed: int) -> Scenario:
-    """One step takes as long as the limit: whoever is seen to have got on before the dump is no hang."""
+    """One step takes as long as the limit: a rank that is seen to have progressed before the dump does not count as hung."""
     scenario = test_hangs.build(seed, even(4), harmless=True)
     test_hangs.compute_for(scenario.job, seed % 4, 0.5 + 0.0005 * (seed % 40))
     return scenario
 
 
 def pauses_for_longer_than_a_hang(seed: int) -> Scenario:
-    """One rank says that it does something else, and the others wait for it."""
+    """One rank reports that it does something else, and the others wait for it."""
     scenario = test_hangs.build(seed, even(4), harmless=True)
     scenario.job.ranks[seed % 4].pauses[test_hangs.AT] = 3 * scenario.job.times.hang_floor_s
     return scenario
@@ -147,7 +147,7 @@ def calm_with_relayed_beats(seed: int) -> Scenario:
 
 
 def order_said_again(seed: int) -> Scenario:
-    """A rank's stream breaks while it writes much: when it is back, the controller says the order again."""
+    """A rank's stream breaks while it writes much: when it is back, the controller repeats the order."""
     scenario = build(seed, ring(3), faults=False, steps=3)
     scenario.harmless = False
     job = scenario.job
@@ -241,7 +241,7 @@ def published_comes_again(seed: int) -> Scenario:
         words = [word for other in range(6) for word in past.said_by(other, controller.state.freeze_id)]
         for word in words:
             if isinstance(word, Published) and not controller.gone:
-                controller.hear_again(word.rank, word)
+                controller.receive_again(word.rank, word)
 
     job.hook("UPDATING 2", 1, lambda rank: job.ranks[0].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
     for other in (2, 3):
@@ -355,7 +355,7 @@ def false_alarms_before_a_takeover(seed: int) -> Scenario:
 
 
 def holders_die_with_the_controller(seed: int) -> Scenario:
-    """Both holders of a shard are gone before the takeover: what is left is no checkpoint."""
+    """Both holders of a shard are gone before the takeover: the rest does not make a checkpoint."""
     scenario = _with_standbys(seed)
     job = scenario.job
 
@@ -391,7 +391,7 @@ def back_and_forth(seed: int) -> Scenario:
 
 
 def work_goes_on(seed: int) -> Scenario:
-    """A step of one rank's work gets on for longer than a fault may take; the others are done soon."""
+    """A step of one rank's work progresses for longer than a fault may take; the others are done soon."""
     scenario = build(seed, even(4), faults=False, steps=5)
     scenario.harmless = False
     job = scenario.job
@@ -427,7 +427,7 @@ def only_the_step_before_fits(seed: int) -> Scenario:
 
 
 def deaf_while_its_clock_leaps(seed: int) -> Scenario:
-    """The controller hears nobody for less than the orphan timeout, and its clock leaps meanwhile."""
+    """The controller receives nothing for less than the orphan timeout, and its clock leaps meanwhile."""
     scenario = build(seed, even(4), faults=False, steps=5)
     scenario.harmless = False
     job, controller = scenario.job, scenario.job.controllers[0]

@@ -25,7 +25,7 @@ def in_a_false_alarm(seed: int, kind: type | None = None) -> Scenario:
 
 
 def in_a_dump(seed: int, kind: type | None = None) -> Scenario:
-    """Two of four ranks die, or rank 0 raises; rank 0, which nobody can do without then, rolls forward and loses a message."""
+    """Two of four ranks die, or rank 0 raises; rank 0, which is indispensable then, rolls forward and loses a message."""
     scenario = _losing(seed, kind)
     scenario.harmless = False
     job, process = scenario.job, scenario.job.ranks[0]

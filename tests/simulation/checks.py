@@ -121,18 +121,18 @@ def _published_content(job: Job) -> list[str]:
 
 
 def _said(job: Job) -> list[str]:
-    """I2: a controller says it once in a fault, and after a fault the job is over."""
+    """I2: a controller announces it once in a fault, and after a fault the job is over."""
     found = []
     for controller in job.controllers:
-        steps = [line.fields["step"] for _, line in controller.story if line.event == "published"]
+        steps = [line.fields["step"] for _, line in controller.journal if line.event == "published"]
         if len(steps) > 1:
             found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
     return found
 
 
 def _unprovoked(job: Job) -> list[str]:
-    """I7: nobody is suspected, and nothing taken for a hang, before anything has happened."""
-    alarms = [(at, line) for at, line in job.story if line.event in ("suspect", "hung") and at < job.calm_until]
+    """I7: no rank is suspected, and nothing taken for a hang, before anything has happened."""
+    alarms = [(at, line) for at, line in job.journal if line.event in ("suspect", "hung") and at < job.calm_until]
     return [f"I7: {line.event} at {at:.3f} s although nothing had happened: {line.fields}" for at, line in alarms]
 
 
@@ -144,9 +144,9 @@ def _not_begun(job: Job) -> list[str]:
 
 
 def _untold(job: Job) -> list[str]:
-    """I11: who has died is told to whichever controller is active, so the launchers know the standbys."""
-    unknown = {launcher.host: launcher.not_told_of() for launcher in job.launchers.values()}
-    return [f"I11: the launcher of {host} was never told of {names}" for host, names in unknown.items() if names]
+    """I11: deaths are reported to whichever controller is active, so the agents know the standbys."""
+    unknown = {launcher.host: launcher.unknown_standbys() for launcher in job.launchers.values()}
+    return [f"I11: the agent of {host} never learned of {names}" for host, names in unknown.items() if names]
 
 
 def _outcome(scenario: Scenario) -> list[str]:
@@ -178,10 +178,10 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     if not events(job, "assembled"):
         return [] if exits or not sound(job) else ["I11: the start failed without a word"]
-    if _leads_nobody(job) and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
-        return []  # nobody is left who could look for another controller, or be told anything by a new one
+    if _leads_no_rank(job) and all(rank.rank in job.killed or rank.stopped_for_good for rank in job.ranks):
+        return []  # no rank remains that could look for another controller, or receive anything from a new one
     if not refused and not covers(job, sound(job)) and any(rank.ended == "exit code 1" for rank in job.ranks):
-        return []  # who is left cannot cover, and gave the wait for a controller up
+        return []  # the ranks that remain cannot cover, and gave the wait for a controller up
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return _false_refusal(job)
@@ -189,10 +189,10 @@ def _outcome(scenario: Scenario) -> list[str]:
 
 def _comes_and_goes(job: Job) -> bool:
     """True when one absence of a controller and another trouble came together, close before the alarm: a second absence, the death of
-    another controller while it lasted for the orphan timeout, or a stream of a rank that had just failed. One that is heard for a moment keeps a rank from the standby for a lease more, which
+    another controller while it lasted for the orphan timeout, or a stream of a rank that had just failed. One that sends for a moment keeps a rank from the standby for a lease more, which
     is longer than the standby waits for it. That costs a dump; and the steps since the newest checkpoint, where the others do
     not cover."""
-    alarm_s = next(at for at, line in job.story if line.event in ("decided", "refused"))
+    alarm_s = next(at for at, line in job.journal if line.event in ("decided", "refused"))
     since_s = alarm_s - job.times.lease_s - job.times.orphan_timeout_s
     killed = any(since_s <= controller.killed_s <= alarm_s for controller in job.controllers)
     away = [
@@ -208,7 +208,7 @@ def _stood_still_itself(job: Job) -> bool:
     rank came to a new one: it gives the lost one as much more time, and comes that much later than the others, who cover
     without it. That costs a restart, and no step."""
     brief = ("brief stop", "interpreter held briefly")
-    takeovers = [at for at, line in job.story if line.event == "takeover_began"]
+    takeovers = [at for at, line in job.journal if line.event == "takeover_began"]
     return any(
         strike.kind in brief
         and (strike.where == "leaderless" or any(at - job.times.lease_s <= strike.at_s <= at for at in takeovers))
@@ -228,18 +228,18 @@ def _unheard(job: Job, verdict_s: float) -> frozenset[int]:
 def _kept_apart(job: Job, verdict_s: float) -> bool:
     """True when a controller was away, within two leases before its verdict or before it took over, while ranks had to come to it or to another:
     streams had failed, or another controller was lost or away too. Each may have known a part of the ranks only, which does
-    not cover. A single absence, or a clock that leaps, is no such thing: then all ranks are there again. But one that hears all ranks
-    and is heard by nobody takes those for stuck that have not answered within the time of a round or an order."""
-    mute = {strike.at_s for strike in job.strikes if strike.kind == "controller is heard by nobody"}
+    not cover. A single absence, or a clock that leaps, does not count: then all ranks are there again. But a controller that
+    receives messages of all ranks, and whose own do not arrive, takes those for stuck that have not answered in time."""
+    mute = {strike.at_s for strike in job.strikes if strike.kind == "controller's messages do not arrive"}
     long_s = min(job.times.freeze_timeout_s, job.times.progress_timeout_s)
     for controller in job.controllers:  # by its own clock, which may leap meanwhile
         for began, ended in controller.absences:
             long = ended - began + controller.ahead_s >= long_s
             if began in mute and long and began <= verdict_s <= ended + long_s:
                 return True
-    routes = ("duplication", "rank hears nobody", "rank is heard by nobody")
+    routes = ("duplication", "rank receives nothing", "rank's messages do not arrive")
     kinds = (*OF_STREAMS, *routes, "controller kill", "rank and controller kill")
-    takeovers = [at for at, line in job.story if line.event == "takeover_began" and at <= verdict_s]
+    takeovers = [at for at, line in job.journal if line.event == "takeover_began" and at <= verdict_s]
     return _away_among_troubles(job, max(takeovers, default=verdict_s) - 2 * job.times.lease_s, verdict_s, kinds)
 
 
@@ -261,10 +261,10 @@ def _away_among_troubles(job: Job, since_s: float, until_s: float, kinds: Collec
     return len(absences) > 1 or just_then
 
 
-def _leads_nobody(job: Job) -> bool:
+def _leads_no_rank(job: Job) -> bool:
     """True when the last controller that ranks came to is dead, or had not taken over yet."""
     last = job.controller
-    return last.dead or (last.place > 0 and not any(line.event == "took_over" for _, line in last.story))
+    return last.dead or (last.place > 0 and not any(line.event == "took_over" for _, line in last.journal))
 
 
 def _start_failed(job: Job) -> bool:
@@ -276,7 +276,7 @@ def _start_failed(job: Job) -> bool:
 
 
 def _assembled_s(job: Job) -> float:
-    return min((at for at, line in job.story if line.event == "assembled"), default=0.0)
+    return min((at for at, line in job.journal if line.event == "assembled"), default=0.0)
 
 
 def unprotected(job: Job) -> bool:
@@ -316,10 +316,10 @@ def _lost_steps(job: Job) -> list[str]:
 
 def _vetoed(job: Job) -> list[str]:
     """I9: one rank's disk vetoes no directory: a step is published in the first one of the list that serves ranks that cover it
-    and that nothing happened to; of one whose update ended just before the decision nobody knows yet. A directory with a file that ended short
-    unnoticed serves nobody, as for a refusal. Ranks that were kept apart while they wrote, or that were not welcomed at first, may have
+    and that nothing happened to; of one whose update ended just before the decision the controller knows nothing yet. A directory with a file that
+    ended short unnoticed serves no rank, as for a refusal. Ranks that were kept apart while they wrote, or that were not welcomed at first, may have
     been lost to a directory: that costs no step."""
-    said = next((at for at, line in job.story if line.event == "published"), inf)
+    said = next((at for at, line in job.journal if line.event == "published"), inf)
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
     if said == inf or not decided or job.own is not None:
         return []

@@ -67,7 +67,7 @@ class Collectives:
     def _finish(self, meeting: _Meeting, rank: int, key: _Key) -> None:
         calls = meeting.waiting.pop(rank, None)
         if not meeting.waiting:
-            self._meetings.pop(key, None)  # all have come, and nobody waits any more
+            self._meetings.pop(key, None)  # all have come, and none waits any more
         if calls is not None and rank not in self._dead:
             self.finished.add(key[:2])
             calls[0]()
@@ -94,7 +94,7 @@ class Collectives:
                 return [rng.choice((0.0, float("nan"), rng.uniform(-1e9, 1e9))) for _ in range(NUMBERS)]
 
     def rank_gone(self, rank: int, surely: bool) -> None:
-        """A rank died, or left. Half-finished collectives may still reach the others. `surely`: nobody hangs."""
+        """A rank died, or left. Half-finished collectives may still reach the others. `surely`: no rank hangs."""
         self._dead.add(rank)
         if surely:
             self.hang_chance = 0.0

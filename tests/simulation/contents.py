@@ -16,9 +16,9 @@ def wrong_parts(job: Job, step: int, files: Iterable[File]) -> list[str]:
         mine = [part for part in parts if part[0] == group]
         count = mine[0][2] if mine else 1
         if [(index, of) for _, index, of, _ in mine] != [(index, count) for index in range(count)]:
-            found.append(f"I5: step {step}, {group}: parts {[part[1:3] for part in mine]}, wanted each once")
-        wanted = job.training.expected(group, step)
-        if any(value != wanted for _, _, _, value in mine):
+            found.append(f"I5: step {step}, {group}: parts {[part[1:3] for part in mine]}, expected each once")
+        expected = job.training.expected(group, step)
+        if any(value != expected for _, _, _, value in mine):
             found.append(f"I3: step {step}, {group}: its bytes are not those of a fault-free run")
     return found
 
@@ -30,11 +30,11 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
     if step == committed or job.training.local_copy:
         return []
     for controller in job.controllers:
-        told = False
-        for _, line in controller.story:
-            told = told or committed in cast(tuple[int, ...], line.fields.get("records", ()))
-            if told and line.fields.get("path") == path:
-                return [f"I6: step {step} was published although a rank told record {committed}"]
+        reported = False
+        for _, line in controller.journal:
+            reported = reported or committed in cast(tuple[int, ...], line.fields.get("records", ()))
+            if reported and line.fields.get("path") == path:
+                return [f"I6: step {step} was published although a rank reported record {committed}"]
     return []
 
 
@@ -42,5 +42,5 @@ def wrong_record(job: Job, path: str, step: int, manifest: Manifest) -> list[str
     """I12: a restart takes the learning rates and the loss scale of the step from its record."""
     if manifest.record == job.training.record(step):
         return []
-    told = "no record" if manifest.record is None else f"the record of step {manifest.record.step}"
-    return [f"I12: {path} resumes with {told}, wanted that of step {step}"]
+    record = "no record" if manifest.record is None else f"the record of step {manifest.record.step}"
+    return [f"I12: {path} resumes with {record}, expected that of step {step}"]

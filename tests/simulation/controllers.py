@@ -1,4 +1,4 @@
-"""The controllers of a simulated job: the shipped handler of a controller's items, and what may befall their processes and their network."""
+"""The controllers of a simulated job: the shipped handler of a controller's items, and faults of their processes and their network."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AgentLink:
 
     def send(self, messages: Sequence[Addressed]) -> None:
         for _, message in messages:
-            if isinstance(message, Successors):  # whatever else it is told matters to its log only
+            if isinstance(message, Successors):  # its other messages matter to its log only
                 self._launcher.take_in(self._controller, message)
 
     def reject(self, text: str) -> None:
@@ -77,7 +77,7 @@ class Journal:
         self._controller = controller
 
     def starting_state(self, state: Any) -> None:
-        """Nobody replays it."""
+        """It is never replayed."""
 
     def input(self, now: float, event: ev.Event) -> None:
         """The seed replays it."""
@@ -113,7 +113,7 @@ class Controller:
             unix_clock=self.clock,
         )
         self.handler.begin()
-        self.story: list[tuple[float, ev.Journal]] = []
+        self.journal: list[tuple[float, ev.Journal]] = []
         self.over = ""
         self.dead = False
         self.killed_s = inf
@@ -148,16 +148,16 @@ class Controller:
 
     @property
     def gone(self) -> bool:
-        """Nobody listens at its address."""
+        """Nothing listens at its address."""
         return self.dead or bool(self.over)
 
     @property
     def idle(self) -> bool:
-        """A standby that nobody has come to."""
+        """A standby without ranks."""
         return self.state.stage is _STANDBY
 
     @property
-    def heard(self) -> bool:
+    def sends(self) -> bool:
         """It says something to those that are attached."""
         if self.dead or self.over or self.idle:
             return False
@@ -180,26 +180,26 @@ class Controller:
         else:
             call()
 
-    def hear(self, stream: Stream, message: Upward) -> None:
+    def receive(self, stream: Stream, message: Upward) -> None:
         if self.dead or self.over or self.job.scheduler.now < self.paused_until:
-            self.when_running(lambda: self._hear(stream, message))
+            self.when_running(lambda: self._receive(stream, message))
         else:
-            self._hear(stream, message)
+            self._receive(stream, message)
 
-    def _hear(self, stream: Stream, message: Upward) -> None:
+    def _receive(self, stream: Stream, message: Upward) -> None:
         if self.job.beats_relayed:
-            self._hear_in_envelope(self.job.hosts[stream.rank], stream.link, message)
+            self._receive_in_envelope(self.job.hosts[stream.rank], stream.link, message)
         else:
             self.handler.receive(stream.link, (message,))
         if isinstance(message, Registration):
             self.ranks_came = True
         self._go_on()
 
-    def _hear_in_envelope(self, host: str, link: ServersEnd, message: Upward) -> None:
+    def _receive_in_envelope(self, host: str, link: ServersEnd, message: Upward) -> None:
         """Heartbeats of a host that come about together are one event; whatever else is said comes in order."""
         beats = self._beats.setdefault(host, [])
         if not isinstance(message, Heartbeat):
-            self._hear_beats(host)
+            self._receive_heartbeats(host)
             self.handler.receive(link, (message,))
             return
         if not beats:
@@ -207,10 +207,10 @@ class Controller:
         beats.append((link, message))
 
     def _beats_are_due(self, host: str) -> None:
-        self._hear_beats(host)
+        self._receive_heartbeats(host)
         self._go_on()
 
-    def _hear_beats(self, host: str) -> None:
+    def _receive_heartbeats(self, host: str) -> None:
         beats, self._beats[host] = self._beats.get(host, []), []
         known = []
         for link, beat in beats:
@@ -220,33 +220,33 @@ class Controller:
                 self.handler.receive(link, (beat,))
         self.handler.receive_heartbeats(known)
 
-    def hear_again(self, rank: int, message: Upward) -> None:
+    def receive_again(self, rank: int, message: Upward) -> None:
         """A rank's message comes once more on its stream, or one of another start does that the adapters let through."""
 
-        def hear() -> None:
+        def receive() -> None:
             link = self.handler.routes.get(rank)
             if link is not None:
                 self.handler.receive(link, (message,))
                 self._go_on()
 
-        self.when_running(hear)
+        self.when_running(receive)
 
     def close_seen(self, rank: int, stream: Stream) -> None:
         """A stream has ended; a newer one may have taken its place."""
 
         def close() -> None:
-            self._hear_beats(self.job.hosts[rank])
+            self._receive_heartbeats(self.job.hosts[rank])
             self.handler.take(StreamEnded(stream.link))
             self._go_on()
 
         self.when_running(close)
 
-    def hear_agent(self, link: AgentLink, message: Upward) -> None:
-        def hear() -> None:
+    def receive_from_agent(self, link: AgentLink, message: Upward) -> None:
+        def receive() -> None:
             self.handler.receive(link, (message,))
             self._go_on()
 
-        self.when_running(hear)
+        self.when_running(receive)
 
     def agent_gone(self, link: AgentLink) -> None:
         def close() -> None:
@@ -295,7 +295,7 @@ class Controller:
 
     def said(self, line: ev.Journal) -> None:
         """It writes a line of its journal."""
-        self.story.append((self.job.scheduler.now, line))
+        self.journal.append((self.job.scheduler.now, line))
         self.job.happened(line.event, -1)
         if line.event == "published":
             self.job.said_published(self)
@@ -320,12 +320,12 @@ class Controller:
         self.job.scheduler.at(moment, lambda: older.when_running(end))
 
     def close_all(self) -> None:
-        """All its streams end, those that nobody registered on yet included."""
+        """All its streams end, those without a registration included."""
         for process in self.job.ranks:
             if process.stream is not None and process.stream.controller is self:
                 self.job.drop_stream(process.rank)
 
-    # --- what befalls it ---
+    # --- its faults ---
 
     def kill(self) -> None:
         if not self.gone:
@@ -343,9 +343,9 @@ class Controller:
         self.job.scheduler.at(self.paused_until, partial(self.when_running, self._go_on))
 
     def cut_one_way(self, way: str, seconds: float) -> None:
-        """It hears nobody for a while and is heard (`UP`), or the reverse (`DOWN`)."""
+        """It receives nothing for a while and its messages arrive (`UP`), or the reverse (`DOWN`)."""
         self.job.note(
-            f"controller c{self.place} {'hears nobody' if way == UP else 'is heard by nobody'} for {seconds:.3f} s"
+            f"controller c{self.place} {'hears nobody' if way == UP else 'is sends by nobody'} for {seconds:.3f} s"
         )
         self._away(seconds)
         self.route.hold(way, self.job.scheduler.now + seconds)

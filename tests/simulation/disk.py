@@ -33,7 +33,7 @@ class Manifest:
     """The data position and whatever else belongs to the step."""
     term: int = 0
     attempt: str = ""
-    """Of the order to publish it; told apart only where each node has directories of its own."""
+    """Of the order to publish it; distinguished only where each node has directories of its own."""
     record: CommitRecord | None = None
     """The step's: a restart takes the learning rates and the loss scale from it."""
 
@@ -54,11 +54,11 @@ class DiskError(Exception):
 
 
 def look_at(files: dict[str, File], entries: Sequence[FileEntry]) -> None:
-    """Raise DiskError when a file is missing, or has not the size that its writer told."""
+    """Raise DiskError when a file is missing, or has not the size that its writer reported."""
     wrong = [entry for entry in entries if entry.name not in files or files[entry.name].nbytes != entry.nbytes]
     if wrong:
         torn = () if any(entry.name not in files for entry in wrong) else tuple(sorted({e.rank for e in wrong}))
-        error = f"{wrong[0].name} is missing or has not the {wrong[0].nbytes} bytes that its writer told"
+        error = f"{wrong[0].name} is missing or has not the {wrong[0].nbytes} bytes that its writer reported"
         raise DiskError(error, torn=torn)
 
 
@@ -92,7 +92,7 @@ class Disk:
         self.broken_for: set[tuple[int, str]] = set()
         """(rank, save directory) pairs that fail."""
         self.tearing: set[tuple[int, str]] = set()
-        """(rank, save directory) pairs where a file ends short, and nobody says so."""
+        """(rank, save directory) pairs where a file ends short without an error."""
         self.unsynced: set[tuple[int, str]] = set()
         """(rank, save directory) pairs where fsync fails."""
         self.torn_next: set[int] = set()
@@ -133,7 +133,7 @@ class Disk:
             raise DiskError("input/output error in fsync")
 
     def link(self, root: str, name: str, other: str, entries: Sequence[FileEntry]) -> bool:
-        """Give files a second name in another directory; False where one of them is gone or has not the size that its writer told."""
+        """Give files a second name in another directory; False where one of them is gone or has not the size that its writer reported."""
         there = self.directories.get((root, name), Directory()).files
         try:
             look_at(there, entries)

@@ -1,6 +1,6 @@
 """Every kind of fault that a simulated job may meet, by name, and what it does.
 
-A kind either acts at once, or lies in wait and acts when the job comes to it (a full disk hurts nobody before somebody
+A kind either acts at once, or lies in wait and acts when the job comes to it (a full disk harms no rank before one
 writes). The job's `strikes` say which kind acted where: an immediate one is noted here, one that waits where it bites.
 """
 
@@ -34,7 +34,7 @@ class Kind:
     harmless: bool = False
     waits: bool = False
 
-    def befall(self, job: Job, rng: random.Random, rank: int) -> None:
+    def inject(self, job: Job, rng: random.Random, rank: int) -> None:
         where = job.where(rank)
         if self.act(job, rng, rank) and not self.waits:
             job.struck(self.name, rank, where)
@@ -125,7 +125,7 @@ def _preempt(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _lose_agent(job: Job, rng: random.Random, rank: int) -> bool:
-    """The launcher of a host is gone: nobody sees its ranks end any more, and they say so."""
+    """The agent of a host is gone: no process sees its ranks end any more, and they report that."""
     if not job.lose_agent(job.training.layout.hosts[rank]):
         return False
     for process in job.ranks:
@@ -179,7 +179,7 @@ def _hang_update(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _fail_another(job: Job, rng: random.Random, rank: int) -> None:
-    """Where a hang is not seen, because nobody watches or the job's pace is not known yet, another rank dies a little later."""
+    """Where a hang is not seen, because none is looked for or the job's pace is not known yet, another rank dies a little later."""
     watched = job.times.hang_floor_s < 10 and job.ranks[rank].gate.step > LEARNING_STEPS
     if watched and rng.random() < 0.8:
         return
@@ -188,7 +188,7 @@ def _fail_another(job: Job, rng: random.Random, rank: int) -> None:
 
 
 def _slow_down(job: Job, rng: random.Random, rank: int) -> bool:
-    """A few steps take many times as long as the others; that is no fault."""
+    """A few steps take many times as long as the others; that does not count as a fault."""
     process = job.ranks[rank]
     for step in range(process.gate.step + 1, process.gate.step + rng.randint(2, 4)):
         process.slow_compute[step] = rng.uniform(0.05, 0.4)
@@ -287,7 +287,7 @@ def _partition(way: str, low_s: float, high_s: float) -> Act:
 
     def act(job: Job, rng: random.Random, rank: int) -> bool:
         process, seconds = job.ranks[rank], rng.uniform(low_s, high_s)
-        job.note(f"rank {rank} {'is heard by nobody' if way == UP else 'hears nobody'} for {seconds:.3f} s")
+        job.note(f"rank {rank} {'is sends by nobody' if way == UP else 'hears nobody'} for {seconds:.3f} s")
         process.was_stopped |= high_s > LONGEST_PAUSE_S
         process.route.hold(way, job.now + seconds)
         return process.alive
@@ -406,8 +406,8 @@ _LIST = (
     Kind("stream pause", _hold_stream(0.2, 1.5)),
     Kind("brief stream pause", _hold_stream(0.01, 0.2), harmless=True),
     Kind("slow network", _slow_network),
-    Kind("rank hears nobody", _partition(DOWN, 0.1, 3.0)),
-    Kind("rank is heard by nobody", _partition(UP, 0.1, 3.0)),
+    Kind("rank receives nothing", _partition(DOWN, 0.1, 3.0)),
+    Kind("rank's messages do not arrive", _partition(UP, 0.1, 3.0)),
     Kind("stale message", _stale, harmless=True),
     Kind("full disk", _fill_disk, waits=True),
     Kind("rank's disk", _spoil("errors"), waits=True),
@@ -416,8 +416,8 @@ _LIST = (
     Kind("controller pause", _pause_controller, harmless=True),
     Kind("controller kill", _kill_controller, harmless=True),
     Kind("controller cut", _cut_controller, harmless=True),
-    Kind("controller hears nobody", _cut_controller_one_way(UP)),
-    Kind("controller is heard by nobody", _cut_controller_one_way(DOWN)),
+    Kind("controller receives nothing", _cut_controller_one_way(UP)),
+    Kind("controller's messages do not arrive", _cut_controller_one_way(DOWN)),
     Kind("rank and controller kill", _kill_rank_and_controller),
     Kind("publisher killed before the answer", _kill_publisher("answer", "tracker replaced"), waits=True),
 )
@@ -439,8 +439,8 @@ OF_STREAMS = (
     "stream break", "break of all streams", "message loss", "reordering", "stream pause", "brief stream pause", "stale message",
 )  # fmt: skip
 OF_CONTROLLERS = (
-    "controller kill", "controller kill", "controller pause", "controller cut", "controller hears nobody",
-    "controller is heard by nobody", "controller's clock leaps ahead",
+    "controller kill", "controller kill", "controller pause", "controller cut", "controller receives nothing",
+    "controller's messages do not arrive", "controller's clock leaps ahead",
 )  # fmt: skip
 ANY = (*("kill",) * 8, *("exception", "host loss", "stop", "hang in update", "several kills") * 2, *KINDS)
 """To choose from: what is likely stands here several times."""

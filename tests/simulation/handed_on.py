@@ -47,12 +47,12 @@ def hand_on(job: Job, rng: random.Random) -> str:
     for process in job.ranks:
         process.slow_work["write"] = rng.uniform(*_DISK_S)
 
-    def befall(kind: str, rank: int) -> None:
-        KINDS[kind].befall(job, rng, rank)
+    def inject(kind: str, rank: int) -> None:
+        KINDS[kind].inject(job, rng, rank)
 
     def later(rank: int) -> None:
-        job.scheduler.after(rng.choice((0.0, rng.uniform(0.0, 0.2))), partial(befall, second, rank))
+        job.scheduler.after(rng.choice((0.0, rng.uniform(0.0, 0.2))), partial(inject, second, rank))
 
-    job.hook("writing", count, lambda rank: job.scheduler.after(rng.uniform(0.0, 0.03), partial(befall, first, rank)))
+    job.hook("writing", count, lambda rank: job.scheduler.after(rng.uniform(0.0, 0.03), partial(inject, first, rank)))
     when_one_owes_two(job, later)
     return f"{first} of the writer that begins as number {count}, then {second} of one that owes two orders"

@@ -34,8 +34,8 @@ class Hold:
     """Called with the rank as soon as it stands still."""
     ends: Callable[[int], None] = field(default=nothing)
     """Called with the rank right before it goes on."""
-    gets_on: bool = False
-    """The rank says with every heartbeat that its work gets on."""
+    progresses: bool = False
+    """The rank reports with every heartbeat that its work progresses."""
 
     def begin(self, process: Rank, step: str, go_on: Callable[[], None]) -> None:
         """Hold a rank up before a step; `go_on` does it."""
@@ -59,7 +59,7 @@ class Hold:
                 job.send_up(process, Working(process.rank, process.gate.freeze_id))
                 process.later(job.times.heartbeat_s, say)
 
-        if self.gets_on:
+        if self.progresses:
             say()
         self.began(process.rank)
 

@@ -17,8 +17,8 @@ def misreported(job: Job) -> list[str]:
 
 
 def _of_controller(job: Job, controller: Controller) -> list[str]:
-    events = [line.event for _, line in controller.story]
-    incidents = [(at, read_incident(line.fields)) for at, line in controller.story if line.event == "incident"]
+    events = [line.event for _, line in controller.journal]
+    incidents = [(at, read_incident(line.fields)) for at, line in controller.journal if line.event == "incident"]
     end = next((place for place, event in enumerate(events) if event in ("exit_sent", "refused")), None)
     due = 1 if end is not None and any(event in _SIGNS for event in events[_since_thaw(events) : end]) else 0
     if len(incidents) != due:
@@ -44,7 +44,7 @@ def _wrong(job: Job, controller: Controller, incident: Incident, at_s: float) ->
 
 def _wrong_outcome(job: Job, controller: Controller, incident: Incident) -> list[str]:
     """What it says is saved is on disk, by those that wrote it, and the steps that it says are lost were finished."""
-    published = [line.fields for _, line in controller.story if line.event == "published"]
+    published = [line.fields for _, line in controller.journal if line.event == "published"]
     saved = incident.saved
     if saved is None:
         return [] if incident.not_saved and not published else [f"reports nothing saved: {incident.not_saved!r}"]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.simulation.stale import Past
 
 LONGEST_PAUSE_S = 0.25
-"""A rank that is not heard for so long is neither dead nor late with an answer."""
+"""A rank that is silent for so long is neither dead nor late with an answer."""
 
 
 Content = tuple[Manifest | None, tuple[tuple[str, tuple[WrittenPart, ...]], ...]]
@@ -100,7 +100,7 @@ class Job:
         self.beats_relayed = False
         """A host's heartbeats come to the controller in one envelope."""
         self.slow = False
-        """Some of its work takes long and gets on: no fault, and it holds a dump up."""
+        """Some of its work is slow and progresses: no fault, and it holds a dump up."""
         self.calm_until = inf
         """Nothing had gone wrong before."""
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
@@ -117,7 +117,7 @@ class Job:
         """(rank, began, ended) of those that ended."""
         self.killed: dict[int, float] = {}
         self.seen_to_end: set[int] = set()
-        """Ranks of whose end somebody but their silence tells."""
+        """Ranks whose end is not only seen by their silence."""
         self.thawed_up_to = -1
         self.contributed: dict[tuple[tuple[int, ...], int], dict[int, Contribution]] = {}
         """By members and step of the spanning collectives, what each rank added to tell how the step ends."""
@@ -131,7 +131,7 @@ class Job:
         """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], Content] = {}
         self.committed_when_published: list[int] = []
-        self._story: list[tuple[float, ev.Journal]] = []
+        self._journal: list[tuple[float, ev.Journal]] = []
         self.snapshots: list[Snapshot] = []
         """What was true whenever a controller decided or refused."""
         self.excused = False
@@ -141,7 +141,7 @@ class Job:
         self.past: Past | None = None
         """What was said, where stale messages are to come."""
         self.said: list[tuple[Key, frozenset[str]]] = []
-        """What controllers said is published in pieces, and on which hosts it was."""
+        """What controllers announced is published in pieces, and on which hosts it was."""
         self.first_standbys = standbys
         self.last_loss_s = 0.0
         """When a controller was killed last."""
@@ -158,11 +158,11 @@ class Job:
         return max((c for c in self.controllers if c.place == 0 or c.ranks_came), key=lambda c: c.place)
 
     @property
-    def story(self) -> list[tuple[float, ev.Journal]]:
-        """What all controllers told, in order."""
-        if len(self._story) != sum(len(c.story) for c in self.controllers):  # a story only grows
-            self._story = sorted((line for c in self.controllers for line in c.story), key=itemgetter(0))
-        return self._story
+    def journal(self) -> list[tuple[float, ev.Journal]]:
+        """The journals of all controllers, in order."""
+        if len(self._journal) != sum(len(c.journal) for c in self.controllers):  # a journal only grows
+            self._journal = sorted((line for c in self.controllers for line in c.journal), key=itemgetter(0))
+        return self._journal
 
     def controller_at(self, address: str) -> Controller:
         return self.controllers[int(address.removeprefix("c"))]
@@ -246,13 +246,13 @@ class Job:
         self.published_as[root, f"iter_{step:07d}"] = content_of(directory)
 
     def said_published(self, controller: Controller) -> None:
-        """A controller says that a step is published: where each node has its own directories, on the nodes that it takes for
+        """A controller announces that a step is published: where each node has its own directories, on the nodes that it takes for
         alive. Of a disk that is just gone it cannot know."""
         if not isinstance(self.disk, OwnDisks):
             return
         members = controller.state.members.table
         believed = {host for host, member in zip(self.hosts, members, strict=True) if member.dead is None}
-        step = int(str(controller.story[-1][1].fields["step"]))
+        step = int(str(controller.journal[-1][1].fields["step"]))
         attempts = {key: names for key, names in self.disk.lacking(believed).items() if key.step == step}
         whole = [key for key, names in attempts.items() if not names]
         if not whole:
@@ -270,7 +270,7 @@ class Job:
     def send_up(self, process: Rank, message: Upward) -> None:
         stream = process.stream
         if stream is not None:
-            stream.carry(UP, stream.controller.hear, message)
+            stream.carry(UP, stream.controller.receive, message)
 
     def drop_stream(self, rank: int) -> bool:
         """Break a rank's stream, if it has one; each side notices by itself."""
@@ -308,7 +308,7 @@ class Job:
     # --- faults ---
 
     def kill(self, rank: int, text: str = "signal SIGKILL", quiet: bool = False) -> None:
-        """End a process at once. `quiet`: with its host, so that nobody says a word."""
+        """End a process at once. `quiet`: with its host, so that nothing is reported."""
         process = self.ranks[rank]
         if process.alive:
             self.killed[rank] = self.now
@@ -367,7 +367,7 @@ class Job:
             self.scheduler.after(seconds, process.resume)
 
     def hog(self, rank: int, seconds: float | None) -> bool:
-        """The training thread holds the interpreter for `seconds`; None: for good, and gets on no more itself."""
+        """The training thread holds the interpreter for `seconds`; None: for good, and makes no progress itself."""
         process = self.ranks[rank]
         if seconds is None:
             able = process.alive and not process.stopped
@@ -433,13 +433,13 @@ class Job:
     # --- the run ---
 
     def ended(self) -> bool:
-        """Nobody runs any more but standbys that nobody came to: the launchers end those."""
+        """Nothing runs any more but standbys without ranks: the agents end those."""
         if (
             self.now > self._last_kill_s + 3 * self.times.controller_lost_s
             and all(c.gone for c in self._within_reach())
             and not self.saving()
         ):
-            return True  # who is left hangs in a collective or a gate, and its launcher ends it
+            return True  # the ranks that remain hang in a collective or a gate, and their agent ends them
         return all(c.gone or c.idle for c in self.controllers) and all(
             not p.alive or p.stopped_for_good for p in self.ranks
         )

@@ -23,7 +23,7 @@ from ttp.proto.messages import CauseKind
 
 Patch = pytest.MonkeyPatch
 LONG_STEPS = 650
-"""Longer than all that befalls a job here."""
+"""Longer than all that happens to a job here."""
 
 
 def one_after_the_other(seed: int, standbys: int = 1, ranks: int = 4) -> Scenario:
@@ -64,7 +64,7 @@ def first_asked_rank_is_unable(seed: int) -> Scenario:
 
 
 def word_of_a_standby_is_missed(seed: int) -> Scenario:
-    """The standby is lost and replaced; the controller dies when one rank or some have been told of the new one."""
+    """The standby is lost and replaced; the controller dies when one rank or some know the new one."""
     scenario = one_after_the_other(seed)
     job = scenario.job
     job.scheduler.at(0.5, job.controllers[1].kill)
@@ -88,7 +88,7 @@ def standby_comes_as_the_leader_dies(seed: int) -> Scenario:
 
 
 def raises_as_the_leader_dies(seed: int) -> Scenario:
-    """Rank 0 raises, and the controller is killed when it has heard so."""
+    """Rank 0 raises, and the controller is killed when it has received the report."""
     scenario = one_after_the_other(seed)
     scenario.harmless = False
     job = scenario.job
@@ -116,7 +116,7 @@ def lost_controllers_are_not_replaced(patch: Patch) -> None:
     patch.setattr(stages, "restore", lambda state, now, out: state)
 
 
-def new_standbys_are_told_to_agents_only(patch: Patch) -> None:
+def new_standbys_are_sent_to_agents_only(patch: Patch) -> None:
     def wrong(state: ControllerState, addresses: Iterable[str], out: list[Effect]) -> ControllerState:
         return standbys.learn_successors(state, addresses, out)
 

@@ -1,6 +1,6 @@
 """Messages that are lost although their stream lives: one that could not be encoded, or that a side failed to take.
 
-No stream breaks, so that no rank registers anew and is told everything again: only a heartbeat shows what is missing.
+No stream breaks, so that no rank registers anew and receives everything again: only a heartbeat shows what is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOSABLE: tuple[type, ...] = (
     Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss,
     StateReport, RolledForward, Written, Published, FaultReport, Finished, Heartbeat,
 )  # fmt: skip
-"""All but Registration: a rank that is not registered is heard by nobody, and a stream on which it says more is ended."""
+"""All but Registration: messages of a rank that is not registered do not count, and end the stream that they come on."""
 LOST = 0.1
 """Part of the random jobs in which a message is lost so."""
 

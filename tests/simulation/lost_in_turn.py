@@ -25,23 +25,23 @@ def lose_controllers(job: Job, rng: random.Random) -> list[str]:
             job.standbys.mute = {0}
         else:
             job.standbys.unable = {0, *rng.sample(ranks, min(len(ranks) - 1, 2))}
-    moment, told = (
+    moment, notes = (
         0.2,
         [f"ranks {sorted(job.standbys.unable | job.standbys.mute)} start no controller"] if helpless else [],
     )
     for _ in range(rng.randint(1, 3)):
-        moment += _APART_S + rng.uniform(0.0, 0.5) if helpless and told[1:] else rng.uniform(0.0, 4.0)
+        moment += _APART_S + rng.uniform(0.0, 0.5) if helpless and notes[1:] else rng.uniform(0.0, 4.0)
         whose, kill = rng.choice(_LOSSES[: -1 if helpless else None])
-        told.append(f"{whose} lost, at {moment:.4f} s")
+        notes.append(f"{whose} lost, at {moment:.4f} s")
         job.scheduler.at(moment, partial(kill, job, rng))
     if not helpless and rng.random() < 0.5:
-        told.append(_something_harmless(job, rng))
-    return told
+        notes.append(_something_harmless(job, rng))
+    return notes
 
 
 def _something_harmless(job: Job, rng: random.Random) -> str:
     kind, rank, moment = KINDS[rng.choice(HARMLESS)], rng.randrange(len(job.ranks)), rng.uniform(0.2, 6.0)
-    job.scheduler.at(moment, partial(kind.befall, job, rng, rank))
+    job.scheduler.at(moment, partial(kind.inject, job, rng, rank))
     return f"{kind.name} of rank {rank}, at {moment:.4f} s"
 
 

@@ -1,7 +1,7 @@
 """The checker can fail: every wrong variant of the protocol, and within how many jobs it must be caught, by which invariant.
 
-`python -m tests.simulation.mutations [NAME...]` tries them. A variant that nobody catches is a defect of the checker.
-Mutants that nobody thought of are made by `mutants`.
+`python -m tests.simulation.mutations [NAME...]` tries them. A variant that is not caught is a defect of the checker.
+Mutants that no one thought of are made by `mutants`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from tests.simulation.arranged import (
     publisher_comes_back,
     publisher_dies,
     raised_in_the_update,
+    reported_and_died,
     rolls_after_a_long_freeze,
     silent_until_the_roll_forward,
     slow_disks,
@@ -58,7 +59,6 @@ from tests.simulation.arranged import (
     step_changes_in_the_dump,
     stopped_about_a_lease,
     stuck_and_alone,
-    told_and_died,
     torn_in_the_only_directory,
     words_come_again,
     work_goes_on,
@@ -108,12 +108,12 @@ MUTATIONS = (
     # Who is a holder, and of what.
     Mutation("a rank whose update raised half-way writes its share", controllers.torn_counts, ("I3",), raised_in_the_update),
     Mutation("a replica is chosen that is stuck in UPDATING", controllers.stuck_counts, ("I3",), stuck_and_alone),
-    Mutation("S is the step that a dead rank said it had", controllers.step_of_a_dead_rank, ("I3", "I9")),
+    Mutation("S is the step that a dead rank reported", controllers.step_of_a_dead_rank, ("I3", "I9")),
     Mutation("coverage ignores the pipeline axis", controllers.one_axis_of_coverage, ("I5",)),
     # Which step.
     Mutation("ranks roll forward without a record", controllers.invented_record, ("I3",)),
     Mutation("an older step is chosen although a record proves the newer", controllers.forgotten_records, ("I6", "I9")),
-    Mutation("a record that a rank told before it died is forgotten", controllers.records_of_the_decided_round_only, ("I6", "I9"), told_and_died),
+    Mutation("a record that a rank reported before it died is forgotten", controllers.records_of_the_decided_round_only, ("I6", "I9"), reported_and_died),
     Mutation("a rank rolls forward that is not READY", controllers.rolls_who_is_not_ready, ("I3",), within=600),
     Mutation("the record of the step before is used for rolling forward", controllers.record_of_an_older_step, ("I3",)),
     Mutation("not all that must roll forward are asked to", controllers.rolls_only_the_first, ("I3", "I6")),
@@ -126,18 +126,18 @@ MUTATIONS = (
     Mutation("the checkpoint has another step's record", controllers.publishes_an_older_record, ("I12",), within=20),
     Mutation("a replaced writer's late answer counts as well", controllers.lost_writers_answer_counts, ("I5",)),
     Mutation("a part is ordered from two holders", controllers.shard_written_twice, ("I5",)),
-    Mutation("the parts of a writer that died are written by nobody", controllers.lost_writers_parts_are_dropped, ("I5",)),
+    Mutation("the parts of a writer that died are not written", controllers.lost_writers_parts_are_dropped, ("I5",)),
     Mutation("a publisher that died is not replaced", controllers.failed_publisher_is_not_replaced, ("I9", "I11"), publisher_dies),
-    Mutation("an order that gets on slowly counts as stuck", controllers.working_renews_nothing, ("I9",), slow_disks, within=20),
+    Mutation("an order that progresses slowly counts as stuck", controllers.working_renews_nothing, ("I9",), slow_disks, within=20),
     # What is given up, and what not.
-    Mutation("work that gets on and on is never passed over", controllers.nobody_is_passed_over, ("I9",), work_goes_on, within=20),
+    Mutation("slow work is never passed over", controllers.no_rank_is_passed_over, ("I9",), work_goes_on, within=20),
     Mutation("one torn file costs its directory", controllers.torn_file_costs_its_directory, ("I9",), torn_in_the_only_directory, within=20),
     Mutation("no older step is tried when no directory takes the newer", controllers.no_older_step_is_tried, ("I9",), only_the_step_before_fits, within=20),
     Mutation("the leap of a deaf controller's clock counts as silence", controllers.a_leap_of_the_clock_counts_as_silence, ("I9",), deaf_while_its_clock_leaps, within=20),
     Mutation("one rank's disk vetoes the directory", controllers.one_ranks_disk_vetoes_the_directory, ("I9: /a serves",), within=600),
     # Directories of each host's own.
     Mutation("published when the first of several hosts has", pieces.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
-    Mutation("what a lost host had written is written by nobody", pieces.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),
+    Mutation("what a lost host had written is not written again", pieces.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),
     Mutation("a host's piece is ordered from another host", pieces.publisher_of_another_host, ("I9", "I11", RAISED), each_publishes_its_piece, within=20),
     Mutation("a piece of an earlier attempt counts", pieces.piece_of_an_earlier_attempt_counts, ("I1",), host_dies_with_its_files, within=20),
     Mutation("a piece is removed for a later one", ranks.earlier_piece_is_removed, ("I8",), host_dies_with_its_files, within=20),
@@ -150,9 +150,9 @@ MUTATIONS = (
     Mutation("a silent rank is never dead", controllers.never_sees_silence, ("I11",)),
     Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",)),
     Mutation("a slow rank is taken for a hang", controllers.one_lease_for_a_hang, ("I7",), slow_step),
-    Mutation("a job never assembles", controllers.nobody_assembles, ("I11",), within=20),
-    Mutation("a hang is not disproved by a rank that got on", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
-    Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_not_heard_of, ("I7",), pauses_for_longer_than_a_hang, within=20),
+    Mutation("a job never assembles", controllers.no_job_assembles, ("I11",), within=20),
+    Mutation("a hang is not disproved by a rank that progressed", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
+    Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_ignored, ("I7",), pauses_for_longer_than_a_hang, within=20),
     Mutation("relayed heartbeats renew no lease", controllers.beats_renew_no_lease, ("I7",), calm_with_relayed_beats, within=20),
     Mutation("a new process is taken for the old", controllers.new_process_is_taken_for_the_old, ("I11: rank",), within=600),
     # Ranks that are silent.
@@ -168,10 +168,10 @@ MUTATIONS = (
     Mutation("a standby takes over without a freeze", controllers.takes_over_without_a_freeze, ("I11", RAISED), false_alarm_under_a_dying_controller),
     Mutation("a standby thaws ranks that were rolled forward", controllers.thaws_what_another_ordered, ("I11",), silent_until_the_roll_forward),
     Mutation("every controller counts its freezes from one", controllers.freezes_counted_from_one, ("I7", "I9", "I11", RAISED), false_alarms_before_a_takeover),
-    Mutation("a standby forgets the shards that nobody told it of", controllers.unknown_shards_forgotten, ("I5",), holders_die_with_the_controller),
+    Mutation("a standby forgets the shards that no rank reported to it", controllers.unknown_shards_forgotten, ("I5",), holders_die_with_the_controller),
     Mutation("ranks never learn of the standbys", controllers.standbys_kept_secret, ("I11", "I9"), died_in_a_dump),
     Mutation("launchers never learn of the standbys", controllers.launchers_never_learn_of_the_standbys, ("I11",)),
-    Mutation("an earlier controller is left its ranks", controllers.earlier_controller_keeps_its_ranks, ("I7", "I9", "I11"), stopped_about_a_lease),
+    Mutation("an earlier controller keeps its ranks", controllers.earlier_controller_keeps_its_ranks, ("I7", "I9", "I11"), stopped_about_a_lease),
     # What was lost on a stream that lives.
     Mutation("a thaw that was lost is not sent again", answers.thaws_are_not_sent_again, ("I7", "I11"), partial(in_a_false_alarm, kind=Thaw), within=20),
     Mutation("a freeze that was lost is not sent again", answers.freezes_are_not_sent_again, ("I6", "I9"), partial(in_a_dump, kind=Freeze), within=20),
@@ -203,7 +203,7 @@ MUTATIONS = (
     Mutation("a written share is linked with parts that are another rank's now", adapters.shares_with_other_parts_are_linked, ("I5",), within=600),
     Mutation("linked shares are not reported", adapters.linked_shares_are_not_reported, ("I5",), within=60),
     # Two orders, two freezes, two controllers.
-    Mutation("of a writer with two orders the second one's parts are written by nobody", memories.second_order_is_lost_with_its_writer, ("I5",), parts_handed_on, within=20),
+    Mutation("of a writer with two orders the second one's parts are not written", memories.second_order_is_lost_with_its_writer, ("I5",), parts_handed_on, within=20),
     Mutation("an answer that comes twice settles another order", memories.repeated_answer_settles_another_order, ("I5",), parts_handed_on, within=20),
     Mutation("an older freeze is obeyed", memories.older_freeze_is_obeyed, ("I9", "I11"), words_come_again, within=20),
     Mutation("an older thaw is obeyed", memories.older_thaw_is_obeyed, ("I7", "I9", RAISED), words_come_again, within=20),
@@ -211,11 +211,11 @@ MUTATIONS = (
     Mutation("roll-forwards are waited for from the fault's beginning", memories.rolls_are_waited_for_from_the_fault_on, ("I9",), rolls_after_a_long_freeze, within=20),
     Mutation("a torn rank counts for its local copy", memories.torn_ranks_local_copy_counts, ("I3",), raised_in_the_update),
     Mutation("a fault that was reported before a takeover is forgotten, and not reported again", memories.reported_faults_are_forgotten_at_a_takeover, ("I11",), losing.raises_as_the_leader_dies, within=20),
-    Mutation("ranks that never came to a standby are no cause", memories.ranks_that_never_came_are_no_cause, ("I11",), holders_die_with_the_controller, within=20),
+    Mutation("ranks that never came to a standby are not causes", memories.ranks_that_never_came_are_not_causes, ("I11",), holders_die_with_the_controller, within=20),
     Mutation("a standby goes on with a dump only if all had begun it", memories.a_dump_is_gone_on_with_when_all_had_begun_it, ("I11",), silent_until_the_roll_forward),
     # The number of standbys.
     Mutation("lost controllers are not replaced", losing.lost_controllers_are_not_replaced, ("I13",), losing.leader_dies, within=20),
-    Mutation("ranks never learn of a new standby", losing.new_standbys_are_told_to_agents_only, ("I13",), losing.leader_dies, within=20),
+    Mutation("ranks never learn of a new standby", losing.new_standbys_are_sent_to_agents_only, ("I13",), losing.leader_dies, within=20),
     Mutation("no rank sees a standby end", losing.standbys_end_unseen, ("I13",), losing.idle_standby_dies, within=20),
     Mutation("a rank that does not answer is asked alone", losing.mute_ranks_are_waited_for, ("I13",), losing.first_asked_rank_is_mute, within=20),
     Mutation("a rank that cannot start a standby is asked alone", losing.unable_ranks_are_asked_again, ("I13",), losing.first_asked_rank_is_unable, within=20),
@@ -227,7 +227,7 @@ MUTATIONS = (
     Mutation("ranks save together although they have a controller", unled.ranks_with_a_controller_save_alone, ("I14",), unled.some_are_led, within=20),
     Mutation("a rank saves a step that the others go on from", unled.a_rank_saves_where_it_alone_knows, ("I14",), unled.killed, within=20),
     Mutation("a failed save without a controller ends as a good one", unled.a_failed_save_counts, ("I14",), unled.full_disks, within=20),
-    Mutation("nobody contributes that every controller is lost", unled.lost_controllers_are_waited_for, ("I14",), unled.killed, within=20),
+    Mutation("no rank contributes that every controller is lost", unled.lost_controllers_are_waited_for, ("I14",), unled.killed, within=20),
     Mutation("ranks wait for ever for a controller behind a step", unled.ranks_wait_behind_a_step_for_lost_controllers, ("I14",), unled.killed_in_the_notice, within=20),
     Mutation("ranks that save alone obey a controller", unled.ranks_that_save_alone_obey_a_controller, ("I14",), unled.comes_back, base=180, within=20),
     Mutation("a save without a controller is waited for for ever", unled.a_save_alone_has_no_bound, ("I11",), unled.a_rank_stops_in_the_save, within=20),
@@ -275,12 +275,12 @@ def _found(scenario: Scenario) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="default: all")
-    wanted = parser.parse_args().names
-    if unknown := sorted(set(wanted) - {mutation.name for mutation in MUTATIONS}):
+    names = parser.parse_args().names
+    if unknown := sorted(set(names) - {mutation.name for mutation in MUTATIONS}):
         parser.error(f"no variant {', '.join(unknown)}: there are {', '.join(m.name for m in MUTATIONS)}")
     failed, began = 0, time.monotonic()
     for mutation in MUTATIONS:
-        if wanted and mutation.name not in wanted:
+        if names and mutation.name not in names:
             continue
         started = time.monotonic()
         try:

@@ -164,7 +164,7 @@ class RankStream(Stream):
         self.carry(UP, lambda *_: controller.when_running(answer), None)
 
     def _refuse(self) -> None:
-        """Nobody listens there."""
+        """Nothing listens there."""
         self._gone = True
         self._process.put(Closed(self, "connection refused"))
 

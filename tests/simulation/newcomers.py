@@ -1,6 +1,6 @@
 """A process that is started in the place of a rank that ended unseen: some schedulers are faster than a lease.
 
-It comes to the controller under the same rank, with nothing but what it loaded, and says that it lives. It is no holder of
+It comes to the controller under the same rank, with nothing but what it loaded, and registers as alive. It does not hold
 anything new, and it must not hide that its predecessor is gone.
 """
 
@@ -34,7 +34,7 @@ class Newcomer:
     def _register(self, message: Registration) -> None:
         """The controller that knows the earlier process knows from now on that it has ended."""
         known = self._controller.state.members.table[self.rank].registration
-        self._controller.hear(self._stream, message)
+        self._controller.receive(self._stream, message)
         now_known = self._controller.state.members.table[self.rank]
         if known is not None and known.pid != message.pid and now_known.dead is None and not self._controller.gone:
             self.job.broken(f"I11: rank {self.rank} has another process, and c{self._controller.place} sees no death")
@@ -48,7 +48,7 @@ class Newcomer:
             self._controller.close_seen(self.rank, self._stream)
             return
         beat = Heartbeat(self.rank, Phase.COMPUTE, OLDER_STEP + 1)
-        self._stream.carry(UP, self._controller.hear, beat)
+        self._stream.carry(UP, self._controller.receive, beat)
         self.job.scheduler.after(self.job.times.heartbeat_s, self._beat)
 
 

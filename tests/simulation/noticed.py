@@ -1,4 +1,4 @@
-"""Random jobs that lose every controller and are told to leave then; in most of them something else goes wrong too."""
+"""Random jobs that lose every controller and are preempted then; in most of them something else goes wrong too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOSSES = (
 
 
 def lose_all_and_notify(job: Job, rng: random.Random) -> list[str]:
-    """Have all controllers go, for good or for a while, and some rank or all be told to leave about then; say what befalls."""
+    """Have all controllers go, for good or for a while, and some rank or all be preempted about then; return what is injected."""
     lost_s, how = rng.uniform(0.3, 0.8), rng.choice(_LOSSES)
     notified = job.ranks if rng.random() < 0.5 else [rng.choice(job.ranks)]
     if rng.random() < 0.5:
@@ -54,27 +54,27 @@ def lose_all_and_notify(job: Job, rng: random.Random) -> list[str]:
             process.slow_work["alone"] = 5.0
     for process in notified:
         job.scheduler.at(lost_s + after_s + rng.uniform(0.0, 0.1), partial(process.run_beside, process.notice))
-    befalls = [how, "notice"]
+    injected = [how, "notice"]
     if alone:
         if rng.random() < 0.2:
             must_save = False
             job.disk.full = {job.root_of(rank, name) for rank in job.everybody for name in job.roots}
-            befalls.append("all directories are full")
+            injected.append("all directories are full")
         elif must_save and after_s >= 0 and how != "kill at the boundary":
-            job.must_save = "any"  # whoever leads the ranks by then, or nobody
-        return befalls
+            job.must_save = "any"  # whoever leads the ranks by then, or no controller
+        return injected
     kind, rank = KINDS[rng.choice(_KINDS)], rng.choice(job.everybody)
-    strike = partial(kind.befall, job, rng, rank)
+    strike = partial(kind.inject, job, rng, rank)
     if rng.random() < 0.5:
         count, later_s = rng.randint(1, len(job.ranks)), rng.uniform(0.0, 0.1)
         job.hook("saving alone", count, lambda _: job.scheduler.after(later_s, strike))
     else:
         job.scheduler.at(lost_s + rng.uniform(0.0, 2.5), strike)
-    return [*befalls, kind.name]
+    return [*injected, kind.name]
 
 
 def cut_some_off_and_notify(job: Job, rng: random.Random) -> list[str]:
-    """The controller is killed; some ranks come to the standby and the others to none, and some rank or all are told to leave."""
+    """The controller is killed; some ranks come to the standby and the others to none, and some rank or all are preempted."""
     lost_s, others = rng.uniform(0.3, 0.8), rng.sample(job.everybody, rng.randint(1, len(job.ranks) - 1))
     job.standbys.unable = set(job.everybody)
 

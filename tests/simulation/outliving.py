@@ -43,8 +43,8 @@ IN_TRAINING = ("hang in compute", "slow rank", "hang in update")
 """Kinds that act when a rank's training thread comes to something."""
 
 
-def _befalls(job: Job, rng: random.Random, kind: str) -> Callable[[int], None]:
-    return lambda rank: KINDS[kind].befall(job, rng, rank)
+def _injects(job: Job, rng: random.Random, kind: str) -> Callable[[int], None]:
+    return lambda rank: KINDS[kind].inject(job, rng, rank)
 
 
 def _when_rank(job: Job, moment: str, rank: int, act: Callable[[], None]) -> None:
@@ -76,8 +76,8 @@ def _replace_controller(job: Job, rng: random.Random, longest_s: float) -> Calla
 
 def _begin(job: Job, rng: random.Random, rank: int, step: int, kind: str = "exception") -> None:
     """A rank that has finished a step fails; mostly it stays as a holder."""
-    befall = _befalls(job, rng, kind)
-    _when_rank(job, f"DONE {step}", rank, lambda: befall(rank))
+    inject = _injects(job, rng, kind)
+    _when_rank(job, f"DONE {step}", rank, lambda: inject(rank))
 
 
 def delay_results(job: Job, rng: random.Random, ranks: list[int], step: int) -> None:
@@ -109,7 +109,7 @@ def hold_work(job: Job, rng: random.Random, kind: str, place: str) -> str:
         elif place == "freezing" and rng.random() < 0.3:
             began = _others_die(job, rng)
     longest_s = rng.uniform(0.001, 0.3) if not until else rng.uniform(2.0, 4.0)
-    job.holds[step] = Hold(until, longest_s, began, _befalls(job, rng, kind))
+    job.holds[step] = Hold(until, longest_s, began, _injects(job, rng, kind))
     _begin(job, rng, first, last, rng.choice(("exception", "exception", "exception", "preemption", "kill")))
     return f"{kind} in '{step}', which lasts {f'until {until}' if until else 'a while'}, after rank {first} was DONE {last}"
 
@@ -121,7 +121,7 @@ def _others_die(job: Job, rng: random.Random) -> Callable[[int], None]:
         group = rng.choice(job.training.layout.holders)
         for other in group:
             if other != rank:
-                job.scheduler.after(rng.uniform(0.0, 0.1), partial(KINDS["kill"].befall, job, rng, other))
+                job.scheduler.after(rng.uniform(0.0, 0.1), partial(KINDS["kill"].inject, job, rng, other))
 
     return kill
 
@@ -129,7 +129,7 @@ def _others_die(job: Job, rng: random.Random) -> Callable[[int], None]:
 def _return_of(
     job: Job, rng: random.Random, rank: int, step: int, then: Callable[[int], None]
 ) -> Callable[[int], None]:
-    """A rank that is READY is not heard, and found dead; it comes back for the next controller, which rolls it forward."""
+    """A rank that is READY is silent, and found dead; it comes back for the next controller, which rolls it forward."""
     job.ranks[rank].late_results[step] = 3.0
     route = job.ranks[rank].route
 
@@ -140,7 +140,7 @@ def _return_of(
     _when_rank(job, f"READY {step}", rank, go_silent)
 
     def come_back(held: int) -> None:
-        job.note(f"rank {rank} is heard again by the next controller")
+        job.note(f"the next controller receives messages of rank {rank} again")
         route.held_until[UP] = job.now
         then(held)
 
@@ -163,7 +163,7 @@ def hold_rank(job: Job, rng: random.Random, kind: str, place: str) -> str:
     if place == "rolling":
         _roll_without(job, rng, rank, step)
     moment = f"READY {step}" if kind == "hang in update" else f"DONE {step - 1}"
-    hold = Hold(_moment(place), rng.uniform(2.0, 4.0), began, _befalls(job, rng, kind))
+    hold = Hold(_moment(place), rng.uniform(2.0, 4.0), began, _injects(job, rng, kind))
     _when_rank(job, moment, rank, lambda: stand_still(job.ranks[rank], hold))
     return f"{kind} when {_moment(place)}, of rank {rank}, which stood still from {moment} on"
 
@@ -171,7 +171,7 @@ def hold_rank(job: Job, rng: random.Random, kind: str, place: str) -> str:
 def _roll_without(job: Job, rng: random.Random, absent: int, step: int) -> None:
     """Somebody fails at the end of an update that others have not begun; the absent rank's part in it is its own affair.
 
-    With spanning records nobody gets one of a step that the absent rank has not come to. With a local copy the records
+    With spanning records no rank gets one of a step that the absent rank has not come to. With a local copy the records
     of even and odd ranks are apart: then those fail and roll forward that the absent one is not among.
     """
     among = [rank for rank in range(job.training.layout.world_size) if rank != absent]

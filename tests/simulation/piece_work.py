@@ -77,7 +77,7 @@ class PieceWorker(Worker):
         self.job.happened("manifest written", self.rank)
 
     def _piece(self, order: PublishOrder, claim: str) -> Manifest:
-        """Return the manifest. This host's files must be there with the size that their writers told."""
+        """Return the manifest. This host's files must be there with the size that their writers reported."""
         here = self.disks.directories.get((self._root(order), claim))
         if here is None:
             raise DiskError(f"{claim} is gone")
@@ -89,7 +89,7 @@ class PieceWorker(Worker):
         return Manifest(order.step, names, host_state, order.term, order.tmp_name, order.record)
 
     def _place(self, order: PublishOrder, claim: str) -> None:
-        """Rename the piece; what has its name is moved aside first, unless it is this attempt's or a later term's."""
+        """Rename the piece; one that has its name is renamed first, unless it is this attempt's or a later term's."""
         root = self._root(order)
         try:
             self.disks.check(self.rank, root)

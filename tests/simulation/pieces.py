@@ -76,7 +76,7 @@ class OwnDisks(Disk):
         return True
 
     def supersede(self, root: str, step: int) -> None:
-        """Move a piece aside; it is found there as well."""
+        """Move a piece to another name; it is found there as well."""
         final, before = final_name(step), self.recovered()
         taken = [name for where, name in self.directories if where == root]
         number = next(n for n in range(1, len(taken) + 2) if f"{final}_superseded_{n}" not in taken)
@@ -117,7 +117,7 @@ class OwnDisks(Disk):
         return frozenset(self.hosts) - self.lost
 
     def recovered(self) -> int:
-        """Return the step that a restart on the disks that are left loads."""
+        """Return the step that a restart on the remaining disks loads."""
         whole = [key.step for key, missing in self.lacking(self.left()).items() if not missing]
         return max(whole, default=OLDER_STEP - 1)
 

@@ -75,9 +75,9 @@ class Rank:
         """Seconds for which it does something else before a step, and says so: an evaluation, a save."""
         self._paused = False
         self.slow_work: dict[str, float] = {}
-        """Seconds that a step of the work takes the next time, by step, instead of the usual; it gets on all the while."""
+        """Seconds that a step of the work takes the next time, by step, instead of the usual; it progresses all the while."""
         self._updating = False
-        """The training thread's update gets on."""
+        """The training thread's update progresses."""
         self._work_done = 0
         self.late_results: dict[int, float] = {}
         """Seconds for which a step's commit record is under way to this rank when others have it, by step."""
@@ -262,7 +262,7 @@ class Rank:
         return self._paused
 
     def work_done(self) -> int:
-        self._work_done += self._updating or self.work.gets_on
+        self._work_done += self._updating or self.work.progresses
         return self._work_done
 
     def checkpoint(self) -> str:

@@ -1,4 +1,4 @@
-"""Run simulated jobs by seed: `python -m tests.simulation.replay SEED` tells one job's story; `--count N` runs many."""
+"""Run simulated jobs by seed: `python -m tests.simulation.replay SEED` prints one job's journals; `--count N` runs many."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.simulation.training import LAYOUTS
 
 
 def transcript(scenario: Scenario) -> Iterator[str]:
-    """Tell the faults and the story of a job that has run, line by line."""
+    """Print the faults and the journals of a job that has run, line by line."""
     job = scenario.job
     mode = "local copies" if job.training.local_copy else "spanning records"
     yield f"seed {scenario.seed}: {job.training.layout.name}, {job.training.steps} steps, {mode}, agents {job.agents}{own_text(job)}"
     yield from (f"  fault: {fault}" for fault in scenario.faults)
-    lines = [(at, f"c{c.place} {line.event}: {dict(line.fields)}") for c in job.controllers for at, line in c.story]
+    lines = [(at, f"c{c.place} {line.event}: {dict(line.fields)}") for c in job.controllers for at, line in c.journal]
     lines += [(float(note.split()[0]), "    " + note.split(maxsplit=1)[1]) for note in job.notes]
     for at, text in sorted(lines, key=lambda pair: pair[0]):
         yield f"{at:9.4f}  {text}"

@@ -29,7 +29,7 @@ _PIECE_MOMENTS = (
 )  # fmt: skip
 _OF_PIECES = (
     "host loss", "host loss", "kill", "kill", "stop", "rank's disk", "full disk", "failed fsync", "controller kill",
-    "controller pause", "controller cut", "rank is heard by nobody", "stream break",
+    "controller pause", "controller cut", "rank's messages do not arrive", "stream break",
 )  # fmt: skip
 """What goes wrong besides where each host publishes its own piece."""
 _PHASES = ("COMPUTE", "READY", "UPDATING", "DONE")
@@ -112,7 +112,7 @@ def build(
 
 
 def _draw_inputs(job: Job, seed: int) -> random.Random:
-    """Draw what is no fault; return the rest of it."""
+    """Draw the events that are not faults; return the rest of it."""
     inputs = random.Random(f"inputs {seed}")
     job.beats_relayed = inputs.random() < RELAYED
     aborted = random.Random(f"aborted {seed}")
@@ -140,7 +140,7 @@ def _replace_a_process(scenario: Scenario, rng: random.Random) -> None:
 
 
 def _pause(job: Job, rng: random.Random) -> None:
-    """In some jobs that know their pace ranks say that they do something else, for longer than a hang may last."""
+    """In some jobs that know their pace ranks report that they do something else, for longer than a hang may last."""
     if rng.random() < 0.5:
         return
     step, together = rng.randint(2, job.training.steps), rng.random() < 0.5
@@ -150,7 +150,7 @@ def _pause(job: Job, rng: random.Random) -> None:
 
 
 def _slow_down(scenario: Scenario, rng: random.Random) -> None:
-    """In some jobs disks and updates take longer than the controller waits for an answer, and get on: that is no fault."""
+    """In some jobs disks and updates take longer than the controller waits for an answer, and progress: this is not a fault."""
     if rng.random() >= SLOW:
         return
     job, shared = scenario.job, rng.random() < 0.5
@@ -181,7 +181,7 @@ GARBAGE = 0.3
 RELAYED = 0.3
 """Part of the jobs in which a host's heartbeats come together."""
 SLOW = 0.06
-"""Part of the jobs in which work takes long and gets on."""
+"""Part of the jobs in which work is slow and progresses."""
 _SLOW_STEPS = ("write", "write", "roll", "manifest", "rename")
 _CELLS = possible()
 """Those to aim at."""
@@ -240,7 +240,7 @@ def _hide(scenario: Scenario, rng: random.Random, kind: str) -> None:
     rank = rng.randrange(scenario.job.training.layout.world_size)
     scenario.harmless = False
     scenario.faults.append(f"{kind} of rank {rank} from the start")
-    KINDS[kind].befall(scenario.job, rng, rank)
+    KINDS[kind].inject(scenario.job, rng, rank)
 
 
 def _begin(scenario: Scenario, rng: random.Random, place: str) -> None:
@@ -343,13 +343,13 @@ def _arranged(scenario: Scenario, rng: random.Random, kind: str, place: str) -> 
     if place in {STAGE_OF[step] for step in STEPS.get(kind, ())} and rng.random() < 0.3:
         return False
     if kind in STEPS:
-        told = hold_work(scenario.job, rng, kind, place)
+        notes = hold_work(scenario.job, rng, kind, place)
     elif kind in IN_TRAINING:
-        told = hold_rank(scenario.job, rng, kind, place)
+        notes = hold_rank(scenario.job, rng, kind, place)
     else:
         return False
     scenario.harmless = False
-    scenario.faults.append(told)
+    scenario.faults.append(notes)
     return True
 
 
@@ -395,6 +395,6 @@ def _aimed(scenario: Scenario, rng: random.Random, kind: str, when: str) -> Call
         chosen = fixed if elsewhere or rank < 0 else rank
         if not job.ranks[chosen].alive:  # whoever is next to it
             chosen = next((other.rank for other in job.ranks[chosen:] + job.ranks[:chosen] if other.alive), chosen)
-        KINDS[kind].befall(job, rng, chosen)
+        KINDS[kind].inject(job, rng, chosen)
 
     return act

@@ -28,7 +28,7 @@ class Scheduler:
         heappush(self._heap, (self.now + delay_s, next(self._count), call))
 
     def run(self, until_s: float, done: Callable[[], bool]) -> bool:
-        """Run until `done`; False when nothing is left to run or `until_s` passes first."""
+        """Run until `done`; False when nothing remains to run or `until_s` passes first."""
         heap, pop = self._heap, heappop
         for _ in range(MOST_EVENTS):
             if self.look:

@@ -1,6 +1,6 @@
 """Scripts of one job each, with the transcript that they must give: `python -m tests.simulation.script FILE... [--update]`.
 
-A script is a text: comments, lines that lay out the job, lines that name faults (see `script_faults`), then `---` and the
+A script has comments, lines that lay out the job, lines that name faults (see `script_faults`), then `---` and the
 golden transcript. Nothing in the job is random. Every invariant is checked as well, and every fault must have struck.
 """
 
@@ -82,7 +82,9 @@ def _layout(text: str) -> Layout:
     """Return the layout of `even 4`, `even 4 on one host`, `ring 3`, `ring 4 of 3` or `pipeline 8 of 2`."""
     read = re.fullmatch(r"(even|ring|pipeline) (\d+)(?: of (\d+))?( on one host)?", text)
     if read is None:
-        raise ScriptError(f"layout {text!r}; wanted `even 4`, `even 4 on one host`, `ring 4 of 3` or `pipeline 8 of 2`")
+        raise ScriptError(
+            f"invalid layout {text!r}: expected `even 4`, `even 4 on one host`, `ring 4 of 3` or `pipeline 8 of 2`"
+        )
     size = int(read[2])
     if read[1] == "even":
         return even(size, size if read[4] else 2)
@@ -101,7 +103,7 @@ def play(script: Script) -> tuple[str, list[str]]:
         roots=script.directories,
         own=OwnDirectories(script.directories, frozenset(script.fragile)) if script.own_directories else None,
     )
-    job.told_steps = frozenset(
+    job.logged_steps = frozenset(
         int(step)
         for line in script.faults
         for step in re.findall(r"(?:READY|UPDATING|DONE|record|step|update) (\d+)", line)

@@ -47,10 +47,8 @@ def plan(job: StagedJob, line: str) -> Planned:
     read = _LINE.fullmatch(line)
     act = _act(read["act"]) if read else None
     if read is None or act is None:
-        wanted = "\n  ".join(_ACTS)
-        raise ScriptError(
-            f"the script says {line!r}; wanted one of\n  {wanted}\nwith `at N s`, `when MOMENT` or neither"
-        )
+        known = "\n  ".join(_ACTS)
+        raise ScriptError(f"invalid line {line!r}: expected one of\n  {known}\nwith `at N s`, `when MOMENT` or neither")
     planned = Planned(line)
 
     def strike(rank: int = -1) -> None:
@@ -103,7 +101,7 @@ def _raise(job: StagedJob, rank: str) -> None:
 
 
 def _tell_to_leave(job: StagedJob, rank: str) -> None:
-    job.note(f"rank {rank} is told to leave")
+    job.note(f"rank {rank} is preempted")
     process = job.ranks[int(rank)]
     process.run(process.notice)
 
@@ -153,7 +151,7 @@ def _take(job: StagedJob, rank: str, seconds: float, step: str) -> None:
 
 
 def _work_on(job: StagedJob, rank: str, seconds: str, step: str) -> None:
-    """It gets on all the while."""
+    """It progresses all the while."""
     job.ranks[int(rank)].slow_work[step] = float(seconds)
 
 
@@ -167,7 +165,9 @@ _ACTS: dict[str, Callable[..., None]] = {
     "rank N holds its interpreter for good": lambda job, rank: job.hog(int(rank), None),
     "stop controller cN for S s": lambda job, place, seconds: job.controllers[int(place)].pause(float(seconds)),
     "cut controller cN for S s": lambda job, place, seconds: job.controllers[int(place)].cut(float(seconds)),
-    "controller cN hears nobody for S s": lambda job, place, s: job.controllers[int(place)].cut_one_way(UP, float(s)),
+    "controller cN receives nothing for S s": lambda job, place, s: job.controllers[int(place)].cut_one_way(
+        UP, float(s)
+    ),
     "clock of controller cN leaps by S s": lambda job, place, seconds: job.controllers[int(place)].jump(float(seconds)),
     "break stream of rank N": _break_stream,
     "hold stream of rank N for S s": _hold_stream,

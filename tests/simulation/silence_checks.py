@@ -1,4 +1,4 @@
-"""I7 and I11 for ranks that are silent: whose process runs is not taken for dead too early, and nobody too late."""
+"""I7 and I11 for silent ranks: one whose process runs is not taken for dead too early, and none too late."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from math import inf
 
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
-from tests.simulation.truth import controllers_hurt
+from tests.simulation.truth import controllers_faulted
 from ttp.controller.core.facts.membership import VOUCHED_START_FACTOR
 from ttp.controller.core.facts.pace import ENOUGH
 
 SLACK_S = 0.4
-"""Two heartbeats: of what was heard last, and of what was vouched last."""
+"""Two heartbeats: of the last message, and of the last vouch."""
 ATTACHED_S = 1.0
 """Agents have come to the first controller by then, and have vouched for their ranks."""
 
 
 def wrongly_dead_or_alive(job: Job) -> list[str]:
-    """Return which ranks were taken for dead although their agents saw them run, or for alive although nobody did."""
+    """Return which ranks were taken for dead although their agents saw them run, or for alive although none did."""
     return _taken_for_dead(job) + _found_late(job)
 
 
@@ -30,7 +30,7 @@ def _vouched_s(job: Job, rank: Rank) -> float:
 def _taken_for_dead(job: Job) -> list[str]:
     """I7: an interpreter that is held for less than a vouched lease costs no rank its life, where nothing else keeps it silent."""
     found = []
-    for at, line in job.story:
+    for at, line in job.journal:
         if line.event != "death_seen" or line.fields["kind"] != "silent":
             continue
         rank = job.ranks[int(str(line.fields["rank"]))]
@@ -71,31 +71,31 @@ def _found_late(job: Job) -> list[str]:
         if _over_by(job, by) or _disturbed(job, rank, began, by):
             continue
         if not any(
-            line.event == "death_seen" and line.fields["rank"] == rank.rank and at <= by for at, line in job.story
+            line.event == "death_seen" and line.fields["rank"] == rank.rank and at <= by for at, line in job.journal
         ):
             found.append(
-                f"I11: rank {rank.rank} was silent from {began:.3f} s on, and nobody saw a death by {by:.3f} s"
+                f"I11: rank {rank.rank} was silent from {began:.3f} s on, and no controller declared it dead by {by:.3f} s"
             )
     return found
 
 
 def _over_by(job: Job, at_s: float) -> bool:
     over = ("published", "refused", "exit_sent", "finished")
-    return job.now < at_s or any(line.event in over and at <= at_s for at, line in job.story)
+    return job.now < at_s or any(line.event in over and at <= at_s for at, line in job.journal)
 
 
 def _disturbed(job: Job, rank: Rank, began_s: float, by_s: float) -> bool:
-    """True when other things went wrong about then that keep a controller from judging: it hears hardly anybody, or is not there."""
-    assembled = min((at for at, line in job.story if line.event == "assembled"), default=inf)
+    """True when other things went wrong about then that keep a controller from judging: hardly any rank's messages arrive, or it is not there."""
+    assembled = min((at for at, line in job.journal if line.event == "assembled"), default=inf)
     since_s = began_s - 2 * job.times.lease_s
     others = [
         s for s in job.strikes if since_s <= s.at_s <= by_s and s.kind not in ("host loss", "stop", "interpreter held")
     ]
-    heard = [  # a rank that is not welcomed sends no heartbeats
+    senders = [  # a rank that is not welcomed sends no heartbeats
         other for other in job.ranks if other.ended_s >= by_s and not other.was_stopped and other.started_s <= began_s
     ]
-    return began_s < assembled or bool(others) or not heard or _led_badly(job, since_s, by_s)
+    return began_s < assembled or bool(others) or not senders or _led_badly(job, since_s, by_s)
 
 
 def _led_badly(job: Job, from_s: float, to_s: float) -> bool:
-    return controllers_hurt(job, from_s, to_s) or any(controller.dead for controller in job.controllers)
+    return controllers_faulted(job, from_s, to_s) or any(controller.dead for controller in job.controllers)

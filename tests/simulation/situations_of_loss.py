@@ -12,81 +12,81 @@ from tests.simulation.handed_on import hand_on
 from tests.simulation.job import Job
 from tests.simulation.lost import LOSABLE, lose
 from tests.simulation.outliving import delay_results
-from tests.simulation.situations_of_time import BEGINNINGS, PHASES, befall, fail, last_step, some
+from tests.simulation.situations_of_time import BEGINNINGS, PHASES, fail, inject, last_step, some
 from tests.simulation.stale import remember
 from ttp.proto.messages import Exit, FaultReport, Freeze, PublishOrder, RollForward, Thaw, WriteOrder
 
 SLOW_S = 0.1
-"""Slowest messages, a sixth of a lease: a rank whose stream breaks was heard a heartbeat and a message ago, and is back after three."""
+"""Slowest messages, a sixth of a lease: a rank whose stream breaks sent a heartbeat and a message ago, and is back after three."""
 
 # --- what is lost, late or said again ---
 
 
 def lost_in_a_false_alarm(job: Job, rng: random.Random) -> list[str]:
-    """A message is lost while all are frozen for nothing, or in a job without a fault."""
-    told = _lose(job, rng, (*LOSABLE, Thaw, Thaw, Thaw))
+    """A message is lost while all are frozen in a false alarm, or in a job without a fault."""
+    notes = _lose(job, rng, (*LOSABLE, Thaw, Thaw, Thaw))
     if rng.random() < 0.8:
         whom, step = rng.choice(job.everybody), rng.randint(1, job.training.steps)
-        job.hook(f"DONE {step}", 1, lambda _: befall(job, rng, "stream break", whom))
-        told.append(f"the stream of rank {whom} breaks at 'DONE {step}'")
-    return told
+        job.hook(f"DONE {step}", 1, lambda _: inject(job, rng, "stream break", whom))
+        notes.append(f"the stream of rank {whom} breaks at 'DONE {step}'")
+    return notes
 
 
 def lost_in_a_dump(job: Job, rng: random.Random) -> list[str]:
-    """A message of a dump is lost, mostly one of a rank that nobody can do without."""
-    told = _lose(job, rng, (*LOSABLE, Freeze, RollForward, WriteOrder, PublishOrder, Exit, FaultReport))
+    """A message of a dump is lost, mostly one of a rank that is indispensable."""
+    notes = _lose(job, rng, (*LOSABLE, Freeze, RollForward, WriteOrder, PublishOrder, Exit, FaultReport))
     step = last_step(job, rng)
     if rng.random() < 0.5:
-        return [*told, fail(job, rng, ("exception", "preemption", "kill"), f"{rng.choice(PHASES)} {step}")]
+        return [*notes, fail(job, rng, ("exception", "preemption", "kill"), f"{rng.choice(PHASES)} {step}")]
     needed = next((rank for rank in job.everybody if job.ranks[rank].route.loses is not None), 0)
     delay_results(job, rng, [needed], step)
     group = next(holders for holders in job.training.layout.holders if needed in holders)
     for other in group:
         if other != needed:
-            job.hook(f"UPDATING {step}", 1, lambda _, other=other: befall(job, rng, "kill", other))  # type: ignore[misc]
-    return [*told, f"all other holders of a shard of rank {needed} are killed in update {step}"]
+            job.hook(f"UPDATING {step}", 1, lambda _, other=other: inject(job, rng, "kill", other))  # type: ignore[misc]
+    return [*notes, f"all other holders of a shard of rank {needed} are killed in update {step}"]
 
 
 def _lose(job: Job, rng: random.Random, kinds: tuple[type, ...]) -> list[str]:
-    told = []
+    notes = []
     for rank in some(job, rng, min(2, len(job.ranks))):
         kind = rng.choice(kinds)
         lose(job, rank, kind)
-        told.append(f"the next {kind.__name__} of rank {rank} is lost")
-    return told
+        notes.append(f"the next {kind.__name__} of rank {rank} is lost")
+    return notes
 
 
 def late_reports(job: Job, rng: random.Random) -> list[str]:
     """False alarms on a network that is slow, and a rank that dies while what was said in them is still under way."""
-    told, step = [], rng.randint(2, 4)
+    notes, step = [], rng.randint(2, 4)
     slowest_s = rng.uniform(0.05, SLOW_S)
     job.hook(
         f"DONE {step}", 1, lambda _: setattr(job, "slowest_s", slowest_s)
     )  # for streams that are opened from now on
     for rank in some(job, rng):
-        job.hook(f"DONE {step}", 1, lambda _, rank=rank: befall(job, rng, "stream break", rank))  # type: ignore[misc]
+        job.hook(f"DONE {step}", 1, lambda _, rank=rank: inject(job, rng, "stream break", rank))  # type: ignore[misc]
     for _ in range(rng.randint(1, 2)):
         whom, moment = rng.choice(job.everybody), rng.choice((f"DONE {step + rng.randint(1, 3)}", "thawed"))
-        job.hook(moment, 1, lambda _, whom=whom: befall(job, rng, "stream break", whom))  # type: ignore[misc]
-        told.append(f"the stream of rank {whom} breaks at '{moment}'")
+        job.hook(moment, 1, lambda _, whom=whom: inject(job, rng, "stream break", whom))  # type: ignore[misc]
+        notes.append(f"the stream of rank {whom} breaks at '{moment}'")
     kind, whom, count = rng.choice(("kill", "kill", "controller kill")), rng.choice(job.everybody), rng.randint(1, 2)
     delay_s = rng.uniform(0.0, 0.2)
-    job.hook("thawed", count, lambda _: job.scheduler.after(delay_s, partial(befall, job, rng, kind, whom)))
-    return [*told, f"{kind} of rank {whom}, {delay_s:.3f} s after thaw {count}"]
+    job.hook("thawed", count, lambda _: job.scheduler.after(delay_s, partial(inject, job, rng, kind, whom)))
+    return [*notes, f"{kind} of rank {whom}, {delay_s:.3f} s after thaw {count}"]
 
 
 def words_come_again(job: Job, rng: random.Random) -> list[str]:
     """A false alarm, and then a dump that is begun anew: what was said under the earlier freezes comes again."""
     remember(job)
     step = rng.randint(1, 2)
-    job.hook(f"DONE {step}", 1, partial(befall, job, rng, "stream break"))
+    job.hook(f"DONE {step}", 1, partial(inject, job, rng, "stream break"))
     job.disk.tearing.add((rng.choice(job.everybody), job.root_of(0, "/a")))
     for process in job.ranks:
         process.slow_work["write"] = rng.uniform(0.01, 0.1)
 
     def say_again(_: int) -> None:
         job.scheduler.after(
-            rng.uniform(0.0, 0.02), lambda: befall(job, rng, "stale message", rng.choice(job.everybody))
+            rng.uniform(0.0, 0.02), lambda: inject(job, rng, "stale message", rng.choice(job.everybody))
         )
 
     for moment in ("frozen", "write_sent", "writing", "written", "publish_sent", "publishing", "renamed", "got Freeze"):
@@ -100,7 +100,7 @@ def words_come_again(job: Job, rng: random.Random) -> list[str]:
 
 def disks_fail(job: Job, rng: random.Random) -> list[str]:
     """Directories are full or fail some ranks, and ranks are at two steps."""
-    told = []
+    notes = []
     for name in job.roots:
         what = rng.choice(("serves", "full", "errors", "torn", "torn", "unsynced"))
         for rank in list(job.everybody) if what == "full" else some(job, rng, max(1, len(job.ranks) // 2)):
@@ -110,18 +110,18 @@ def disks_fail(job: Job, rng: random.Random) -> list[str]:
             elif what != "serves":
                 known = {"errors": job.disk.broken_for, "torn": job.disk.tearing, "unsynced": job.disk.unsynced}
                 known[what].add((rank, root))
-        told.append(f"{name}: {what}")
+        notes.append(f"{name}: {what}")
     if job.own is None and rng.random() < 0.3:  # another process of the job has published a later step
         root = rng.choice(job.roots)
         job.disk.before.add((root, 90))
         job.disk.tracker[root] = 90
-        told.append(f"{root} has step 90")
+        notes.append(f"{root} has step 90")
     step = last_step(job, rng)
     if rng.random() < 0.5:
         behind = rng.choice(job.everybody)
         job.ranks[behind].slow_compute[step] = rng.uniform(0.3, 1.0)
-        told.append(f"rank {behind} is slow in step {step}")
-    return [*told, fail(job, rng, ("exception", "exception", "kill", "preemption"), f"DONE {step}")]
+        notes.append(f"rank {behind} is slow in step {step}")
+    return [*notes, fail(job, rng, ("exception", "exception", "kill", "preemption"), f"DONE {step}")]
 
 
 def no_disk_takes_the_step(job: Job, rng: random.Random) -> list[str]:
@@ -132,8 +132,8 @@ def no_disk_takes_the_step(job: Job, rng: random.Random) -> list[str]:
     job.ranks[behind].slow_compute[step] = rng.uniform(0.3, 1.0)
     for rank in failing:
         job.disk.broken_for |= {(rank, job.root_of(rank, name)) for name in job.roots}
-    told = f"ranks {failing} can write nowhere, rank {behind} is slow in step {step}"
-    return [told, fail(job, rng, ("exception", "exception", "preemption", "kill"), f"DONE {step}")]
+    notes = f"ranks {failing} can write nowhere, rank {behind} is slow in step {step}"
+    return [notes, fail(job, rng, ("exception", "exception", "preemption", "kill"), f"DONE {step}")]
 
 
 def places_fail(job: Job, rng: random.Random) -> list[str]:
@@ -146,11 +146,11 @@ def places_fail(job: Job, rng: random.Random) -> list[str]:
 
     def strike(rank: int) -> None:
         if how != "stop":
-            befall(job, rng, how, rank if rank >= 0 else rng.choice(job.everybody))
+            inject(job, rng, how, rank if rank >= 0 else rng.choice(job.everybody))
             return
         job.struck(how, rank)
         job.stop(max(0, rank), stopped_s)
-        befall(job, rng, "controller kill", 0)
+        inject(job, rng, "controller kill", 0)
 
     job.hook(moment, count, strike)
     return [fail(job, rng), f"{how} at the {count}. '{moment}', for {stopped_s:.3f} s if it is a stop"]
@@ -177,7 +177,7 @@ _TAKEOVER_MOMENTS = (
 
 def controllers_change(job: Job, rng: random.Random) -> list[str]:
     """The controller dies, or is away for about a lease, at some moment of a dump or of a false alarm; ranks are silent about then."""
-    told = [fail(job, rng, (*BEGINNINGS, "stream break", "stream break"))]
+    notes = [fail(job, rng, (*BEGINNINGS, "stream break", "stream break"))]
     moment, count = rng.choice(_TAKEOVER_MOMENTS), rng.randint(1, len(job.ranks))
     how, away_s = rng.choice(("controller kill",) * 3 + ("controller pause", "controller cut")), rng.uniform(0.4, 1.2)
 
@@ -194,20 +194,20 @@ def controllers_change(job: Job, rng: random.Random) -> list[str]:
             controller.cut(away_s)
 
     job.hook(moment, count, strike)
-    told.append(f"{how} at the {count}. '{moment}'")
+    notes.append(f"{how} at the {count}. '{moment}'")
     if rng.random() < 0.5:
         other, silent_s = rng.choice(job.everybody), rng.uniform(0.3, 1.0)
         around = rng.choice((moment, f"{rng.choice(PHASES)} {last_step(job, rng)}"))
         job.hook(around, 1, lambda _: job.stop(other, silent_s))
-        told.append(f"rank {other} is stopped for {silent_s:.3f} s at '{around}'")
+        notes.append(f"rank {other} is stopped for {silent_s:.3f} s at '{around}'")
     if rng.random() < 0.3:
         job.hook(
             "took_over",
             1,
-            lambda _: job.scheduler.after(rng.uniform(0.0, 0.5), partial(befall, job, rng, "controller kill", 0)),
+            lambda _: job.scheduler.after(rng.uniform(0.0, 0.5), partial(inject, job, rng, "controller kill", 0)),
         )
-        told.append("the next one is killed too")
-    return told
+        notes.append("the next one is killed too")
+    return notes
 
 
 def work_is_handed_on(job: Job, rng: random.Random) -> list[str]:
@@ -226,7 +226,7 @@ def rolled_before_a_takeover(job: Job, rng: random.Random) -> list[str]:
     job.hook(f"{rng.choice(('READY', 'UPDATING'))} {step}", 1, lambda _: job.stop(silent, silent_s))
     moment = rng.choice(("decided", "rolling", "rolled_forward", "rolled_forward", "write_sent", "writing"))
     count = 1 if moment in ("decided", "write_sent") else rng.randint(1, len(late))
-    job.hook(moment, count, lambda _: befall(job, rng, "controller kill", 0))
+    job.hook(moment, count, lambda _: inject(job, rng, "controller kill", 0))
     return [
         f"rank {silent} is stopped for {silent_s:.3f} s in step {step}, the controller is killed at the {count}. '{moment}'"
     ]
@@ -254,5 +254,5 @@ def controllers_take_turns(job: Job, rng: random.Random) -> list[str]:
     job.scheduler.at(began_s, partial(first.pause, away_s))
     job.hook("took_over", 1, lambda _: job.scheduler.after(until_dead_s, second.kill))
     job.hook("took_over", 1, lambda _: job.scheduler.after(until_cut_s, partial(third.cut, cut_s)))
-    told = f"c0 is stopped for {away_s:.3f} s at {began_s:.3f} s, c1 killed, c2 cut off for {cut_s:.3f} s"
-    return [told, fail(job, rng, ("kill", "exception"), f"DONE {rng.randint(10, 30)}")]
+    notes = f"c0 is stopped for {away_s:.3f} s at {began_s:.3f} s, c1 killed, c2 cut off for {cut_s:.3f} s"
+    return [notes, fail(job, rng, ("kill", "exception"), f"DONE {rng.randint(10, 30)}")]

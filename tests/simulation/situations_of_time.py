@@ -17,8 +17,8 @@ BEGINNINGS = ("kill", "kill", "exception", "exception", "host loss", "preemption
 PHASES = ("READY", "UPDATING", "UPDATING", "DONE")
 
 
-def befall(job: Job, rng: random.Random, kind: str, rank: int) -> None:
-    KINDS[kind].befall(job, rng, rank)
+def inject(job: Job, rng: random.Random, kind: str, rank: int) -> None:
+    KINDS[kind].inject(job, rng, rank)
 
 
 def last_step(job: Job, rng: random.Random) -> int:
@@ -30,7 +30,7 @@ def fail(job: Job, rng: random.Random, kinds: tuple[str, ...] = BEGINNINGS, mome
     """Somebody fails in training."""
     kind, count = rng.choice(kinds), rng.randint(1, len(job.ranks))
     moment = moment or f"{rng.choice(PHASES)} {last_step(job, rng)}"
-    job.hook(moment, count, lambda rank: befall(job, rng, kind, rank))
+    job.hook(moment, count, lambda rank: inject(job, rng, kind, rank))
     return f"{kind} of the {count}. at '{moment}'"
 
 
@@ -43,23 +43,23 @@ def some(job: Job, rng: random.Random, most: int = 0) -> list[int]:
 
 
 def work_goes_on(job: Job, rng: random.Random) -> list[str]:
-    """Work of some ranks gets on for a good part of what a fault may take, or for longer; the others are soon done."""
+    """Work of some ranks progresses for a good part of what a fault may take, or for longer; the others are soon done."""
     step, ranks = rng.choice(("write", "write", "manifest", "rename", "roll")), some(job, rng, len(job.ranks) - 1)
     if step in ("manifest", "rename") and rng.random() < 0.7:
         ranks = list({0, *ranks})
     for rank in ranks:
         job.ranks[rank].slow_work[step] = rng.uniform(0.2, 2.5) * job.times.total_timeout_s
-        job.ranks[rank].was_stopped = True  # nobody has to wait for it
-    told = f"'{step}' of ranks {ranks} gets on and on"
+        job.ranks[rank].was_stopped = True  # no rank has to wait for it
+    notes = f"'{step}' of ranks {ranks} is slow"
     if step != "roll":
-        return [told, fail(job, rng)]
+        return [notes, fail(job, rng)]
     last = last_step(job, rng)
     delay_results(job, rng, ranks, last)
-    return [told, fail(job, rng, ("kill", "exception"), f"{rng.choice(('UPDATING', 'DONE'))} {last}")]
+    return [notes, fail(job, rng, ("kill", "exception"), f"{rng.choice(('UPDATING', 'DONE'))} {last}")]
 
 
 def total_time(job: Job, rng: random.Random) -> list[str]:
-    """All that could be done gets on for longer than a fault may take; the controller may be lost, or away for a while, meanwhile."""
+    """All that could be done progresses for longer than a fault may take; the controller may be lost, or away for a while, meanwhile."""
     total_s = job.times.total_timeout_s
     step = rng.choice(("write", "manifest", "roll", "update"))
     last = last_step(job, rng)
@@ -69,16 +69,18 @@ def total_time(job: Job, rng: random.Random) -> list[str]:
             process.slow_update[last] = rng.uniform(1.2, 1.5) * total_s
         else:
             process.slow_work[step] = rng.uniform(1.2, 1.5) * total_s
-    told = [f"'{step}' of all ranks gets on for longer than a fault may take"]
+    notes = [f"'{step}' of all ranks progresses for longer than a fault may take"]
     if step == "roll":
         delay_results(job, rng, some(job, rng, len(job.ranks) - 1), last)
-    told.append(fail(job, rng, ("kill", "exception"), f"{'UPDATING' if step in ('roll', 'update') else 'DONE'} {last}"))
+    notes.append(
+        fail(job, rng, ("kill", "exception"), f"{'UPDATING' if step in ('roll', 'update') else 'DONE'} {last}")
+    )
     if rng.random() < 0.4:
         kind = rng.choice(("controller kill", "controller pause", "controller cut", "stream break", "kill"))
         at_s = rng.uniform(0.1, 0.6) * total_s
-        job.scheduler.at(at_s, lambda: befall(job, rng, kind, rng.choice(job.everybody)))
-        told.append(f"{kind} at {at_s:.1f} s")
-    return told
+        job.scheduler.at(at_s, lambda: inject(job, rng, kind, rng.choice(job.everybody)))
+        notes.append(f"{kind} at {at_s:.1f} s")
+    return notes
 
 
 def rolls_fail(job: Job, rng: random.Random) -> list[str]:
@@ -88,29 +90,29 @@ def rolls_fail(job: Job, rng: random.Random) -> list[str]:
     late = ranks[: rng.randint(1, len(ranks) - 1)]
     first = ranks[len(late)]
     delay_results(job, rng, late, step)
-    told = []
+    notes = []
     for rank in late:
         how = rng.choice(("fails", "fails", "is slow", "hangs", "dies", "rolls", "rolls", "rolls"))
-        told.append(f"rank {rank} {how}")
+        notes.append(f"rank {rank} {how}")
         process = job.ranks[rank]
         process.break_roll |= how == "fails"
         process.hang_work |= how == "hangs"
         if how == "is slow":
             process.slow_work["roll"] = rng.uniform(0.5, 3.0) * job.times.progress_timeout_s
         elif how == "dies":
-            job.hook("rolling", rng.randint(1, len(late)), partial(befall, job, rng, "kill"))
+            job.hook("rolling", rng.randint(1, len(late)), partial(inject, job, rng, "kill"))
     if rng.random() < 0.3:  # an update that the freeze waits for
         job.slow = True
         job.ranks[first].slow_update[step] = rng.uniform(0.5, 3.0) * job.times.progress_timeout_s
-        job.hook(f"UPDATING {step}", 1, lambda rank: befall(job, rng, "kill", rng.choice(ranks)))
+        job.hook(f"UPDATING {step}", 1, lambda rank: inject(job, rng, "kill", rng.choice(ranks)))
     else:
         kind = rng.choice(("exception", "exception", "kill"))
-        job.hook(f"{rng.choice(('UPDATING', 'DONE'))} {step}", 1, partial(befall, job, rng, kind))
+        job.hook(f"{rng.choice(('UPDATING', 'DONE'))} {step}", 1, partial(inject, job, rng, kind))
     if rng.random() < 0.4:
         moment = rng.choice(("rolling", "rolled_forward", "got RollForward"))
-        job.hook(moment, rng.randint(1, len(late)), lambda _: befall(job, rng, "kill", first))
-        told.append(f"rank {first} is killed at '{moment}'")
-    return told
+        job.hook(moment, rng.randint(1, len(late)), lambda _: inject(job, rng, "kill", first))
+        notes.append(f"rank {first} is killed at '{moment}'")
+    return notes
 
 
 def rolls_follow_a_slow_update(job: Job, rng: random.Random) -> list[str]:
@@ -130,7 +132,7 @@ def rolls_follow_a_slow_update(job: Job, rng: random.Random) -> list[str]:
     def kill_the_others() -> None:
         for rank in holders:
             if rank != first:
-                befall(job, rng, "kill", rank)
+                inject(job, rng, "kill", rank)
 
     job.hook(f"UPDATING {step}", 1, lambda _: job.scheduler.after(rng.uniform(0.0, 0.1), kill_the_others))
     return [
@@ -142,8 +144,8 @@ def rolls_follow_a_slow_update(job: Job, rng: random.Random) -> list[str]:
 
 
 def deaf_controller(job: Job, rng: random.Random) -> list[str]:
-    """In a dump the controller hears nobody for less than an orphan timeout, or nobody hears it; its clock may leap meanwhile."""
-    told = [fail(job, rng, ("exception", "exception", "kill", "preemption"))]
+    """In a dump the controller receives nothing for less than an orphan timeout, or its messages do not arrive; its clock may leap meanwhile."""
+    notes = [fail(job, rng, ("exception", "exception", "kill", "preemption"))]
     moment = rng.choice(
         (
             "death_seen",
@@ -163,7 +165,7 @@ def deaf_controller(job: Job, rng: random.Random) -> list[str]:
         controller = job.controller
         if controller.gone:
             return
-        job.struck(f"controller {'hears nobody' if way == UP else 'is heard by nobody'}", 0)
+        job.struck(f"controller {'hears nobody' if way == UP else 'is sends by nobody'}", 0)
         controller.cut_one_way(way, seconds)
         if leaps_s >= 0:
             job.scheduler.after(leaps_s, partial(controller.jump, leap_s))
@@ -172,7 +174,7 @@ def deaf_controller(job: Job, rng: random.Random) -> list[str]:
         moment, 1, lambda rank: job.scheduler.after(rng.choice((0.0, rng.uniform(0.0, 0.1))), partial(strike, rank))
     )
     return [
-        *told,
+        *notes,
         f"no word comes {way} for {seconds:.3f} s after '{moment}', leap of {leap_s:.3f} s after {leaps_s:.3f} s",
     ]
 
@@ -181,7 +183,7 @@ def about_a_lease(job: Job, rng: random.Random) -> list[str]:
     """Ranks are silent for about a lease, or for about the one of a rank that is seen to run; something else happens at that time."""
     at_s, ranks = rng.uniform(0.3, 2.5), rng.choice((some(job, rng, 1), some(job, rng), list(job.everybody)))
     lease_s = rng.choice((job.times.lease_s, job.times.vouched_lease_s))
-    how, told = rng.choice(("interpreter held", "interpreter held", "stop", "rank is heard by nobody")), []
+    how, notes = rng.choice(("interpreter held", "interpreter held", "stop", "rank's messages do not arrive")), []
 
     def be_silent(rank: int, seconds: float) -> None:
         process = job.ranks[rank]
@@ -199,20 +201,20 @@ def about_a_lease(job: Job, rng: random.Random) -> list[str]:
     for rank in ranks:
         seconds = rng.uniform(0.5, 1.5) * lease_s
         job.scheduler.at(at_s + rng.choice((0.0, rng.uniform(0.0, 0.3))), partial(be_silent, rank, seconds))
-        told.append(f"{how} of rank {rank} for {seconds:.3f} s")
+        notes.append(f"{how} of rank {rank} for {seconds:.3f} s")
     if rng.random() < 0.7:
         kind = rng.choice(
             ("host loss", "host loss", "kill", "controller kill", "stream break", "launcher loss", "exception")
         )
         moment_s, whom = at_s + rng.uniform(-0.3, 0.8), rng.choice(job.everybody)
-        job.scheduler.at(moment_s, partial(befall, job, rng, kind, whom))
-        told.append(f"{kind} of rank {whom} at {moment_s:.3f} s")
-    return [f"at {at_s:.3f} s", *told]
+        job.scheduler.at(moment_s, partial(inject, job, rng, kind, whom))
+        notes.append(f"{kind} of rank {whom} at {moment_s:.3f} s")
+    return [f"at {at_s:.3f} s", *notes]
 
 
 def compiles(job: Job, rng: random.Random) -> list[str]:
-    """Ranks that are seen to run are silent for longer than a lease: that is no fault, whatever streams and controllers do. Of the
-    vouched lease a third of an ordinary one went by before, and half of one is left for a new stream."""
+    """Ranks that are seen to run are silent for longer than a lease: this is not a fault, whatever streams and controllers do. Of the
+    vouched lease a third of an ordinary one went by before, and half of one remains for a new stream."""
     ranks = rng.choice((some(job, rng, 1), list(job.everybody)))
     besides = rng.choice(("", "stream break", "controller kill"))
 
@@ -221,7 +223,7 @@ def compiles(job: Job, rng: random.Random) -> list[str]:
             job.hog(rank, rng.uniform(1.15, 1.65) * job.times.lease_s)
             job.struck("interpreter held", rank)
         if besides and len(ranks) == 1:
-            job.scheduler.after(rng.uniform(0.0, 0.5), partial(befall, job, rng, besides, ranks[0]))
+            job.scheduler.after(rng.uniform(0.0, 0.5), partial(inject, job, rng, besides, ranks[0]))
 
     moment = f"COMPUTE {rng.randint(1, 12)}"
     job.hook(moment, 1, hold)
@@ -236,7 +238,7 @@ def silent_for_good(job: Job, rng: random.Random) -> list[str]:
 
     def strike(_: int) -> None:
         if kind == "host loss":
-            befall(job, rng, kind, rank)
+            inject(job, rng, kind, rank)
             return
         job.struck(kind, rank)
         (job.stop if kind == "stop" else job.hog)(rank, None)
@@ -247,17 +249,17 @@ def silent_for_good(job: Job, rng: random.Random) -> list[str]:
 
 
 def about_the_hang_limit(job: Job, rng: random.Random) -> list[str]:
-    """A step takes about as long as a hang may. If its rank has got on when its gate closes, nothing may be lost."""
+    """A step takes about as long as a hang may. If its rank has progressed when its gate closes, nothing may be lost."""
     rank, step = rng.choice(job.everybody), rng.randint(28, 36)
     seconds = rng.uniform(0.98, 1.15) * job.times.hang_floor_s
     job.ranks[rank].slow_compute[step] = seconds
     job.slowest_s = rng.choice((0.005, 0.05))
-    got_on: list[int] = []
+    progressed: list[int] = []
     for count in range(1, 1 + len(job.ranks)):
-        job.hook(f"READY {step}", count, lambda ready: got_on.append(ready) if ready == rank else None)
+        job.hook(f"READY {step}", count, lambda ready: progressed.append(ready) if ready == rank else None)
 
     def decide(_: int) -> None:
-        job.excused |= not got_on
+        job.excused |= not progressed
 
     job.hook("decided", 1, decide)
     return [f"step {step} of rank {rank} takes {seconds:.4f} s"]

@@ -1,7 +1,7 @@
 """Many simulated jobs over all cores: `python -m tests.simulation.soak SEED COUNT`.
 
 Prints which kind of fault acted where and how often, how the jobs ended, what was lost, and every violated invariant with its
-seed, which `python -m tests.simulation.replay SEED` tells in full. Exit status 1 after a violation, or when a cell that can
+seed, which `python -m tests.simulation.replay SEED` prints in full. Exit status 1 after a violation, or when a cell that can
 occur was not hit by enough jobs; Ctrl-C prints what was done so far (130).
 """
 
@@ -35,12 +35,12 @@ INTERRUPTED = 130
 NAMED = 20
 """Cells without a hit that are named: of a soak that is long enough there are few, of a short one hundreds."""
 LINE_EVERY_S = 30.0
-"""Seconds between two plain lines of progress, where nobody watches a terminal."""
+"""Seconds between two plain lines of progress, where the output is not a terminal."""
 
 
 def outcome_of(scenario: Scenario) -> str:
     """Return how the job ended, in a word or two."""
-    names = {line.event for _, line in scenario.job.story}
+    names = {line.event for _, line in scenario.job.journal}
     for event in ("finished", "published", "refused"):
         if event in names:
             return event
@@ -83,7 +83,7 @@ _REASONS = (
     ("directories could be written", "no directory could be written"),
     ("all ranks are dead", "all ranks are dead"),
     ("was not over after", "the fault took longer than it may"),
-    ("no rank was attached", "nobody was attached any more"),
+    ("no rank was attached", "no rank was attached any more"),
 )
 
 
@@ -188,8 +188,8 @@ def main() -> int:
         print(f"interrupted: {arguments.count - result.jobs} of these seeds were not run")
     missing, odd = result.missing(), result.impossible()
     named = [f"; not {kind} in {place}" for kind, place in missing[:NAMED]]
-    told = "".join(named) + (f"; and not {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-    print(f"{len(possible()) - len(missing)} of {len(possible())} cells hit that can occur{told}")
+    more = "".join(named) + (f"; and not {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+    print(f"{len(possible()) - len(missing)} of {len(possible())} cells hit that can occur{more}")
     for kind, place in odd:
         print(f"{kind} acted in {place}, which tests/simulation/matrix.py says cannot be: correct one of them")
     failing = [seed for seed, _ in result.failures]

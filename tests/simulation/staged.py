@@ -18,7 +18,7 @@ T = TypeVar("T")
 _OF_RANKS = (
     "got Welcome", "got Freeze", "got Thaw", "rolling", "writing", "publishing", "manifest written", "superseded", "renamed", "boundary",
 )  # fmt: skip
-"""What ranks do in a dump, as the simulated rank calls it; phases are told of the steps that matter to the script."""
+"""What ranks do in a dump, as the simulated rank calls it; phases are logged for the steps that matter to the script."""
 _UNTOLD = ("registered", "agent_attached", "agent_detached", "rank_finished", "stopped")
 """Journal lines of every start and every end."""
 
@@ -81,7 +81,7 @@ class StagedJob(Job):
         own: OwnDirectories | None = None,
     ) -> None:
         self.lines: list[tuple[float, str, str]] = []
-        self.told_steps: frozenset[int] = frozenset()
+        self.logged_steps: frozenset[int] = frozenset()
         """Steps whose phases are worth a line."""
         self._read: dict[int, int] = {}
         super().__init__(Steady(), training, times, agents=agents, standbys=standbys, own=own)
@@ -97,7 +97,7 @@ class StagedJob(Job):
     def happened(self, name: str, rank: int) -> None:
         if rank >= 0:
             step = name.rpartition(" ")[2]
-            named = step.isdigit() and int(step) in self.told_steps
+            named = step.isdigit() and int(step) in self.logged_steps
             if named or name in _OF_RANKS:
                 self._tell(f"rank {rank}", name)
         else:
@@ -107,62 +107,62 @@ class StagedJob(Job):
     def _tell_journal(self) -> None:
         """Whichever controller has written a line just now."""
         for controller in self.controllers:
-            for _, line in controller.story[self._read.get(controller.place, 0) :]:
-                left = str(line.fields.get("text")).startswith("exit code 7")  # as it was told to
+            for _, line in controller.journal[self._read.get(controller.place, 0) :]:
+                left = str(line.fields.get("text")).startswith("exit code 7")  # as it was ordered
                 if line.event not in _UNTOLD and not left:
                     self._tell(f"c{controller.place}", f"{line.event}{_fields(line.fields)}")
-            self._read[controller.place] = len(controller.story)
+            self._read[controller.place] = len(controller.journal)
 
     def _tell(self, who: str | Any, text: str | Any) -> None:
         self.lines.append((self.now, who, text))
 
     def transcript(self) -> str:
-        """Return all lines, and below them what is left on the disk and of the processes."""
+        """Return all lines, and below them what remains on the disk and of the processes."""
         layout = self.training.layout
-        told = [f"shard g{index}: ranks {_value(ranks)}" for index, ranks in enumerate(layout.holders)]
+        lines = [f"shard g{index}: ranks {_value(ranks)}" for index, ranks in enumerate(layout.holders)]
         whose = " on each node" if self.own is not None else ""
-        told += [f"nodes of the ranks: {_value(layout.hosts)}; directories {' '.join(self.roots)}{whose}"]
-        told += [f"{at:8.4f}  {who:<7} {text}".rstrip() for at, who, text in _gathered(self.lines)]
+        lines += [f"nodes of the ranks: {_value(layout.hosts)}; directories {' '.join(self.roots)}{whose}"]
+        lines += [f"{at:8.4f}  {who:<7} {text}".rstrip() for at, who, text in _gathered(self.lines)]
         lost = self.disk.lost if isinstance(self.disk, OwnDisks) else set()
         for (root, name), directory in sorted(self.disk.directories.items()):
             if host_of(root) in lost:
                 continue
             if directory.manifest is None or directory.manifest.step == OLDER_STEP or not is_published(name):
                 continue
-            told.append(f"disk: {root}/{name}, tracker {self.disk.tracker.get(root, 'none')}")
+            lines.append(f"disk: {root}/{name}, tracker {self.disk.tracker.get(root, 'none')}")
             for file in (name for name in directory.manifest.files if name in directory.files):
                 parts = ", ".join(f"{g} part {i + 1} of {n}" for g, i, n, _ in directory.files[file].parts)
-                told.append(f"disk:   {file}: {parts}")
+                lines.append(f"disk:   {file}: {parts}")
         if not self.disk.published:
-            told.append("disk: nothing was published")
+            lines.append("disk: nothing was published")
         if isinstance(self.disk, OwnDisks):
             without = f", without the disk of {' and '.join(sorted(lost))}" if lost else ""
-            told.append(f"disk: a restart loads step {self.disk.recovered()}{without}")
+            lines.append(f"disk: a restart loads step {self.disk.recovered()}{without}")
         ends = [f"rank {rank.rank}: {rank.ended or ('stopped' if rank.stopped else 'running')}" for rank in self.ranks]
-        told.append(f"end: {'; '.join(ends)}")
+        lines.append(f"end: {'; '.join(ends)}")
         for c in self.controllers:
-            told.append(f"end: c{c.place}: {'killed' if c.dead else c.over or c.state.stage.value}")
-        return "\n".join(told) + "\n"
+            lines.append(f"end: c{c.place}: {'killed' if c.dead else c.over or c.state.stage.value}")
+        return "\n".join(lines) + "\n"
 
 
-def _gathered(lines: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+def _gathered(read: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
     """Put ranks that do the same at the same moment on one line."""
-    told: list[tuple[float, str, str]] = []
-    for at, who, text in lines:
-        if told and who.startswith("rank") and told[-1][1].startswith("rank") and told[-1][::2] == (at, text):
-            told[-1] = (at, f"{told[-1][1].replace('rank ', 'ranks ')},{who.removeprefix('rank ')}", text)
-            told[-1] = (at, told[-1][1].replace("rankss", "ranks"), text)
+    lines: list[tuple[float, str, str]] = []
+    for at, who, text in read:
+        if lines and who.startswith("rank") and lines[-1][1].startswith("rank") and lines[-1][::2] == (at, text):
+            lines[-1] = (at, f"{lines[-1][1].replace('rank ', 'ranks ')},{who.removeprefix('rank ')}", text)
+            lines[-1] = (at, lines[-1][1].replace("rankss", "ranks"), text)
         else:
-            told.append((at, who, text))
-    return told
+            lines.append((at, who, text))
+    return lines
 
 
 def _fields(fields: Any) -> str:
     """Return a journal line's fields in their order; empty ones say nothing, and the start's table is what the script set up."""
-    told = {key: value for key, value in fields.items() if value not in ((), "", None) and key != "rows"}
-    if not any(step >= 0 for step in told.get("backup_steps", ())):
-        told.pop("backup_steps", None)
-    return "".join(f" {key}={_value(value)}" for key, value in told.items())
+    shown = {key: value for key, value in fields.items() if value not in ((), "", None) and key != "rows"}
+    if not any(step >= 0 for step in shown.get("backup_steps", ())):
+        shown.pop("backup_steps", None)
+    return "".join(f" {key}={_value(value)}" for key, value in shown.items())
 
 
 def _value(value: object) -> str:

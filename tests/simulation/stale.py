@@ -1,4 +1,4 @@
-"""Messages of an earlier start, an earlier process or an earlier freeze, that come when nobody waits for them any more.
+"""Messages of an earlier start, an earlier process or an earlier freeze, that come when they are not waited for any more.
 
 Some are made up; the others were really said in this job, under a freeze that is over, and come once more.
 """
@@ -45,7 +45,7 @@ class Past:
         self.down: list[deque[Any]] = [deque(maxlen=KEPT) for _ in ranks]
 
     def said_by(self, rank: int, before: int) -> list[Any]:
-        """Return what this rank said under an earlier freeze than `before`."""
+        """Return the messages of this rank under an earlier freeze than `before`."""
         return [message for message in self.up[rank] if message.freeze_id < before]
 
     def said_to(self, rank: int, before: int) -> list[Any]:
@@ -92,7 +92,7 @@ def stale_message(job: Job, rng: random.Random, rank: int) -> bool:
             if job.controller is controller and _known(job, rank):
                 message = rng.choice(said_again(job, rank) or _upward(job, rank))
                 job.note(f"a stale {type(message).__name__} of rank {rank} comes to c{controller.place}")
-                controller.hear_again(rank, message)
+                controller.receive_again(rank, message)
 
         controller.when_running(say)
         return True
@@ -107,7 +107,7 @@ def stale_message(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def said_again(job: Job, rank: int) -> list[Upward]:
-    """Return what this rank said under an earlier freeze, as far as the active controller is asked for such a thing: streams are
+    """Return the messages of this rank under an earlier freeze, as far as the active controller is asked for such a thing: streams are
     in order, so that an answer comes late only where its stream does."""
     state = job.controller.state
     if job.past is None or state.stage in _UNASKED:

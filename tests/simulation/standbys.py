@@ -32,7 +32,7 @@ class Standbys:
         self.unable: set[int] = set()
         self.mute: set[int] = set()
         self.unlisted = False
-        """Nobody can read the list."""
+        """No rank can read the list."""
         self._rng = random.Random(f"standbys {count}")
         self.listed = [f"c{place}" for place in range(1, 1 + count)]
         """Addresses, as ranks and launchers find them."""
@@ -118,7 +118,7 @@ class Standbys:
             return inf
         moments = [job.last_loss_s, *(rank.started_s for rank in job.ranks)]
         moments += [strike.at_s for strike in job.strikes]
-        moments += [at for at, line in job.story if line.event in ("thawed", "assembled")]
+        moments += [at for at, line in job.journal if line.event in ("thawed", "assembled")]
         for controller in job.controllers:
             moments += [controller.paused_until, controller.cut_until, *controller.route.held_until.values()]
         for rank in job.ranks:

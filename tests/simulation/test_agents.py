@@ -1,7 +1,7 @@
 """The simulation's agents against the shipped link of an agent: the same controllers, deaths and standbys, on one clock.
 
 `ttp.controller.agent_link` has a thread, a stream and a clock; here its loop runs on this thread, on streams and a clock of the test.
-Whenever nothing has happened for a while, both have come to the same controller, and have told it the same.
+Whenever nothing has happened for a while, both have come to the same controller, and have reported the same to it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Over(BaseException):
 
 
 class Controller:
-    """A controller as its agents see it: it listens, greets, beats while it leads, and is told of deaths."""
+    """A controller as its agents see it: it listens, greets, sends heartbeats while it leads, and receives reports of deaths."""
 
     def __init__(self, job: Job, place: int) -> None:
         self.job, self.place, self.term = job, place, 1 + place
         self.gone, self.stopped, self.leads = False, False, place == 0
         self.cut_until, self.route = 0.0, Route()
-        self.told: dict[str, set[Upward]] = {"twin": set(), "shipped": set()}
+        self.received: dict[str, set[Upward]] = {"twin": set(), "shipped": set()}
         """By whom: who it is, and the deaths."""
         self.streams: list[ShippedStream] = []
         self.vouched_s = 0.0
         self.sent_away = False
 
     @property
-    def heard(self) -> bool:
+    def sends(self) -> bool:
         return self.leads and not self.gone and not self.stopped
 
     @property
@@ -60,16 +60,16 @@ class Controller:
 
     def _note(self, who: str, message: Upward) -> None:
         if isinstance(message, AgentHello | WorkerExit):
-            self.told[who].add(message)
+            self.received[who].add(message)
         elif isinstance(message, Vouch) and who == "shipped":
-            assert message.ranks, "a vouch for nobody"
+            assert message.ranks, "a vouch for no rank"
             self.vouched_s = self.job.now
 
     # as the simulation's agents call it
 
-    def hear_agent(self, link: Any, message: Upward) -> None:
+    def receive_from_agent(self, link: Any, message: Upward) -> None:
         self._note("twin", message)
-        if self.heard:
+        if self.sends:
             self.job.twin.take_in(self, self.successors)  # type: ignore[arg-type]
 
     def agent_gone(self, link: Any) -> None:
@@ -77,19 +77,19 @@ class Controller:
 
     # as the shipped one's streams do
 
-    def hear_stream(self, stream: ShippedStream, message: Upward) -> None:
+    def receive_from_rank(self, stream: ShippedStream, message: Upward) -> None:
         if self.gone:
             return
         self._note("shipped", message)
-        if isinstance(message, AgentHello) and self.heard:
+        if isinstance(message, AgentHello) and self.sends:
             stream.deliver(self.successors)
 
     def beat(self) -> None:
-        if self.heard:
+        if self.sends:
             for stream in self.streams:
                 stream.deliver(Beat())
 
-    # what befalls it
+    # its faults
 
     def kill(self) -> None:
         self.gone = True
@@ -99,13 +99,13 @@ class Controller:
     def lead(self) -> None:
         """Ranks have come to it."""
         self.leads = True
-        if self.heard:
+        if self.sends:
             self.job.twin.take_in(self, self.successors)  # type: ignore[arg-type]
             for stream in self.streams:
                 stream.deliver(self.successors)
 
     def send_away(self) -> None:
-        if self.heard and self.streams:
+        if self.sends and self.streams:
             self.sent_away = True
             for stream in self.streams:
                 stream.deliver(Exit(75, "step 7 is saved"))
@@ -162,7 +162,7 @@ class ShippedStream:
 
     def send(self, *messages: Upward) -> None:
         for message in messages:
-            self.job.scheduler.after(SLOWEST_S, partial(self.controller.hear_stream, self, message))
+            self.job.scheduler.after(SLOWEST_S, partial(self.controller.receive_from_rank, self, message))
 
     def end(self, reason: str, refused: bool) -> None:
         if not self._over:
@@ -208,7 +208,7 @@ class Event:
 
 
 class Job:
-    """What both agents are told, and the clock."""
+    """What both agents report, and the clock."""
 
     now_running: Job
 
@@ -265,27 +265,27 @@ class Job:
                 controller.send_away()
 
     def compare(self) -> None:
-        """Where a controller can be heard that no later one has been heard before, both are there."""
+        """Where a controller sends and no later one has sent before, both are there."""
         there, link = self.controllers[self.shipped._place], self.shipped
         assert len(set(link._controllers)) == len(link._controllers)
-        assert sum(len(controller.streams) for controller in self.controllers) <= 1, "streams are left open"
+        assert sum(len(controller.streams) for controller in self.controllers) <= 1, "streams stay open"
         led_by = next((one for one in self.controllers if one.term == link._fence), None)
         assert (link.sent_away_monotonic_s is not None) == (led_by is not None and led_by.sent_away)
         if link.attached:
             assert (
                 len(self.dead) == 3 or self.now <= there.vouched_s + agent_link.VOUCH_AT_MOST_S + 2 * agent_link.LOOK_S
             )
-            assert there.heard and self.twin._place == there.place, (
+            assert there.sends and self.twin._place == there.place, (
                 f"the simulation's agent is at c{self.twin.controller.place}"
             )
-            assert there.told["twin"] == there.told["shipped"]
+            assert there.received["twin"] == there.received["shipped"]
         else:
-            assert not self.twin.controller.heard or self.twin._link is None, "the simulation's agent has a controller"
+            assert not self.twin.controller.sends or self.twin._link is None, "the simulation's agent has a controller"
 
 
 def run(script: list[tuple[str, int]], seed: int) -> Job:
     job = Job(seed)
-    if seed % 2:  # else the first controller says which there are
+    if seed % 2:  # else the first controller names them
         job.standbys.listed = ADDRESSES
         job.shipped.add_controllers(ADDRESSES)
 
@@ -353,7 +353,7 @@ def run_until(job: Job, moment: float) -> None:
 
 
 def test_a_controller_that_has_ended_is_left_at_once() -> None:
-    """Nobody listens at its address: no lease is waited for."""
+    """Nothing listens at its address: no lease is waited for."""
     job = Job(0)
     job.controllers[1].lead()
     job.scheduler.at(5.0, job.controllers[0].kill)
@@ -362,7 +362,7 @@ def test_a_controller_that_has_ended_is_left_at_once() -> None:
 
 
 def test_an_agent_that_was_stopped_itself_does_not_blame_its_controller() -> None:
-    """Nothing was heard for longer than a lease; what was sent meanwhile comes now, on the same stream."""
+    """No message came for longer than a lease; what was sent meanwhile comes now, on the same stream."""
     job = Job(0)
     streams: list[Any] = []
 
@@ -392,4 +392,4 @@ def test_a_link_that_is_closed_before_its_stream_is_open_says_nothing() -> None:
     stream: Any = job.shipped._stream
     job.shipped.stream_opened(stream)
     job.scheduler.run(2.0, lambda: False)
-    assert not job.shipped.attached and not job.controllers[0].told["shipped"]
+    assert not job.shipped.attached and not job.controllers[0].received["shipped"]

@@ -26,8 +26,8 @@ def test_what_random_jobs_show_is_found_with_its_seed_and_not_tried_again(
     name = name_of("controller.core.facts.decision", "decide", "not lacking: without not")
     given = ["--mutant", name, "--jobs", "60", "--state", str(tmp_path / "state.json")]
     assert by_seeds.main(given) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("found by seed ") and f"({name})" in told and "1 of 1 mutants tried: 1 found" in told
+    output = capsys.readouterr().out
+    assert output.startswith("found by seed ") and f"({name})" in output and "1 of 1 mutants tried: 1 found" in output
     assert by_seeds.main(given) == 0
     assert capsys.readouterr().out.startswith("1 of 1 mutants tried: 1 found")
 
@@ -75,7 +75,7 @@ def test_so_many_in_one_go_and_the_next_ones_in_the_next(
     assert len({name.split(":")[0] for name in first}) > 1
 
 
-def test_a_change_that_changes_nothing_is_no_mutant() -> None:
+def test_a_change_that_changes_nothing_is_not_a_mutant() -> None:
     def fails() -> bool:
         raise AssertionError("changes nothing")
 
@@ -83,7 +83,7 @@ def test_a_change_that_changes_nothing_is_no_mutant() -> None:
         by_seeds.look(fails, 0, 1)
 
 
-def test_the_machines_are_the_modules_that_are_no_adapters() -> None:
+def test_the_machines_are_the_modules_that_are_not_adapters() -> None:
     assert set(by_seeds.ADAPTERS) | set(by_seeds.NOT_RANDOM) | set(by_seeds.MACHINES) == set(MODULES)
     assert "controller.core.dump.reassign" in by_seeds.MACHINES and "processor.core.transitions" in by_seeds.MACHINES
 

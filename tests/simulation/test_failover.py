@@ -67,7 +67,7 @@ def test_a_dump_is_completed_whatever_becomes_of_its_controller(trouble: str, mo
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("moment", ["READY 2", "UPDATING 2", "DONE 2"])
-def test_training_goes_on_unharmed_under_a_standby(trouble: str, moment: str) -> None:
+def test_training_continues_unharmed_under_a_standby(trouble: str, moment: str) -> None:
     """Without any other fault the takeover costs a short freeze, and all ranks train to the end."""
     for seed in range(8):
         scenario = two_standbys(seed)
@@ -91,17 +91,17 @@ def test_the_second_standby_follows_the_first() -> None:
         assert job.disk.published
 
 
-def test_a_controller_that_comes_back_is_told_to_end() -> None:
-    """It was stopped, a standby has taken over, and training has gone on: nobody listens to it any more, and it leaves."""
+def test_a_controller_that_comes_back_receives_the_order_to_end() -> None:
+    """It was stopped, a standby has taken over, and training has gone on: it has no ranks any more, and it exits."""
     scenario = two_standbys(4, steps=60)
     job = scenario.job
     job.hook("DONE 1", 4, lambda rank: job.controllers[0].pause(1.4))
     assert not run_and_check(scenario)
     assert job.controllers[0].over == "superseded by c1"
-    assert [line.fields["term"] for _, line in job.story if line.event == "took_over"] == [2]
+    assert [line.fields["term"] for _, line in job.journal if line.event == "took_over"] == [2]
 
 
-def test_without_a_standby_training_goes_on_alone() -> None:
+def test_without_a_standby_training_continues_unprotected() -> None:
     """The only controller is killed when all ranks train: no rank is stopped by that, and all are released at their end."""
     for seed in range(50):
         scenario = build(seed, even(4), faults=False)
@@ -142,7 +142,7 @@ def test_a_standby_that_dies_idle_is_replaced() -> None:
         job.scheduler.at(0.5, lambda job=job: job.controllers[1].kill())  # type: ignore[misc]
         job.scheduler.at(4.0, partial(kill_the_controller, job))
         assert not run_and_check(scenario), f"seed {seed}"
-        assert [line.fields["term"] for _, line in job.story if line.event == "took_over"] == [3]
+        assert [line.fields["term"] for _, line in job.journal if line.event == "took_over"] == [3]
         assert all(rank.released for rank in job.ranks)
 
 
@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_start_a_standby_is_passed_over() -> None:
 
 
 def test_where_every_controller_is_lost_at_once_rank_0_starts_one() -> None:
-    """No controller is left to ask for a standby: all ranks find the new one, and it leads them."""
+    """No controller remains to ask for a standby: all ranks find the new one, and it leads them."""
     for seed in range(12):
         scenario = all_controllers_die(seed)
         job = scenario.job
@@ -169,7 +169,7 @@ def test_where_every_controller_is_lost_at_once_rank_0_starts_one() -> None:
 
 
 def test_ranks_that_missed_the_word_of_a_standby_find_it_in_the_list() -> None:
-    """The controller dies right after it has told some ranks of the standby that replaces a lost one."""
+    """The controller dies right after it has sent some ranks the standby that replaces a lost one."""
     for seed in range(12):
         scenario = word_of_a_standby_is_missed(seed)
         job = scenario.job

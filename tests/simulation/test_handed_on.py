@@ -61,7 +61,7 @@ def test_a_piece_is_published_twice_where_its_first_attempt_was_given_up() -> No
 
 
 def test_ranks_roll_forward_after_a_freeze_that_was_longer_than_an_answer_may_take() -> None:
-    """And nobody is called stuck for it."""
+    """And no rank is called stuck for it."""
     for seed in range(JOBS):
         scenario = rolls_after_a_long_freeze(seed)
         found = run_and_check(scenario)

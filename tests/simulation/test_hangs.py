@@ -1,4 +1,4 @@
-"""Whole jobs in which somebody hangs, is slow, or is told to leave; a failing seed is printed and replays."""
+"""Whole jobs in which some rank hangs, is slow, or is preempted; a failing seed is printed and replays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def give_notice(job: Job, process: Rank, concerned: int) -> None:
     job.scheduler.after(0.0, partial(process.run, process.notice))
 
 
-def test_a_hang_that_nobody_looks_for_is_a_job_that_never_ends() -> None:
+def test_a_hang_without_detection_is_a_job_that_never_ends() -> None:
     """The checker can fail: without the limit, the same job violates I11."""
     scenario = build(0, even(4), harmless=False, times=replace(TIMES, hang_floor_s=inf))
     compute_for(scenario.job, 1, inf)
@@ -80,8 +80,8 @@ def test_a_hang_is_seen_soon_however_many_steps_there_are_in_a_heartbeat() -> No
         compute_for(job, seed % 4, inf)
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
-        began = next(at for at, line in job.story if line.event == "assembled")
-        ((at, _),) = [(at, line) for at, line in job.story if line.event == "hung"]
+        began = next(at for at, line in job.journal if line.event == "assembled")
+        ((at, _),) = [(at, line) for at, line in job.journal if line.event == "hung"]
         assert at - began < 8 * times.heartbeat_s, f"seed {seed}"
 
 
@@ -95,7 +95,7 @@ def test_a_hang_is_seen_by_a_controller_that_its_host_keeps_again_and_again() ->
             job.scheduler.at(0.2 + 0.15 * number, partial(job.controllers[0].pause, 0.12))
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
-        ((at, hung),) = [(at, line.fields) for at, line in job.story if line.event == "hung"]
+        ((at, hung),) = [(at, line.fields) for at, line in job.journal if line.event == "hung"]
         assert hung["ranks"] == (rank,) and at < 5.0, f"seed {seed}: {at:.3f} s"
 
 
@@ -111,7 +111,7 @@ def test_a_hang_in_the_first_step_is_seen_by_the_limit_for_the_start() -> None:
         assert "nothing to save" in str(events(job, "refused")[0]["reason"]), f"seed {seed}"
 
 
-def test_a_controller_that_took_over_a_moment_ago_sees_a_hang_by_the_pace_that_the_ranks_told() -> None:
+def test_a_controller_that_took_over_a_moment_ago_sees_a_hang_by_the_pace_that_the_ranks_reported() -> None:
     for seed in range(12):
         scenario = build(seed, even(4), harmless=False, standbys=1)
         job, rank = scenario.job, seed % 4
@@ -133,7 +133,7 @@ def test_a_slow_step_below_the_limit_costs_nothing() -> None:
 
 
 def test_a_slow_step_about_as_long_as_the_limit_is_a_hang_or_a_false_alarm_and_never_harm() -> None:
-    """Whoever is seen to have got on before the dump was ordered thaws the job, which trains to the same end."""
+    """A rank that is seen to have progressed before the dump was ordered thaws the job, which trains to the same end."""
     outcomes: Counter[str] = Counter()
     for seed in range(120):
         scenario = build(seed, even(4), harmless=False)
@@ -148,7 +148,7 @@ def test_a_slow_step_about_as_long_as_the_limit_is_a_hang_or_a_false_alarm_and_n
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
-def test_a_rank_that_is_told_to_leave_finishes_the_step_and_nobody_begins_another(layout: Layout) -> None:
+def test_a_preempted_rank_finishes_the_step_and_no_rank_begins_another(layout: Layout) -> None:
     """All stand behind the same step when the dump begins: nothing is rolled forward, and nothing computed is lost."""
     for seed in range(24):
         scenario = build(seed, layout, harmless=False)

@@ -44,7 +44,7 @@ def caught(known: str, arrange: Callable[[Scenario], None] = lambda scenario: No
 def with_fault(kind: str) -> Callable[[Scenario], None]:
     def arrange(scenario: Scenario) -> None:
         for rank in range(4):
-            KINDS[kind].befall(scenario.job, scenario.job.rng, rank)
+            KINDS[kind].inject(scenario.job, scenario.job.rng, rank)
 
     return arrange
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_a_restart_passes_over_is_caught(monkeypatch: pytest.M
 
 
 def test_a_dump_that_takes_longer_than_it_may_is_caught() -> None:
-    """The check is told of shorter times than the controller has, and every order hangs until it is given up."""
+    """The check has shorter times than the controller, and every order hangs until it is given up."""
 
     def stuck(scenario: Scenario) -> None:
         scenario.job.times = replace(scenario.job.times, total_timeout_s=0.1, controller_lost_s=0.1)
@@ -139,14 +139,14 @@ def test_a_dump_that_takes_longer_than_it_may_is_caught() -> None:
     caught("I11", stuck)
 
 
-def test_a_controller_that_tells_nobody_to_leave_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_orders_no_rank_to_exit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finish, "reachable", lambda members: ())
     repeats_nothing(monkeypatch)
     caught("I11: ranks")
 
 
 def test_a_broken_stream_that_counts_as_a_death_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller believes its own word; the check asks what befell the ranks."""
+    """The controller believes its own journal; the check looks at what happened to the ranks."""
 
     def wrong(state: Any, rank: int, why: str, now: float, out: Any) -> Any:
         return liveness.rank_died(state, rank, Cause(CauseKind.SILENT, (rank,), why), False, now, out)
@@ -192,7 +192,7 @@ def test_a_directory_that_is_given_up_for_one_ranks_disk_is_caught(monkeypatch: 
 
 
 def test_ranks_without_local_copies_cover_no_step_with_them() -> None:
-    """That two ranks have no copy, which they report as step -1, is no step that they have in common."""
+    """Two ranks without a copy both report it as step -1: that does not count as a step that they have in common."""
     job = build(0, ring(3), faults=False).job
     reports = tuple(
         replace(job.ranks[rank].report(), closed=True, state_step=step, backup_step=-1)

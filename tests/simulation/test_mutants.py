@@ -1,4 +1,4 @@
-"""The maker of mutants can tell: what a test knows of is caught, what nobody looks at survives, and the list of reasons is true."""
+"""The maker of mutants: what a test knows of is caught, what no test looks at survives, and the list of reasons is true."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_a_test_knows_of_is_caught(
     assert line.startswith("caught by") and test in line, tried.stdout + tried.stderr
 
 
-def test_what_no_test_looks_at_survives_and_is_told_with_its_place(tried: subprocess.CompletedProcess[str]) -> None:
+def test_what_no_test_looks_at_survives_and_is_printed_with_its_place(tried: subprocess.CompletedProcess[str]) -> None:
     """The exit status says so too."""
     mutant = the(*SURVIVES)
     (line,) = [line for line in tried.stdout.splitlines() if f"({mutant.name})" in line]
@@ -130,7 +130,7 @@ def test_tests_that_fail_on_the_shipped_code_prove_nothing(tmp_path: Path) -> No
 
 
 def test_every_module_has_mutants() -> None:
-    """One that has moved would be tried by nobody."""
+    """One that has moved would not be tried."""
     assert all(mutants_of(module) for module in MODULES)
 
 

@@ -37,7 +37,7 @@ def test_a_variant_that_is_not_there_is_refused_by_name(
 
 
 def test_the_table_names_every_wrong_variant_once() -> None:
-    """A variant that stands in no row would be tried by nobody."""
+    """A variant without a row would not be tried."""
     listed = [mutation.patch for mutation in MUTATIONS]
     written = {
         function

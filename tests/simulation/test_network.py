@@ -42,7 +42,7 @@ def doubled(job: Job, rank: int) -> None:
     job.ranks[rank].route.twice_until = 60.0
 
 
-def befall(job: Job, trouble: str, rank: int) -> None:
+def inject(job: Job, trouble: str, rank: int) -> None:
     """Note it, so that the checks know whom nothing can reach for a while, and do it."""
     kind, act = TROUBLES[trouble]
     job.struck(kind, rank)
@@ -51,14 +51,14 @@ def befall(job: Job, trouble: str, rank: int) -> None:
 
 TROUBLES: dict[str, tuple[str, Callable[[Job, int], object]]] = {
     "loses what it said last": ("message loss", lambda job, rank: job.lose_tail(rank, 0.1)),
-    "is heard late on its old stream": ("reordering", lambda job, rank: job.leave_behind(rank)),
-    "says and hears everything twice": ("duplication", doubled),
-    "hears nothing for a moment": (
-        "rank hears nobody",
+    "sends late on its old stream": ("reordering", lambda job, rank: job.leave_behind(rank)),
+    "sends and receives everything twice": ("duplication", doubled),
+    "receives nothing for a moment": (
+        "rank receives nothing",
         lambda job, rank: job.ranks[rank].route.hold(DOWN, job.now + 0.2),
     ),
-    "is not heard for a moment": (
-        "rank is heard by nobody",
+    "loses its route to the controller for a moment": (
+        "rank's messages do not arrive",
         lambda job, rank: job.ranks[rank].route.hold(UP, job.now + 0.2),
     ),
 }
@@ -74,7 +74,7 @@ def test_a_dump_is_completed_whatever_the_network_does_to_a_rank(trouble: str, m
         scenario.harmless = False
         job = scenario.job
         job.hook("UPDATING 3", 2, lambda rank, job=job: job.kill(3))  # type: ignore[misc]
-        job.hook(moment, 1, lambda rank, job=job, seed=seed: befall(job, trouble, seed % 3))  # type: ignore[misc]
+        job.hook(moment, 1, lambda rank, job=job, seed=seed: inject(job, trouble, seed % 3))  # type: ignore[misc]
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
         (published,) = events(job, "published")
@@ -82,7 +82,7 @@ def test_a_dump_is_completed_whatever_the_network_does_to_a_rank(trouble: str, m
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_training_is_not_hurt_by_what_the_network_does_to_a_rank(trouble: str) -> None:
+def test_training_is_not_harmed_by_what_the_network_does_to_a_rank(trouble: str) -> None:
     for seed in range(12):
         scenario = alone(seed)
         job = scenario.job
@@ -92,8 +92,8 @@ def test_training_is_not_hurt_by_what_the_network_does_to_a_rank(trouble: str) -
         assert events(job, "finished"), f"seed {seed}"
 
 
-def test_a_controller_that_was_cut_off_twice_declares_nobody_dead() -> None:
-    """All ranks are silent; when the first one is heard again, the others have their whole lease to come back."""
+def test_a_controller_that_was_cut_off_twice_declares_no_rank_dead() -> None:
+    """All ranks are silent; when the first one sends again, the others have their whole lease to come back."""
     for seed in range(24):
         scenario = alone(seed)
         job = scenario.job

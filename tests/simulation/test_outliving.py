@@ -1,4 +1,4 @@
-"""Every fault that needs two coincidences can be made to act where it is wanted, and no invariant breaks."""
+"""Every fault that needs two coincidences can be made to act at its place, and no invariant breaks."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def _job() -> Job:
 
 
 def test_a_held_rank_goes_on_when_the_job_comes_to_the_place() -> None:
-    """Neither before nor later; what is told when it begins and ends names the rank."""
-    job, told = _job(), list[tuple[str, int, float]]()
+    """Neither before nor later; the notes of its beginning and its end name the rank."""
+    job, notes = _job(), list[tuple[str, int, float]]()
     hold = Hold(
         "controller killed",
-        began=lambda rank: told.append(("began", rank, job.now)),
-        ends=lambda rank: told.append(("ends", rank, job.now)),
+        began=lambda rank: notes.append(("began", rank, job.now)),
+        ends=lambda rank: notes.append(("ends", rank, job.now)),
     )
     job.scheduler.at(0.2, lambda: stand_still(job.ranks[1], hold))
     job.scheduler.at(0.3, job.controller.kill)
@@ -59,11 +59,11 @@ def test_a_held_rank_goes_on_when_the_job_comes_to_the_place() -> None:
     assert job.ranks[1].stopped
     job.run(0.301)
     assert not job.ranks[1].stopped
-    assert told == [("began", 1, 0.2), ("ends", 1, 0.3)]
+    assert notes == [("began", 1, 0.2), ("ends", 1, 0.3)]
 
 
 def test_a_hold_ends_by_itself_once() -> None:
-    """A place that the job never comes to holds nobody up for good."""
+    """A place that the job never comes to holds no rank up for good."""
     job, ended = _job(), list[float]()
     hold = Hold("stage gathering", ends=lambda rank: ended.append(job.now))
     job.scheduler.at(0.2, lambda: stand_still(job.ranks[1], hold))

@@ -42,7 +42,7 @@ def test_a_host_lost_with_its_disk_before_the_word_costs_no_step(moment: str, lo
         if job.disk.lost and said and not job.said[-1][1] & job.disk.lost:
             assert job.disk.recovered() == said[-1] > 0, f"seed {seed}"
             reached += 1
-        else:  # the moment came too late: nobody could know that the host had just gone with its piece
+        else:  # the moment came too late: the controller could not know that the host had just gone with its piece
             assert not job.disk.lost or job.said, f"seed {seed}"
     assert reached, f"no run came to {moment}"
 

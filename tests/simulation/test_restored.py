@@ -39,7 +39,7 @@ def test_no_standby_is_expected_during_a_fault_that_lasts() -> None:
         scenario = one_after_the_other(seed)
         scenario.harmless = False
         job = scenario.job
-        job.holds["write"] = Hold(longest_s=2 * RESTORED_S, gets_on=True)
+        job.holds["write"] = Hold(longest_s=2 * RESTORED_S, progresses=True)
         job.scheduler.at(LOST_S, partial(job.ranks[2].fault, CauseKind.EXCEPTION, "ValueError: bad batch"))
         job.hook("write_sent", 1, lambda rank, job=job: kill_the_controller(job))  # type: ignore[misc]
         assert not run_and_check(scenario), f"seed {seed}"
@@ -53,34 +53,34 @@ def test_standbys_are_expected_after_a_false_alarm(monkeypatch: pytest.MonkeyPat
             lost_controllers_are_not_replaced(monkeypatch)
         scenario = standby_lost(1)
         job = scenario.job
-        job.scheduler.at(LOST_S + 0.1, partial(KINDS["stream break"].befall, job, job.rng, 2))
+        job.scheduler.at(LOST_S + 0.1, partial(KINDS["stream break"].inject, job, job.rng, 2))
         found = run_and_check(scenario)
         assert events(job, "thawed") and job.standbys.judged
         assert [text[:4] for text in found] == ([] if replaced else ["I13:"])
 
 
 def test_a_launcher_is_expected_to_know_a_standby_that_was_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I11: the controller says that it has one, so that launchers must hear of it as they hear of those of the start."""
+    """I11: the controller announces that it has one, and agents must learn of it as of those of the start."""
     assert not run_and_check(standby_lost(1))
     learn = standbys.learn_successors
     with monkeypatch.context() as patch:
         patch.setattr(standbys, "learn_successors", lambda state, new, out: learn(state, new, []))
         found = run_and_check(standby_lost(1))
-    assert any("was never told of ('c2',)" in text for text in found), found
+    assert any("never learned of ('c2',)" in text for text in found), found
 
 
 def test_a_launcher_is_not_expected_to_know_a_standby_that_came_as_the_job_ended() -> None:
-    """Two standbys belong to the job, and one of them is started late: nothing that its controller says now comes in time."""
+    """Two standbys belong to the job, and one of them is started late: no announcement of its controller comes in time now."""
     job = one_after_the_other(1, standbys=2).job
     first, launcher = job.controllers[0], job.launchers[0]
     launcher.addresses = ["c0", "c1"]
-    first.story += [
+    first.journal += [
         (0.1, Journal("assembled", {"standbys": ("c1",)})),
         (5.0, Journal("standby_started", {"address": "c3"})),
     ]
-    assert launcher.not_told_of() == ()
-    first.story.append((6.0, Journal("finished", {})))
-    assert launcher.not_told_of() == ("c3",)
+    assert launcher.unknown_standbys() == ()
+    first.journal.append((6.0, Journal("finished", {})))
+    assert launcher.unknown_standbys() == ("c3",)
 
 
 def test_random_jobs_lose_controllers_in_turn_and_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:

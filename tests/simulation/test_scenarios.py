@@ -30,13 +30,13 @@ def test_a_script_plays_the_same_twice() -> None:
     assert play(script) == play(script)
 
 
-def test_a_fault_that_never_strikes_is_told() -> None:
+def test_a_fault_that_never_strikes_is_reported() -> None:
     """A script whose moment never comes shows nothing."""
     _, found = play(parse("kill rank 1 when UPDATING 99\n---\n"))
     assert found == ["never came to: kill rank 1 when UPDATING 99"]
 
 
-def test_a_violated_invariant_is_told() -> None:
+def test_a_violated_invariant_is_reported() -> None:
     """A job that loses a rank cannot be called harmless."""
     _, found = play(parse("harmless\nkill rank 2 when UPDATING 3\n---\n"))
     assert found and found[0].startswith("I7: a false alarm cost the job")
@@ -45,5 +45,5 @@ def test_a_violated_invariant_is_told() -> None:
 @pytest.mark.parametrize("line", ["kil rank 2", "kill rank two", "layout cube 8", "stop rank 1 for ever"])
 def test_a_line_without_meaning_is_refused(line: str) -> None:
     """The error names the line and what may be said."""
-    with pytest.raises(ScriptError, match="wanted"):
+    with pytest.raises(ScriptError, match="expected"):
         play(parse(f"{line}\n---\n"))

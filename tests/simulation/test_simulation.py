@@ -34,13 +34,13 @@ def test_invariants_hold_under_random_faults(batch: int) -> None:
     assert min(outcomes["published"], outcomes["refused"], outcomes["finished"]) > 0, f"one-sided batch: {outcomes}"
 
 
-def test_the_seeds_reach_every_turn_of_the_story() -> None:
+def test_the_seeds_reach_every_kind_of_journal_line() -> None:
     """The faults are not all of one kind: every line that a dump can write is written by some job."""
     reached: set[str] = set()
     for seed in range(250):
         scenario = build(seed)
         run_and_check(scenario)
-        reached |= {line.event for _, line in scenario.job.story}
+        reached |= {line.event for _, line in scenario.job.journal}
     assert reached >= {
         "suspect", "cleared", "thawed", "death_seen", "death_named", "fault_reported", "freeze_sent", "frozen", "decided",
         "rolled_forward", "write_sent", "written", "write_failed", "write_moved", "stuck", "replanned", "publish_sent",
@@ -65,13 +65,13 @@ def test_one_dead_rank_is_always_survived(layout: Layout) -> None:
 
 
 def test_a_seed_replays_exactly() -> None:
-    """The same seed gives the same story, line by line."""
+    """The same seed gives the same journals, line by line."""
     for seed in (3, 17, 42):
         first, second = build(seed), build(seed)
         assert run_and_check(first) == run_and_check(second)
-        told = [[(at, repr(line)) for at, line in scenario.job.story] for scenario in (first, second)]
-        assert told[0] == told[1]
-        assert len(told[0]) > 3
+        journals = [[(at, repr(line)) for at, line in scenario.job.journal] for scenario in (first, second)]
+        assert journals[0] == journals[1]
+        assert len(journals[0]) > 3
 
 
 def test_what_comes_to_a_rank_that_is_stopped_and_held_at_once_is_read_in_the_order_in_which_it_came(

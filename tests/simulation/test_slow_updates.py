@@ -31,7 +31,7 @@ def slow(seed: int, layout_of: int, seconds: float, victims: tuple[int, ...]) ->
     return scenario, job
 
 
-def test_the_end_of_a_long_update_is_waited_for_when_nobody_else_holds_its_shards() -> None:
+def test_the_end_of_a_long_update_is_waited_for_when_no_other_rank_holds_its_shards() -> None:
     """The rank reports again when its update has ended, and the dump takes its step."""
     for seed in range(60):
         scenario, job = slow(seed, 2, FREEZE_TIMEOUT_S + 0.7, victims=(1,))
@@ -75,12 +75,12 @@ def writes_on(seed: int, layout_of: int) -> tuple[Scenario, Job]:
     scenario = build(seed, ring(3) if layout_of == 3 else even(layout_of), faults=False, steps=6)
     job = scenario.job
     scenario.harmless = False
-    job.holds["write"] = Hold(longest_s=1.5 * job.times.total_timeout_s, gets_on=True)
+    job.holds["write"] = Hold(longest_s=1.5 * job.times.total_timeout_s, progresses=True)
     job.hook(f"DONE {STEP}", 2, lambda rank: job.ranks[rank].fault(CauseKind.EXCEPTION, "ValueError: bad batch"))
     return scenario, job
 
 
-def test_a_write_that_gets_on_and_on_is_done_by_another_holder_when_half_of_the_time_is_over() -> None:
+def test_a_slow_write_is_done_by_another_holder_when_half_of_the_time_is_over() -> None:
     """Nothing is lost, and the other half is enough."""
     for seed in range(8):
         scenario, job = writes_on(seed, 3 if seed % 2 else 4)
@@ -90,7 +90,7 @@ def test_a_write_that_gets_on_and_on_is_done_by_another_holder_when_half_of_the_
         assert passed["stage"] == "writing" and events(job, "published"), f"seed {seed}"
 
 
-def test_a_write_that_gets_on_and_on_is_refused_when_the_total_time_is_over_if_nobody_else_can_do_it() -> None:
+def test_a_slow_write_is_refused_when_the_total_time_is_over_if_no_other_rank_can_do_it() -> None:
     """Progress extends the wait for an answer, never the fault's total."""
     for seed in range(8):
         scenario, job = writes_on(seed, 2)

@@ -41,7 +41,7 @@ def many() -> Tally:
 
 @pytest.mark.timeout(3600)
 def test_ten_thousand_jobs_violate_no_invariant(many: Tally) -> None:
-    """A failing seed is told in full by `python -m tests.simulation.replay SEED`."""
+    """A failing seed is printed in full by `python -m tests.simulation.replay SEED`."""
     assert many.jobs == JOBS
     assert not many.failures, f"base seed {BASE_SEED}: {sorted(many.failures)[:3]}"
 
@@ -49,10 +49,10 @@ def test_ten_thousand_jobs_violate_no_invariant(many: Tally) -> None:
 def test_every_kind_of_fault_acts_nearly_everywhere_it_can(many: Tally) -> None:
     """All kinds, all places, and all but the rarest of their pairs; nothing that is said to be impossible."""
     missing = many.missing()
-    told = f"base seed {BASE_SEED}: {len(missing)} of {len(possible())} cells not hit: {missing}"
-    assert len(missing) <= (1 - CELLS_HIT) * len(possible()), told
-    assert {kind for kind, _ in many.cells} == set(KINDS), told
-    assert {place for _, place in many.cells} == set(PLACES), told
+    missed = f"base seed {BASE_SEED}: {len(missing)} of {len(possible())} cells not hit: {missing}"
+    assert len(missing) <= (1 - CELLS_HIT) * len(possible()), missed
+    assert {kind for kind, _ in many.cells} == set(KINDS), missed
+    assert {place for _, place in many.cells} == set(PLACES), missed
     assert not many.impossible(), f"base seed {BASE_SEED}"
 
 
@@ -73,7 +73,7 @@ def test_the_jobs_end_in_every_way_that_a_job_can(many: Tally) -> None:
         "no directory could be written",
         "all ranks are dead",
         "the fault took longer than it may",
-        "nobody was attached any more",
+        "no rank was attached any more",
     }
     assert reasons <= set(many.refusals), f"base seed {BASE_SEED}: {many.refusals}"
     assert set(many.refusals) == {reason_kind(reason) for reason in many.refusals}
@@ -89,7 +89,7 @@ def test_most_dumps_and_refusals_lose_no_committed_step(many: Tally) -> None:
 
 
 def test_a_few_jobs_are_run_from_the_command_line() -> None:
-    """Too few for every cell, which is no failure then; the seeds and what became of them are told."""
+    """Too few for every cell, which is not a failure then; the seeds and what became of them are printed."""
     command = [sys.executable, "-m", "tests.simulation.soak", str(BASE_SEED), "20", "--processes", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,9 +98,9 @@ def test_a_few_jobs_are_run_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("hash_seeds", [("1", "2")])
-def test_a_seed_tells_the_same_story_whatever_pythons_hash_seed(hash_seeds: tuple[str, str]) -> None:
+def test_a_seed_gives_the_same_journals_whatever_pythons_hash_seed(hash_seeds: tuple[str, str]) -> None:
     """No order of a set or of hashed text gets into a decision: forty transcripts are equal, letter by letter."""
-    told = [
+    printed = [
         subprocess.run(
             [sys.executable, "-m", "tests.simulation.test_soak"],
             cwd=ROOT,
@@ -112,8 +112,8 @@ def test_a_seed_tells_the_same_story_whatever_pythons_hash_seed(hash_seeds: tupl
         ).stdout
         for hash_seed in hash_seeds
     ]
-    assert told[0] == told[1]
-    assert len(told[0].splitlines()) == 40
+    assert printed[0] == printed[1]
+    assert len(printed[0].splitlines()) == 40
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are told to leave while no controller leads them save the step that all have finished, together, or none does."""
+"""Ranks that are preempted while no controller leads them save the step that all have finished, together, or none does."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_rank_that_stops_in_the_save_does_not_hold_the_others_for_ever() -> No
 
 
 def test_a_save_that_no_directory_takes_ends_its_ranks_also_where_a_new_controller_waits_for_them() -> None:
-    """Nobody is left for it then: neither published nor refused."""
+    """No rank remains for it then: neither published nor refused."""
     waited = 0
     for seed in range(3 * SEEDS):
         job = ended(unled.full_disks_as_a_controller_comes, seed)

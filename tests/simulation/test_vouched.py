@@ -1,4 +1,4 @@
-"""Whole jobs in which a rank is silent: one whose process runs is waited for, and nobody else for longer than ever."""
+"""Whole jobs in which a rank is silent: one whose process runs is waited for, and no other for longer than ever."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_interpreter_that_is_held_for_longer_than_a_lease_costs_a_pause_at_mo
 
 
 def test_without_agents_such_a_rank_is_dead_after_its_lease() -> None:
-    """Nobody vouches: what was so before there were agents is so still."""
+    """No agent vouches: what was so before there were agents is so still."""
     for seed in range(0, SEEDS, 4):
         scenario = vouched.held_for_longer_than_a_lease(seed)
         scenario.harmless = False

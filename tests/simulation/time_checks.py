@@ -8,31 +8,31 @@ from tests.simulation.controllers import Controller
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
-from tests.simulation.truth import controllers_hurt
+from tests.simulation.truth import controllers_faulted
 
 LEAVING_S = 1.0
 """From the word that a step is saved, or refused, to the end of every rank that can be reached."""
 UNTROUBLED_S = 2.5
-"""From the first death to the word, where nothing but deaths and exceptions befell the job: a lease for a silent host, the end
+"""From the first death to the verdict, where the job had no faults but deaths and exceptions: a lease for a silent host, the end
 of the updates, and the work itself."""
 SLACK_S = 0.5
 CROSSING_S = 0.1
 """A rank's turn to another controller and the word of its own may cross on the network."""
-_OF_ROUTES = (*OF_STREAMS, "slow network", "duplication", "rank hears nobody", "rank is heard by nobody")
+_OF_ROUTES = (*OF_STREAMS, "slow network", "duplication", "rank receives nothing", "rank's messages do not arrive")
 _SUDDEN = (
     "kill", "several kills", "all replicas killed", "host loss", "exception", "peer error", "full disk", "rank's disk",
     "failed fsync", "brief stop", "interpreter held briefly",
 )  # fmt: skip
-"""Kinds that nobody has to wait for."""
+"""Kinds that are not waited for."""
 
 
 def late(job: Job) -> list[str]:
     """Return what took longer than it may."""
     found = [text for controller in job.controllers for text in _total(job, controller)]
-    verdicts = [at for at, line in job.story if line.event in ("published", "refused")]
+    verdicts = [at for at, line in job.journal if line.event in ("published", "refused")]
     if verdicts:
         # A controller to which a rank turned before the word came says it again, after a dump of its own.
-        began = [at for at, line in job.story if line.event == "takeover_began"]
+        began = [at for at, line in job.journal if line.event == "takeover_began"]
         crossed = any(at <= verdicts[0] + CROSSING_S for at in began)
         found += _left_late(job, verdicts[-1] if crossed else verdicts[0])
         found += _decided_late(job, verdicts[0])
@@ -45,33 +45,33 @@ def _total(job: Job, controller: Controller) -> list[str]:
         return []
     limit = job.times.total_timeout_s + sum(ended - began for began, ended in controller.absences) + SLACK_S
     began = inf
-    for at, line in [*controller.story, (job.now, None)]:
+    for at, line in [*controller.journal, (job.now, None)]:
         name = "the end" if line is None else line.event
         if name == "freeze_sent":
             began = min(began, at)
         elif name in ("published", "refused", "thawed", "exit_sent") or (line is None and not controller.gone):
             if at - began > limit:
                 return [
-                    f"I11: c{controller.place}: {at - began:.1f} s from the freeze to {name}, wanted {limit:.1f} s at most"
+                    f"I11: c{controller.place}: {at - began:.1f} s from the freeze to {name}, expected {limit:.1f} s at most"
                 ]
             began = inf
     return []
 
 
 def _left_late(job: Job, verdict_s: float) -> list[str]:
-    """Whoever runs and can be reached leaves at once: nobody waits for the end of a controller's patience. Another controller that
+    """A rank that runs and can be reached leaves at once, without waiting for the end of a controller's patience. Another controller that
     takes over at that moment has to ask first."""
     by_s = verdict_s + LEAVING_S
-    if any(line.event == "takeover_began" and verdict_s <= at <= by_s for at, line in job.story):
+    if any(line.event == "takeover_began" and verdict_s <= at <= by_s for at, line in job.journal):
         return []
-    if controllers_hurt(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
+    if controllers_faulted(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
         return []
     slow = [rank.rank for rank in job.ranks if _reachable(job, rank, verdict_s) and rank.ended_s > by_s]
     return [f"I11: ranks {slow} were there {LEAVING_S:g} s after the word that it is over"] if slow else []
 
 
 def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
-    """True for a rank that runs, and whose streams nothing befell around the verdict."""
+    """True for a rank that runs, and whose streams had no fault around the verdict."""
     since_s = verdict_s - 2 * job.times.lease_s
     cut = any(
         strike.kind in _OF_ROUTES and strike.at_s >= since_s and (strike.rank == rank.rank or "all" in strike.kind)
@@ -89,7 +89,7 @@ def _decided_late(job: Job, verdict_s: float) -> list[str]:
         r.was_stopped or r.slow_update or r.hang_update_at or r.hang_work or r.late_results for r in job.ranks
     )
     first_s = min(job.killed.values())
-    if held or verdict_s < first_s or controllers_hurt(job, 0.0, verdict_s) or any(c.dead for c in job.controllers):
+    if held or verdict_s < first_s or controllers_faulted(job, 0.0, verdict_s) or any(c.dead for c in job.controllers):
         return []
     took_s, limit_s = verdict_s - first_s, UNTROUBLED_S
     if all(rank.rank in job.killed or rank.ended_s < verdict_s for rank in job.ranks):  # somebody may come back

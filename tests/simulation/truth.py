@@ -34,19 +34,19 @@ class Snapshot:
         ranks = [rank for rank in job.ranks if rank.alive and rank.started]
         if (
             job.training.local_copy
-        ):  # a step that not all have is not waited for: who ended it just now has not told yet
+        ):  # a step that not all have is not waited for: a rank that ended it just now has not reported yet
             ranks = [rank for rank in ranks if rank.closed_late_s < job.now - LATE_CLOSING_S]
         return cls(verdict, job.now, tuple(rank.report() for rank in ranks))
 
     def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
         """Return the sound ranks that have a step, or were READY for it while a sound rank has its record."""
         mine = [report for report in self.reports if report.rank in sound and report.closed and not report.torn]
-        told = any(record.step == step for report in mine for record in report.records)
+        reported = any(record.step == step for report in mine for record in report.records)
         return frozenset(
             report.rank
             for report in mine
             if step in (report.state_step, report.backup_step)
-            or (told and report.phase is Phase.READY and report.step == step == report.state_step + 1)
+            or (reported and report.phase is Phase.READY and report.step == step == report.state_step + 1)
         )
 
     def newest(self, job: Job, sound: Collection[int]) -> int:
@@ -79,7 +79,7 @@ def _unhurt(rank: Rank) -> bool:
     return not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll or rank.hang_work)
 
 
-def controllers_hurt(job: Job, from_s: float, to_s: float) -> bool:
+def controllers_faulted(job: Job, from_s: float, to_s: float) -> bool:
     """True when between these moments a controller was away, or its clock leapt: what it does then may come late."""
     return any(
         began_s <= to_s and ended_s >= from_s
@@ -90,4 +90,4 @@ def controllers_hurt(job: Job, from_s: float, to_s: float) -> bool:
 
 def events(job: Job, name: str) -> list[dict[str, object]]:
     """Return the fields of all journal lines of one kind, whichever controller wrote them."""
-    return [dict(line.fields) for _, line in job.story if line.event == name]
+    return [dict(line.fields) for _, line in job.journal if line.event == name]

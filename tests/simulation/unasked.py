@@ -28,7 +28,7 @@ def published_by_another(seed: int) -> Scenario:
             return
         other = next(rank for rank in (0, 1, 3) if rank not in state.dump.publishers)
         step = state.dump.decision.step
-        job.controller.hear_again(other, Published(other, state.freeze_id, step, f"/a/iter_{step:07d}"))
+        job.controller.receive_again(other, Published(other, state.freeze_id, step, f"/a/iter_{step:07d}"))
 
     job.hook(("writing", "publishing")[seed % 2], 1, lambda rank: job.scheduler.after(0.0, say))
     job.hook("UPDATING 2", 2, lambda rank: job.kill(2))

@@ -1,4 +1,4 @@
-"""Jobs whose ranks are told to leave while no controller leads them, and what must not be done then: wrong variants of it."""
+"""Jobs whose ranks are preempted while no controller leads them, and what must not be done then: wrong variants of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _job(seed: int, standbys: int = 0) -> Scenario:
 
 
 def _notify(job: Job, seed: int, at_s: float) -> None:
-    """One rank is told to leave, or all are."""
+    """One rank is preempted, or all are."""
     for process in job.ranks if seed % 2 else (job.ranks[seed // 2 % 4],):
         job.scheduler.at(at_s, partial(process.run_beside, process.notice))
 
@@ -67,7 +67,7 @@ def killed_in_the_notice(seed: int) -> Scenario:
 
 
 def cut_off(seed: int) -> Scenario:
-    """Nothing reaches the only controller any more, and nothing tells so: the ranks find out after a lease, and know after two more."""
+    """Nothing reaches the only controller any more, without an error: the ranks find out after a lease, and know after two more."""
     scenario = _job(seed)
     job = scenario.job
     job.must_save = "alone"
@@ -129,7 +129,7 @@ def full_disks(seed: int) -> Scenario:
 
 
 def full_disks_as_a_controller_comes(seed: int) -> Scenario:
-    """All controllers are killed, no directory takes the checkpoint, and the ranks are told to leave about when rank 0 starts a controller."""
+    """All controllers are killed, no directory takes the checkpoint, and the ranks are preempted about when rank 0 starts a controller."""
     scenario = _job(seed, standbys=1)
     job = scenario.job
     job.disk.full = set(job.roots)
@@ -175,7 +175,7 @@ def some_ranks_without_a_controller_are_enough(patch: Patch) -> None:
 
 
 def ranks_with_a_controller_save_alone(patch: Patch) -> None:
-    """Nobody asks who is led."""
+    """No rank asks who is led."""
 
     def wrong(notices: float, unled: float, size: int, world: int) -> Ending:
         return Ending.SAVE if notices else Ending.GO_ON

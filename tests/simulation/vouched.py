@@ -25,7 +25,7 @@ def _job(
 
 
 def _do(job: Job, rng: random.Random, kind: str, rank: int) -> None:
-    KINDS[kind].befall(job, rng, rank)
+    KINDS[kind].inject(job, rng, rank)
 
 
 def held_for_longer_than_a_lease(seed: int) -> Scenario:

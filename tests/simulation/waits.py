@@ -20,7 +20,7 @@ class Blocked(Exception):
         super().__init__(timeout_s)
         self.timeout_s = timeout_s
         self.event = event
-        """What it would wait for, if that is no lock."""
+        """What it would wait for, if it does not wait for a lock."""
 
 
 class Lock:

@@ -22,7 +22,7 @@ FREEZE_TIMEOUT_S = 0.5
 
 
 def unheard(level: int, text: str) -> None:
-    """A log line that nobody reads."""
+    """A log line without a reader."""
 
 
 class Worker:
@@ -40,7 +40,7 @@ class Worker:
         self._busy = False
         self.writing = self.publishing = False
         """A write, a publish is under way."""
-        self.gets_on = False
+        self.progresses = False
         """What is under way counts its work; what is held up does not."""
         self.before = ""
         """The step of the work that comes next, or came last."""
@@ -67,13 +67,13 @@ class Worker:
         if hold is not None:
             hold.begin(self.process, step, partial(self.process.run_beside, go_on))
         elif delay_s:
-            self.gets_on = True
-            self.process.later(self.process.slow_work.pop(step, delay_s), partial(self._got_on, go_on))
+            self.progresses = True
+            self.process.later(self.process.slow_work.pop(step, delay_s), partial(self._progressed, go_on))
         else:
             go_on()
 
-    def _got_on(self, go_on: Callable[[], None]) -> None:
-        self.gets_on = False
+    def _progressed(self, go_on: Callable[[], None]) -> None:
+        self.progresses = False
         self.process.count_work()
         go_on()
 
@@ -222,7 +222,7 @@ class Worker:
         self.job.happened("manifest written", self.rank)
 
     def _manifest(self, disk: Disk, order: PublishOrder) -> Manifest:
-        """List the files, all of which must be there with the size that their writers told."""
+        """List the files, all of which must be there with the size that their writers reported."""
         here = disk.directories.get((order.directory, order.tmp_name))
         if here is None:
             raise DiskError(f"{order.tmp_name} is gone")

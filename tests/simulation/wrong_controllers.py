@@ -95,7 +95,7 @@ def stuck_counts(patch: Patch) -> None:
 
 
 def step_of_a_dead_rank(patch: Patch) -> None:
-    """The dead rank's last heartbeat was one step ahead of the survivors: nobody can write that step."""
+    """The dead rank's last heartbeat was one step ahead of the survivors: none of them can write that step."""
 
     def wrong(groups: Any, reports: Reports, *rest: Any) -> Verdict:
         verdict = decide(groups, reports, *rest)
@@ -135,7 +135,7 @@ def forgotten_records(patch: Patch) -> None:
 
 
 def records_of_the_decided_round_only(patch: Patch) -> None:
-    """What a rank told in an earlier round, and then died, is forgotten."""
+    """The report of a rank in an earlier round, after which it died, is forgotten."""
     merge = freeze._merge
     patch.setattr(freeze, "_merge", lambda records, report, out: merge((), report, out))
 
@@ -236,7 +236,7 @@ def lost_writers_parts_are_dropped(patch: Patch) -> None:
 
 
 def publishes_an_older_record(patch: Patch) -> None:
-    """The manifest gets the oldest record that anybody told, and the ranks, which would refuse it, believe it."""
+    """The manifest gets the oldest record that any rank reported, and the ranks, which would refuse it, believe it."""
     _believe_orders(patch)
 
     def wrong(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:
@@ -258,7 +258,7 @@ def _waiting(state: Any) -> Any:
 
 
 def one_ranks_disk_vetoes_the_directory(patch: Patch) -> None:
-    """When a write fails, nobody else writes there either."""
+    """When a write fails, no other rank writes there either."""
     replace_writers = writing.replace_writers
 
     def wrong(state: Any, lost: tuple[int, ...], now: float, out: list[Effect]) -> ControllerState:
@@ -286,12 +286,12 @@ def new_process_is_taken_for_the_old(patch: Patch) -> None:
 
 
 def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
-    """They are told the lease, and no address."""
+    """They receive the lease, and no address."""
     patch.setattr(liveness, "Successors", lambda addresses, lease_s: Successors((), lease_s))
 
 
 def beats_renew_no_lease(patch: Patch) -> None:
-    """Heartbeats that come in one envelope prove nobody's life, unless somebody is suspected already."""
+    """Heartbeats that come in one envelope prove no rank's life, unless one is suspected already."""
     note_messages = membership.note_messages
 
     def wrong(members: membership.Membership, ranks: Iterable[int], now: float) -> membership.Membership | None:
@@ -300,8 +300,8 @@ def beats_renew_no_lease(patch: Patch) -> None:
     patch.setattr(machine, "note_messages", wrong)
 
 
-def pauses_are_not_heard_of(patch: Patch) -> None:
-    """A rank that says that it does something else counts as one that does not get on."""
+def pauses_are_ignored(patch: Patch) -> None:
+    """A rank that reports that it does something else counts as one that does not progress."""
     advance = progress.advance
     patch.setattr(stall, "advance", lambda pace, beat, *rest: advance(pace, replace(beat, paused=False), *rest))
 
@@ -365,21 +365,21 @@ def one_lease_for_a_hang(patch: Patch) -> None:
     patch.setattr(progress, "limit", wrong)
 
 
-def nobody_assembles(patch: Patch) -> None:
+def no_job_assembles(patch: Patch) -> None:
     """Training never begins: nothing bad can happen then."""
     _with_advance(patch, Assembling, lambda state, now, out: state)
 
 
 def hang_without_proof(patch: Patch) -> None:
-    """Nothing disproves a hang: whoever got on since is dumped all the same."""
+    """Nothing disproves a hang: a rank that progressed since is dumped all the same."""
     patch.setattr(stall, "_disproved", lambda state, rank, order, now, out: state)
 
 
 # --- what is given up, and what not ---
 
 
-def nobody_is_passed_over(patch: Patch) -> None:
-    """What gets on is waited for until the total time is over."""
+def no_rank_is_passed_over(patch: Patch) -> None:
+    """Slow work is waited for until the total time is over."""
 
     def wrong(state: Any, now: float, out: Any) -> Any:
         return state.with_dump(replace(state.dump, patience_until=inf))
@@ -404,7 +404,7 @@ def no_older_step_is_tried(patch: Patch) -> None:
 
 
 def a_leap_of_the_clock_counts_as_silence(patch: Patch) -> None:
-    """Of a controller that hears nobody."""
+    """Of a controller that receives nothing."""
     patch.setattr(machine, "controller_resumed", membership.renew_all_leases)
 
 

@@ -58,7 +58,7 @@ def repeated_answer_settles_another_order(patch: Patch) -> None:
 
 
 def older_freeze_is_obeyed(patch: Patch) -> None:
-    """A rank goes back to its number, and what the newer one's controller says is not meant for it any more."""
+    """A rank goes back to its number, and messages of the newer one's controller are not meant for it any more."""
     freeze = rank_tables.freeze
 
     def wrong(state: Any, message: Freeze, now: float, out: Any) -> Any:
@@ -137,7 +137,7 @@ def reported_faults_are_forgotten_at_a_takeover(patch: Patch) -> None:
     patch.setitem(rank_tables.TRANSITIONS, row, wrong)
 
 
-def ranks_that_never_came_are_no_cause(patch: Patch) -> None:
+def ranks_that_never_came_are_not_causes(patch: Patch) -> None:
     """All that came are thawed, and train without the others."""
 
     def known(state: Any, cause: Cause) -> bool:

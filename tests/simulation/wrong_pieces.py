@@ -49,7 +49,7 @@ def lost_hosts_files_are_not_written_again(patch: Patch) -> None:
 
 
 def publisher_of_another_host(patch: Patch) -> None:
-    """The lowest rank that lives is told to publish every host's piece."""
+    """The lowest rank that lives is ordered to publish every host's piece."""
     order = publishing._order_publish
     patch.setattr(
         publishing, "_order_publish", lambda state, able, now, out: order(state, _living(state)[:1], now, out)

@@ -40,7 +40,7 @@ def gate_stays_open(patch: Patch) -> None:
 
 
 def ready_passes_a_closed_gate(patch: Patch) -> None:
-    """A rank that reported COMPUTE goes on into the collective, and another gets a record that nobody can use."""
+    """A rank that reported COMPUTE goes on into the collective, and another gets a record that no rank can use."""
 
     def wrong(self: Gate, step: int) -> None:
         self._step, self._phase = step, Phase.READY

@@ -1,4 +1,4 @@
-"""Break the shipped machines in every small way, one at a time, and name what nobody notices.
+"""Break the shipped machines in every small way, one at a time, and name what no test notices.
 
 What survives the protocol's tests and the simulated jobs is printed with its place: either it changes nothing that matters
 (`equivalents` says which and why), or a test is missing, or the code is dead.
@@ -60,7 +60,7 @@ def tallied(bench: Bench, chosen: Sequence[Mutant], say_all: bool) -> dict[str, 
             tally.survivors.append(mutant)
         if say_all or not (verdict or why):
             word = f"caught by {verdict}" if verdict else "equivalent" if why else "SURVIVED"
-            print(f"{word}: {told(mutant)}", flush=True)
+            print(f"{word}: {described(mutant)}", flush=True)
         if verdict and why:
             print(f"  yet it is listed as equivalent: {why}", flush=True)
         now = time.monotonic()
@@ -70,7 +70,7 @@ def tallied(bench: Bench, chosen: Sequence[Mutant], say_all: bool) -> dict[str, 
     return tallies
 
 
-def told(mutant: Mutant) -> str:
+def described(mutant: Mutant) -> str:
     return f"{mutant.place} ({mutant.name}) `{mutant.source}`: {mutant.change}"
 
 
@@ -113,7 +113,7 @@ def main() -> int:
         chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
     if arguments.list:
         for mutant in chosen:
-            print(told(mutant))
+            print(described(mutant))
         return 0
     began, failed = time.monotonic(), [True]
 

@@ -94,10 +94,10 @@ def look(change: Callable[[], bool], first: int, count: int) -> Found:
                     return
         tell((first + count - 1, ""))
 
-    told, status = forked(trial)
-    if not told:
+    results, status = forked(trial)
+    if not results:
         raise RuntimeError(f"the change could not be made: status {status}")
-    seed, by = told[-1]
+    seed, by = results[-1]
     return Found(seed + 1, by)
 
 

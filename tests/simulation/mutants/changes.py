@@ -122,7 +122,7 @@ def _tree(module: str) -> ast.Module:
 
 @cache
 def _changes(module: str) -> tuple[tuple[_Node, Any, str, Change], ...]:
-    """Return (node, the node that is told as the place, what is changed, how) of every mutant of a module."""
+    """Return (node, the node that is named as the place, what is changed, how) of every mutant of a module."""
     return tuple((place, *variant) for place in _nodes(_tree(module), "", (0, 0)) for variant in _variants(place.node))
 
 
@@ -135,7 +135,7 @@ def _lines(statement: ast.stmt) -> tuple[int, int]:
 
 
 def _nodes(node: ast.AST, function: str, lines: tuple[int, int]) -> Iterator[_Node]:
-    """Yield the nodes that may be changed: annotations, types, decorators, texts and what only a journal tells are left alone."""
+    """Yield the nodes that may be changed: annotations, types, decorators, texts and fields of journals are left alone."""
     if isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Journal", "TypeVar"):

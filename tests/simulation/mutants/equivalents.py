@@ -1,4 +1,4 @@
-"""Mutants that nobody can notice, each with the reason: they are counted apart, and `make mutants` leaves them out.
+"""Mutants that cannot be noticed, each with the reason: they are counted apart, and `make mutants` leaves them out.
 
 A row is found by its module, its line as it is written, and the change; a test holds that each row is still a mutant.
 """
@@ -11,7 +11,7 @@ Row = tuple[str, str, str]
 """(module, line, change)."""
 
 EQUIVALENT: dict[str, tuple[Row, ...]] = {
-    "the types want to be told; the stage, or who calls, proves it": (
+    "for the type checker; the stage, or who calls, proves it": (
         ("controller.core.ranks.liveness", "rolls = (RollForward(state.freeze_id, record),) if dump.rolling[rank] and record is not None else ()", "dump.rolling[rank] and record is not None: without record is not None"),
         ("controller.core.ranks.liveness", "return (*rolls, *dump.work[rank].orders, *((order,) if rank in dump.publishers and order is not None else ()))", "rank in dump.publishers and order is not None: without order is not None"),
         ("controller.core.dump.reassign", "free = (able_holders(state) & (dump.prompt or frozenset())) - failing_here(state) - frozenset(late)", "dump.prompt or frozenset(): without frozenset()"),
@@ -24,7 +24,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.core.machine", "if deadline is not None and now >= deadline:", "deadline is not None and now >= deadline: without now >= deadline"),
         ("controller.core.facts.pace", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at > pace.longest: GtE"),
         ("controller.core.facts.pace", "if now - pace.moved_at > pace.longest:", "now - pace.moved_at: Add"),
-        ("controller.core.dump.roll_forward", "if isinstance(verdict, Refusal):  # said again, with every absent rank's fate: O(world) texts that nobody else reads", "if isinstance(verdict, Refusal): always True"),
+        ("controller.core.dump.roll_forward", "if isinstance(verdict, Refusal):  # written again, with every absent rank's fate: O(world) strings without a reader", "if isinstance(verdict, Refusal): always True"),
         ("controller.core.dump.roll_forward", "return updating if updating and isinstance(verdict_of(state, fault, updating), Decision) else ()", "updating and isinstance(verdict_of(state, fault, updating), Decision): without updating"),
         ("controller.core.machine", "if now - state.seen <= late_s:", "now - state.seen <= late_s: Lt"),
         ("controller.core.machine", "if now - state.seen <= late_s:", "now - state.seen: Add"),
@@ -47,7 +47,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.core.stages", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.takeover and fault.awaiting: without fault.awaiting"),
         ("controller.core.stages", "return fault.round_deadline if waits and not state.members.suspects else inf", "waits and (not state.members.suspects): without waits"),
     ),
-    "a rank is frozen through a stream, and a new stream forgets that a loss was told": (
+    "a rank is frozen through a stream, and a new stream forgets that a loss was reported": (
         ("processor.core.transitions", "if state.loss_logged and standing is _TRAINING and not (state.faults or state.finished or state.parked):", "state.loss_logged and standing is _TRAINING and (not (state.faults or state.finished or state.parked)): without standing is _TRAINING"),
     ),
     "terms begin at 1": (
@@ -67,13 +67,13 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "one entry a rank is in both": (
         ("controller.core.dump.roll_forward", "for report, member in zip(fault.reports, state.members.table, strict=True)", "True: False"),
     ),
-    "a rank whose report can be used is told by its step, and never by its absence": (
+    "a rank whose report can be used is known by its step, and never by its absence": (
         ("controller.core.dump.roll_forward", "elif not report.closed:", "if not report.closed: always True"),
     ),
     "a byte a second": (
         ("controller.core.dump.writing", "SLOW_DISK_BYTES_PER_S = 50e6", "50000000.0: 50000001.0"),
     ),
-    "what is down is left by nobody: each of two looks at the link is enough": (
+    "what is down has no link to give up: each of two looks at the link is enough": (
         ("processor.core.failover", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
         ("processor.core.failover", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
         ("processor.core.transitions", "if state.link is not _DOWN and now >= go_on_at(state):", "state.link is not _DOWN and now >= go_on_at(state): without state.link is not _DOWN"),
@@ -91,5 +91,5 @@ _REASONS = {row: why for why, rows in EQUIVALENT.items() for row in rows}
 
 
 def reason(mutant: Mutant) -> str:
-    """Return why a mutant changes nothing that matters; empty: nobody says so."""
+    """Return why a mutant changes nothing that matters; empty: no reason is known."""
     return _REASONS.get((mutant.module, mutant.source, mutant.change), "")

@@ -33,7 +33,7 @@ MOST_MEMORY_BYTES = 4 << 30
 """More than the process has that it is forked from."""
 
 IMPORT = -1
-"""Told instead of a check's number: the changed module cannot even be imported."""
+"""Sent instead of a check's number: the changed module cannot even be imported."""
 Plain = (bool, int, float, str)
 
 
@@ -89,14 +89,14 @@ class Bench:
                     return
             tell(len(order))
 
-        told, status = forked(trial)
-        if not told:
+        results, status = forked(trial)
+        if not results:
             raise RuntimeError(f"{mutant.name}: {mutant.change} at {mutant.place} could not be put in: status {status}")
-        if told[-1] == IMPORT:
+        if results[-1] == IMPORT:
             return "its import"
-        if told[-1] == len(order):
+        if results[-1] == len(order):
             return ""
-        caught = order[told[-1]]
+        caught = order[results[-1]]
         if caught in known:
             known.remove(caught)
         known.insert(0, caught)
@@ -132,11 +132,11 @@ def measured(checks: Iterable[Check], longest_s: float = math.inf) -> Bench:
                 )
             )
 
-    told, status = forked(trial)
-    failed = [listed[place].name for place, _, _, held in told if not held]
-    if failed or len(told) < len(listed):
-        raise RuntimeError(f"the shipped code fails {failed or listed[len(told)].name}, status {status}")
-    known = [Measured(listed[place], cpu_s, lines) for place, cpu_s, lines, _ in told]
+    results, status = forked(trial)
+    failed = [listed[place].name for place, _, _, held in results if not held]
+    if failed or len(results) < len(listed):
+        raise RuntimeError(f"the shipped code fails {failed or listed[len(results)].name}, status {status}")
+    known = [Measured(listed[place], cpu_s, lines) for place, cpu_s, lines, _ in results]
     return Bench(sorted((one for one in known if one.cpu_s <= longest_s), key=lambda one: one.cpu_s))
 
 
@@ -175,7 +175,7 @@ def limit_cpu(cpu_s: float) -> None:
 
 
 def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any], int]:
-    """Do it in a process of its own; return what it told, and its status."""
+    """Do it in a process of its own; return its results, and its status."""
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
@@ -197,15 +197,15 @@ def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any],
         finally:
             os._exit(status)
     os.close(write_end)
-    told = []
+    results = []
     with os.fdopen(read_end, "rb") as answers:
         while True:
             try:
-                told.append(pickle.load(answers))
+                results.append(pickle.load(answers))
             except EOFError:
                 break
     _, status = os.waitpid(pid, 0)
-    return told, status
+    return results, status
 
 
 def _mapped_bytes() -> int:
