@@ -134,10 +134,10 @@ def test_an_unknown_algorithm_is_refused_by_name(
     )
     try:
         assert read(path) == 1
-        told = capsys.readouterr().out
+        output = capsys.readouterr().out
     except CorruptCheckpoint as error:
-        told = str(error)
-    assert expected in told and "\n" not in told.strip()
+        output = str(error)
+    assert expected in output and "\n" not in output.strip()
     found = find.find_newest_valid([tmp_path])
     assert found is not None and found.path == older and expected in found.skipped[0]
 

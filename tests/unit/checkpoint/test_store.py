@@ -77,15 +77,15 @@ def opened_by_ranks(
     job: Job, folder: Path, shares: Sequence[list[HeldTensor]], monkeypatch: pytest.MonkeyPatch
 ) -> Looked:
     """Have each rank, a thread, look for what it would read its share from."""
-    threads, told = Threads(len(shares)), threading.local()
+    threads, current = Threads(len(shares)), threading.local()
     looked = Looked([None] * len(shares), [[] for _ in shares])
 
     def noted(path: Path, entry: FileEntry, advance: Any = None) -> None:
-        looked.hashed[told.rank].append(entry.name)
+        looked.hashed[current.rank].append(entry.name)
         checksum.check_file(path, entry, advance)
 
     def run(rank: int) -> None:
-        told.rank = rank
+        current.rank = rank
         request = Request([str(folder)], [str(folder)], job.shapes(), lambda: shares[rank])
         looked.found[rank] = SharedStore().open_newest(
             [str(p) for p in list_checkpoints([folder])], Rank(rank, threads), request

@@ -279,7 +279,7 @@ def test_the_link_asks_for_running_processes_three_times_a_lease(
 
 
 def test_a_link_without_a_controller_asks_for_no_processes(new_link: OpenLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call for each look would be made for nothing while the controller starts."""
+    """A call for each look has no effect while the controller starts."""
     asked: list[int] = []
     looks: list[float] = []
     vouch = AgentLink._vouch

@@ -75,7 +75,7 @@ def for_file(entry: FileEntry) -> Checksum:
 
 
 def of_file(path: Path, checksum: Checksum, progress: Callable[[int], None] | None = None) -> str:
-    """Read a file; `progress` is called with each block's bytes. Raises OSError, CorruptCheckpoint for what is no regular file."""
+    """Read a file; `progress` is called with each block's bytes. Raises OSError, CorruptCheckpoint for what is not a regular file."""
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     with open_regular(path) as stream:
         while count := stream.readinto(buffer):
