@@ -41,8 +41,8 @@ BOX_BYTES = 128 << 20
 """Larger boxes are cut: a reader loads a stored box whole, however little of it is expected."""
 SYNC_BYTES = 64 << 20
 """A file's blocks are on their way to the disk every so many bytes: else the disk waits for the writer, then the writer for the disk."""
-_BUFFER_BYTES = 1 << 20
-"""Writes from this size on go to the file as they are, while another thread takes the checksum."""
+BLOCK_BYTES = 1 << 20
+"""Bytes are hashed and written in blocks of this size, which stay in the processor's cache in between."""
 
 
 def write_share(
@@ -75,16 +75,19 @@ def write_share(
     boxes = [HeldBox(held, box) for held in tensors for box in boxes_of(held, BOX_BYTES // held.values.element_size())]
     packed, aliases = _pack_blobs(blobs)
     written: list[_Target] = []
-    files: list[FileEntry] = []
     try:
         if make:
             make_staging(root, tmp_name)
         copier = _DeviceCopier()
-        for number, batch in enumerate(_batches(boxes) or [[]]):
-            if batch or (packed and number == 0):
-                target = _Target(path, f"__{rank}_{suffix}", advance)
-                written.append(target)
-                files.append(_write_file(target, rank, batch, packed if number == 0 else {}, aliases, copier))
+        with ThreadPoolExecutor(1, thread_name_prefix="ttp-sync") as beside:
+            for number, batch in enumerate(_batches(boxes) or [[]]):
+                if batch or (packed and number == 0):
+                    written.append(_Target(path, f"__{rank}_{suffix}", advance, beside))
+                    _write_file(written[-1], batch, packed if number == 0 else {}, aliases, copier)
+                    for earlier in written[-2:-1]:  # the disk has had a whole file's time for it
+                        earlier.finish()
+            for last in written[-1:]:
+                last.finish()
         fsync_directory(path)
     except BaseException as error:
         for target in written:
@@ -92,7 +95,7 @@ def write_share(
         if isinstance(error, OSError):
             raise NotWritable(_refusal(rank, path, error)) from error
         raise
-    return ShareResult(tuple(files))
+    return ShareResult(tuple(FileEntry(file.name, file.nbytes, file.checksum, rank) for file in written))
 
 
 def _batches(boxes: Sequence[HeldBox]) -> list[list[HeldBox]]:
@@ -137,21 +140,20 @@ class _ExactPickler(pickle.Pickler):
 
 def _write_file(
     target: _Target,
-    rank: int,
     batch: Sequence[HeldBox],
     packed: Mapping[str, bytes],
     aliases: Mapping[str, Sequence[str]],
     copier: _DeviceCopier,
-) -> FileEntry:
-    """Write one file by DCP's own writer, with its table of contents; durable on return. Raises OSError."""
+) -> None:
+    """Write one file by DCP's own writer, with its table of contents; durable when `target` is finished. Raises OSError."""
 
     def to_cpu(values: torch.Tensor) -> torch.Tensor:
         target.raise_error()  # no use in copying more once the disk has refused
         copied = copier(values)
-        finite.append(target.look(copied))
+        finite.append(is_finite(copied))
         return copied
 
-    finite: list[Callable[[], bool]] = []
+    finite: list[bool] = []
 
     planner = BoxSavePlanner(batch, packed, to_cpu)
     # No copy-ahead: torch would copy on the current stream and keep the elements in an order of its own.
@@ -180,8 +182,7 @@ def _write_file(
         dtype, shape = dtypes[key]
         size = sizes[key, offsets]
         tensors.append(TensorEntry(key, dtype, shape, offsets, size, target.name, place.offset, place.length))
-    target.seal(file_index.to_bytes(tensors, blobs, all(is_so() for is_so in finite)))
-    return FileEntry(target.name, target.nbytes, target.checksum, rank)
+    target.seal(file_index.to_bytes(tensors, blobs, all(finite)))
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -234,9 +235,10 @@ class _Target(FileSystem):
     keeps the error, drops what follows, and `raise_error` raises it.
     """
 
-    def __init__(self, path: Path, stem: str, advance: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, stem: str, advance: Callable[[int], None], beside: ThreadPoolExecutor) -> None:
         self.path = path
         self._advance = advance
+        self._beside = beside
         self.name = ""
         self.nbytes = 0
         self.checksum = ""
@@ -245,23 +247,21 @@ class _Target(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with ThreadPoolExecutor(2, thread_name_prefix="ttp-write") as self._beside:
-            self._stream = _SummedStream(self._open_new(), self._beside, self._advance)
-            yield self._stream
-
-    def look(self, values: torch.Tensor) -> Callable[[], bool]:
-        """Find out, while `values` are written, whether they are finite: the answer's function. Only while the stream is open."""
-        if values.nbytes >= _BUFFER_BYTES:
-            return self._beside.submit(is_finite, values).result
-        finite = is_finite(values)
-        return lambda: finite
+        self._stream = _SummedStream(self._open_new(), self._beside, self._advance)
+        yield self._stream
 
     def seal(self, table: bytes) -> None:
-        """Put the table at the file's end, make it durable and close it. Raises OSError."""
+        """Put the table at the file's end. Raises OSError."""
         assert self._stream is not None
-        self._stream.finish(table)
+        self._stream.seal(table)
         self.raise_error()
         self.nbytes, self.checksum = self._stream.position, self._stream.checksum.text
+
+    def finish(self) -> None:
+        """Make the file durable and close it. Raises OSError."""
+        assert self._stream is not None
+        self._stream.finish()
+        self.raise_error()
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Nothing: a directory that went away belongs to another publisher, and must not come back half empty."""
@@ -271,7 +271,7 @@ class _Target(FileSystem):
         while True:
             name = f"{self._stem}_{number}.distcp"
             try:
-                file = io.BufferedWriter(io.FileIO(self.path / name, "x"), _BUFFER_BYTES)
+                file = io.BufferedWriter(io.FileIO(self.path / name, "x"), BLOCK_BYTES)
             except FileExistsError:
                 number += 1
             else:
@@ -310,24 +310,28 @@ class _SummedStream(io.RawIOBase):
 
     def write(self, block: Any) -> int:
         view = memoryview(block).cast("B")
-        if self.error is None:
-            summed = self._beside.submit(self.checksum.update, view) if len(view) >= _BUFFER_BYTES else None
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self.error = error
-            finally:
-                # The view is torch's memory, valid only during this call.
-                summed.result() if summed is not None else self.checksum.update(view)
-        self.position += len(view)
-        if self.error is None:
-            self._advance(len(view))
-            self._start_sync()
+        for begin in range(0, len(view), BLOCK_BYTES):
+            part = view[begin : begin + BLOCK_BYTES]
+            self.position += len(part)
+            if self.error is None:
+                self._write_block(part)
         return len(view)
 
+    def _write_block(self, block: memoryview) -> None:
+        """Hash it, and write it while it is in the processor's cache."""
+        self.checksum.update(block)
+        try:
+            self._file.write(block)
+        except OSError as error:
+            self.error = error
+            return
+        self._advance(len(block))
+        if self.position - self._synced_to >= SYNC_BYTES:
+            self._start_sync()
+
     def _start_sync(self) -> None:
-        """Have the disk work on what is there while the rest is written. One at a time: the checksums need the other thread."""
-        if self.position - self._synced_to < SYNC_BYTES or not (self._sync is None or self._sync.done()):
+        """Have the disk work on what is there while the rest is written, if it is not busy with what was there before."""
+        if self._sync is not None and not self._sync.done():
             return
         self._end_sync()
         if self.error is None:
@@ -355,18 +359,22 @@ class _SummedStream(io.RawIOBase):
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def finish(self, table: bytes) -> None:
-        """Write what comes after torch's part, fsync, close. Called after torch has closed the stream."""
+    def seal(self, table: bytes) -> None:
+        """Write what comes after torch's part, and send it on its way to the disk. Called after torch has closed the stream."""
+        self.write(table)
+        self.flush()
+        self._end_sync()
+        if self.error is None:
+            self._sync = self._beside.submit(os.fdatasync, self._file.fileno())
+
+    def finish(self) -> None:
+        """Make all durable and close."""
         self._end_sync()
         try:
             if self.error is None:
-                self._file.write(table)
-                self._file.flush()
                 os.fsync(self._file.fileno())
         except OSError as error:
             self.error = error
-        self.checksum.update(table)
-        self.position += len(table)
         self.release()
 
     def release(self) -> None:

@@ -127,8 +127,8 @@ def test_prune_of_nodes_pieces_leaves_the_newest_finite_step_too(job: Job, tmp_p
 
 
 @pytest.mark.parametrize("number", [0, 1_999_999])
-def test_a_large_tensor_is_looked_at_while_it_is_written(tmp_path: Path, number: int) -> None:
-    """By another thread; the answer is in the file's own table."""
+def test_every_element_of_a_large_tensor_is_looked_at(tmp_path: Path, number: int) -> None:
+    """The answer is in the file's own table."""
     values = torch.zeros(2_000_000)
     name = "iter_0000042_tmp_a"
     for bad, expected in ((0.0, True), (math.nan, False)):

@@ -7,7 +7,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -207,11 +207,11 @@ def test_a_write_the_disk_refuses_says_so_and_gives_the_space_back(tmp_path: Pat
     assert [p.name for p in (tmp_path / "iter_0000042_tmp_a").iterdir()] == ["__7_0_0.distcp"]
 
 
-@pytest.mark.parametrize("every", [1, 4_000_000])
+@pytest.mark.parametrize("every", [1, 4_000_000, 1 << 30])
 def test_an_error_of_the_disk_during_the_writing_counts_even_if_the_last_fsync_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """The system names each error once. The first of many early syncs fails, and the only one."""
+    """The system names each error once. The first of many early syncs fails, the only one, and that at the end of a file."""
     synced: list[int] = []
 
     def fail_once(descriptor: int) -> None:
@@ -226,6 +226,33 @@ def test_an_error_of_the_disk_during_the_writing_counts_even_if_the_last_fsync_s
             tmp_path, "iter_0000042_tmp_a", 3, [HeldTensor("model.w", (2_000_000,), 0, torch.zeros(2_000_000))], {}
         )
     assert synced and list((tmp_path / "iter_0000042_tmp_a").iterdir()) == []
+
+
+@pytest.mark.parametrize("refused", [None, 0, 2])
+def test_every_file_of_a_share_is_durable_on_return_or_none_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None
+) -> None:
+    """A file's fsync comes when the next file is written; its refusal counts all the same."""
+    story: list[str] = []
+
+    def synced(descriptor: int, original: Callable[[int], None] = os.fsync) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        story.append(name)
+        if name == f"__3_0_{refused}.distcp":
+            raise OSError(errno.EIO, "Input/output error")
+        original(descriptor)
+
+    monkeypatch.setattr(write, "FILE_BYTES", 4000)
+    monkeypatch.setattr(os, "fsync", synced)
+    held = [HeldTensor(f"model.{name}", (1000,), 0, torch.zeros(1000)) for name in "abc"]
+    every = [f"__3_0_{number}.distcp" for number in range(3)]
+    if refused is None:
+        assert [file.name for file in write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {}).files] == every
+        assert story == [*every, "iter_0000042_tmp_a"]
+    else:
+        with pytest.raises(NotWritable, match="Input/output error"):
+            write_share(tmp_path, "iter_0000042_tmp_a", 3, held, {})
+        assert list((tmp_path / "iter_0000042_tmp_a").iterdir()) == []
 
 
 def test_truncation_after_verification_is_found_by_the_reader(job: Job, tmp_path: Path) -> None:
