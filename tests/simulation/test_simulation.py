@@ -11,15 +11,43 @@ from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.network import RankStream
 from tests.simulation.scenario import build
+from tests.simulation.script import SCRIPTS, parse, play
 from tests.simulation.soak import outcome_of
 from tests.simulation.training import LAYOUTS, Layout, even
 from tests.simulation.truth import events
+from ttp.controller.core.facts import state
+from ttp.controller.core.facts.state import (
+    EDGES,
+    AnyStage,
+    Assembling,
+    Exiting,
+    Freezing,
+    Gathering,
+    Over,
+    Publishing,
+    Rolling,
+    Writing,
+)
 from ttp.processor.core import machine as process_machine
 from ttp.processor.core.events import Effect, Event, Received
 from ttp.processor.core.state import ProcessorState
 from ttp.proto.messages import Cause, CauseKind, Freeze, Thaw
 
 SEEDS_PER_BATCH = 60
+Edge = tuple[type[AnyStage], type[AnyStage]]
+_ORPHANED = "all ranks lose this controller, and none finds another or ends, for the orphan timeout (unit/protocol/test_absence)"
+RARE: dict[Edge, str] = {
+    (Assembling, Over): _ORPHANED,
+    (Rolling, Over): _ORPHANED,
+    (Writing, Over): _ORPHANED,
+    (Publishing, Over): _ORPHANED,
+    (
+        Gathering,
+        Exiting,
+    ): "the controller dies between the first welcome and the last, with a rank (unit/protocol/test_absence)",
+    (Rolling, Freezing): "an update ends while another rank is slow to roll forward (unit/protocol/test_patience)",
+}
+"""Transitions that no script and none of the first seeds takes -> why. The tests of the protocol that are named take them."""
 
 
 @pytest.mark.parametrize("batch", range(6))
@@ -46,6 +74,31 @@ def test_the_seeds_reach_every_kind_of_journal_line() -> None:
         "rolled_forward", "write_sent", "written", "write_failed", "write_moved", "stuck", "replanned", "publish_sent",
         "published", "refused", "exit_sent", "finished",
     }  # fmt: skip
+
+
+class Looked(dict[Edge, str]):
+    """The transitions, and which of them `goto` has looked for."""
+
+    def __init__(self, edges: dict[Edge, str]) -> None:
+        super().__init__(edges)
+        self.taken: set[object] = set()
+
+    def __contains__(self, edge: object) -> bool:
+        self.taken.add(edge)
+        return super().__contains__(edge)
+
+
+def test_every_listed_transition_is_taken_but_those_that_need_rare_coincidences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a script or by one of the first 250 seeds."""
+    edges = Looked(EDGES)
+    monkeypatch.setattr(state, "EDGES", edges)
+    for path in SCRIPTS:
+        play(parse(path.read_text(encoding="utf-8")))
+    for seed in range(250):
+        run_and_check(build(seed))
+    assert EDGES.keys() - edges.taken == set(RARE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "-"))
