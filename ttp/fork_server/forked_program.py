@@ -12,7 +12,6 @@ import importlib.machinery
 import os
 import runpy
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
@@ -24,7 +23,6 @@ from ttp.fork_server.preload import is_read_at_import
 ENDED = "ended with exit status "
 CANNOT_OPEN = 2
 """Exit status of an interpreter whose script cannot be read."""
-_ADOPTION_LOOK_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +36,12 @@ class ForkedProgram:
 
     @classmethod
     def become(
-        cls, request: dict[str, Any], own: Sequence[int], others: Sequence[int], between: int, agent: int
+        cls, request: dict[str, Any], own: Sequence[int], others: Sequence[int], held: int, agent: int
     ) -> ForkedProgram:
         """Make the forked process what a new one would be, before any code of the user's.
 
-        own: its stdin, stdout and stderr. others: descriptors that are not its own. between: the parent, which ends. agent: the one that
-        adopts this process.
+        own: its stdin, stdout and stderr. others: descriptors that are not its own. held: a pipe with a byte for this process once its
+        server has answered. agent: the one that has adopted it by then.
         """
         os.setsid()
         for descriptor in others:
@@ -51,8 +49,10 @@ class ForkedProgram:
         for number, descriptor in enumerate(own):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        while os.getppid() == between:
-            time.sleep(_ADOPTION_LOOK_S)
+        released = os.read(held, 1)
+        os.close(held)
+        if not released:
+            os._exit(1)  # the server has ended, or whoever asked has: nobody knows of this process
         if request["adopted"] and os.getppid() != agent:
             os._exit(1)  # it is gone, and no other process would end this one
         os.chdir(request["folder"])

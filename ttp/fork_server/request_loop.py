@@ -70,17 +70,14 @@ class RequestLoop:
                     self._end()
                 channel.close()
                 continue
-            if request["kind"] == "preload":
-                answer = self._preload(request["modules"])
-            elif request["kind"] == "check":
-                answer = {"changed": [path for path, stamp in self._stamps.items() if _stamp(path) != stamp]}
-            else:
-                answer, worker = self._fork(request, descriptors)
-                if worker is not None:
-                    channel.close()
-                    return worker
             with contextlib.suppress(OSError):  # it is gone: of the agent the next look finds that
-                frames.send(channel, answer)
+                if request["kind"] == "preload":
+                    frames.send(channel, self._preload(request["modules"]))
+                elif request["kind"] == "check":
+                    changed = [path for path, stamp in self._stamps.items() if _stamp(path) != stamp]
+                    frames.send(channel, {"changed": changed})
+                elif (worker := self._fork(channel, request, descriptors)) is not None:
+                    return worker
             if channel is not self._channel:
                 channel.close()
 
@@ -123,28 +120,40 @@ class RequestLoop:
             "resident_bytes": _resident_bytes(),
         }
 
-    def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> tuple[dict[str, Any], ForkedProgram | None]:
-        """Fork the programs of a request. Returns the answer for who asked; in each of their processes, what it is to run."""
+    def _fork(
+        self, channel: socket.socket, request: dict[str, Any], descriptors: Sequence[int]
+    ) -> ForkedProgram | None:
+        """Fork the programs of a request and answer. They run only once the answer is sent: who has none executes them. Returns, in
+        each of their processes, what it is to run. Raises OSError: nobody takes the answer."""
         read_end, write_end = os.pipe()
+        held, release = os.pipe()
         try:
             between = os.fork()
         except OSError as error:
-            _close(read_end, write_end, *descriptors)
-            return {"pids": [], "error": f"fork: {error.strerror}"}, None
+            _close(read_end, write_end, held, release, *descriptors)
+            frames.send(channel, {"pids": [], "error": f"fork: {error.strerror}"})
+            return None
         if between == 0:
-            os.close(read_end)
-            return {}, self._fork_again(request, descriptors, write_end)
-        os.close(write_end)
+            _close(read_end, release)
+            worker = self._fork_again(request, descriptors, write_end, held)
+            channel.close()
+            return worker
+        _close(write_end, held)
         with open(read_end, encoding="ascii") as pipe:
             pids = [int(line) for line in pipe]
         _, status = os.waitpid(between, 0)  # from now on the agent is the workers' parent
         _close(*descriptors)
         error_number = abs(os.waitstatus_to_exitcode(status))
-        return {"pids": pids, "error": f"fork: {os.strerror(error_number)}" if error_number else ""}, None
+        with open(release, "wb", buffering=0) as held_workers:
+            frames.send(channel, {"pids": pids, "error": f"fork: {os.strerror(error_number)}" if error_number else ""})
+            if not error_number:
+                held_workers.write(bytes(len(pids)))
+        return None
 
-    def _fork_again(self, request: dict[str, Any], descriptors: Sequence[int], write_end: int) -> ForkedProgram:
+    def _fork_again(
+        self, request: dict[str, Any], descriptors: Sequence[int], write_end: int, held: int
+    ) -> ForkedProgram:
         """Fork from a process that ends at once. Returns in the programs' processes only."""
-        between = os.getpid()
         for number, program in enumerate(request["programs"]):
             try:
                 pid = os.fork()
@@ -157,8 +166,9 @@ class RequestLoop:
                 os.close(write_end)
                 own = descriptors[3 * number : 3 * number + 3]
                 others = [each for each in descriptors if each not in own]
-                return ForkedProgram.become({**request, **program}, own, others, between, self._agent)
-            os.write(write_end, f"{pid}\n".encode())
+                return ForkedProgram.become({**request, **program}, own, others, held, self._agent)
+            with contextlib.suppress(OSError):  # the server is gone, and the program does not run
+                os.write(write_end, f"{pid}\n".encode())
         os._exit(0)
 
 

@@ -1,0 +1,55 @@
+"""What a fork server leaves out, loses or gets too late never starts a worker twice, and costs speed alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fork_server.conftest import END_S, module, serving
+from ttp.fork_server import request
+from ttp.fork_server.client import Listener, Program
+from ttp.fork_server.request import NotForked, fork_at
+
+KILLED = """
+import os, signal
+own, ended = os.waitpid, []
+def waitpid(*arguments):
+    ended.append(own(*arguments))
+    if len(ended) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ended[-1]
+os.waitpid = waitpid
+"""
+
+
+def test_a_worker_does_not_run_when_its_server_was_killed_before_the_answer(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The agent executes a worker in its place: it would run twice. The server waits for a trial fork first, then for the one between it and the worker."""
+    args = [sys.executable, "-u", script("print('ran')")]
+    environ = {**os.environ, **module(tmp_path, "killed", KILLED)}
+    read_end, write_end = os.pipe()
+    with serving(["killed"], environ=environ) as server, open(read_end) as out:
+        server.prepare(args, environ)
+        with pytest.raises(NotForked, match="the fork server was lost"):
+            server.fork([Program(tuple(args), environ, (0, write_end, write_end))])
+        os.close(write_end)
+        assert out.read() == ""
+
+
+def test_a_request_that_was_given_up_is_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts again finds it in its socket; whoever asked has executed the program meanwhile."""
+    monkeypatch.setattr(request, "ANSWER_S", 0.01)
+    listener, argv = Listener(), [sys.executable, "-P", "-m", "this"]
+    read_end, write_end = os.pipe()
+    with pytest.raises(NotForked, match="timed out"):
+        fork_at(str(listener.path), argv, os.environ, (0, write_end, write_end))
+    os.close(write_end)
+    monkeypatch.setattr(request, "ANSWER_S", END_S)
+    with serving(["json"], listener) as server, open(read_end) as out, open(os.devnull, "wb") as null:
+        assert fork_at(server.address, argv, os.environ, (0, null.fileno(), 2)).wait(END_S) == 0
+        assert out.read() == ""
