@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.unit.fork_server.conftest import END_S, module, serving
+from tests.unit.fork_server.conftest import END_S, module, run, serving
 from ttp.fork_server import request
 from ttp.fork_server.client import Listener, Program
 from ttp.fork_server.request import NotForked, fork_at
@@ -53,3 +55,13 @@ def test_a_request_that_was_given_up_is_not_run_later(monkeypatch: pytest.Monkey
     with serving(["json"], listener) as server, open(read_end) as out, open(os.devnull, "wb") as null:
         assert fork_at(server.address, argv, os.environ, (0, null.fileno(), 2)).wait(END_S) == 0
         assert out.read() == ""
+
+
+def test_the_order_of_the_path_is_that_of_an_executed_program(script: Callable[[str], str], tmp_path: Path) -> None:
+    """Also where PYTHONPATH names the folder of ttp."""
+    name = script("import json, sys; print(json.dumps(sys.path))")
+    root = str(Path(request.__file__).parents[2])
+    path = {"PYTHONPATH": os.pathsep.join([root, str(tmp_path / "lib")])}
+    executed = subprocess.run([sys.executable, "-u", name], capture_output=True, env={**os.environ, **path})
+    with serving(["json"], environ=path) as server:
+        assert json.loads(run(server, name, folder=tmp_path, environ=path)[1]) == json.loads(executed.stdout)
