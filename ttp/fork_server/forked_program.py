@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ttp.fork_server.linux import show_as
-from ttp.fork_server.preload import is_read_at_import
+from ttp.fork_server.preload import BY_INTERPRETER, is_read_at_import
 
 ENDED = "ended with exit status "
 CANNOT_OPEN = 2
@@ -126,7 +126,9 @@ def _warn_of_late_variable(event: str, arguments: tuple[Any, ...]) -> None:
     if event != "os.putenv":
         return
     name, value = (os.fsdecode(argument) for argument in arguments)
-    if is_read_at_import(name) and os.environ.get(name) != value:
+    if name.startswith(BY_INTERPRETER) or os.environ.get(name) == value:
+        return
+    if is_read_at_import(name):
         print(
             f"ttp: {name}={value} was set after the libraries that read it were imported: it has no effect here. Set it before ttprun"
             " starts, or set TTP_WARM_START=False",

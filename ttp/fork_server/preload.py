@@ -33,8 +33,12 @@ BY_PROGRAM = {
 }
 """Imported when the workers run `-m` with this module."""
 
+BY_INTERPRETER = ("LD_", "PYTHON")
+"""Beginnings of names that are read as an interpreter begins: a script that sets one means it for its children."""
+
 READ_AT_IMPORT = (
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "GRPC_ENABLE_FORK_SUPPORT", "LD_", "PYTHON"),
+    *BY_INTERPRETER,
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "GRPC_ENABLE_FORK_SUPPORT"),
     *(
         "TORCH_LOGS",
         "TORCH_CPP_LOG_LEVEL",

@@ -65,3 +65,12 @@ def test_the_order_of_the_path_is_that_of_an_executed_program(script: Callable[[
     executed = subprocess.run([sys.executable, "-u", name], capture_output=True, env={**os.environ, **path})
     with serving(["json"], environ=path) as server:
         assert json.loads(run(server, name, folder=tmp_path, environ=path)[1]) == json.loads(executed.stdout)
+
+
+def test_a_variable_that_only_new_interpreters_read_is_not_called_late(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """In an executed worker it has no effect either: scripts set it for their children."""
+    name = script("import os; os.environ.update(PYTHONHASHSEED='3', LD_LIBRARY_PATH='/x')")
+    with serving() as server:
+        assert run(server, name, folder=tmp_path)[2] == ""
