@@ -67,6 +67,15 @@ class ForkedProgram:
 
     def run(self) -> None:
         """Run the program. Returns when it ends; raises SystemExit, KeyboardInterrupt."""
+        try:
+            self._run()
+        except SystemExit as ended:
+            if ended.code and not self.adopted:
+                with contextlib.suppress(OSError):  # the reader has gone
+                    os.write(1, f"{ENDED}{ended.code if isinstance(ended.code, int) else 1}\n".encode())
+            raise
+
+    def _run(self) -> None:
         program = self.argv[2:]
         sys.orig_argv = list(self.argv)
         main = ModuleType("__main__")
@@ -83,12 +92,7 @@ class ForkedProgram:
                 sys.argv = list(program)
                 _first_on_path(os.path.dirname(os.path.realpath(program[0])))
                 _run_script(os.path.abspath(program[0]), main)
-        except SystemExit as ended:
-            if ended.code and not self.adopted:
-                with contextlib.suppress(OSError):  # the reader has gone
-                    os.write(1, f"{ENDED}{ended.code}\n".encode())
-            raise
-        except KeyboardInterrupt:
+        except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:
             error.__traceback__ = _of_the_program(error.__traceback__)

@@ -74,3 +74,11 @@ def test_a_variable_that_only_new_interpreters_read_is_not_called_late(
     name = script("import os; os.environ.update(PYTHONHASHSEED='3', LD_LIBRARY_PATH='/x')")
     with serving() as server:
         assert run(server, name, folder=tmp_path)[2] == ""
+
+
+def test_an_exception_is_the_status_of_a_process_that_is_nobodys_child(tmp_path: Path) -> None:
+    path = module(tmp_path, "raises", "raise ValueError(3)")
+    with serving(["json"], Listener(), path) as server, open(tmp_path / "out", "wb") as out:
+        argv = [sys.executable, "-P", "-m", "raises"]
+        assert fork_at(server.address, argv, os.environ, (0, out.fileno(), out.fileno())).wait(END_S) == 0
+    assert (tmp_path / "out").read_text().splitlines()[-1] == "ended with exit status 1"
