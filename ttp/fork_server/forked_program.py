@@ -96,6 +96,7 @@ class ForkedProgram:
             raise
         except BaseException as error:
             error.__traceback__ = _of_the_program(error.__traceback__)
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
 

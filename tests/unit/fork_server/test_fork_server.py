@@ -77,6 +77,7 @@ def test_a_forked_program_sees_what_an_executed_one_sees(
         ("raise KeyboardInterrupt", -2),
         ("def f(:", 1),
         ("import atexit; atexit.register(print, 'at exit')", 0),
+        ("import atexit, sys; atexit.register(lambda: print(repr(sys.last_value))); raise ValueError(3)", 1),
         ("import threading, time; threading.Timer(0.1, print, ['thread']).start()", 0),
         ("__import__('pickle').dumps(type('A', (), {'__module__': '__main__'}))", 1),
     ],
