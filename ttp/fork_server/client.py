@@ -259,8 +259,10 @@ class ForkServer:
 
     def _send(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         assert self._channel is not None
+        self._unanswered += (
+            1  # also where nothing is sent: whoever waits for the answer finds that the server has ended
+        )
         frames.send(self._channel, request, descriptors)
-        self._unanswered += 1
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         assert self._channel is not None

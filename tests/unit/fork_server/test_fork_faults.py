@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fork_server.conftest import END_S, module, run, serving
-from ttp.fork_server import request
-from ttp.fork_server.client import Listener, Program
+from ttp.fork_server import frames, request
+from ttp.fork_server.client import ForkServer, Listener, Program
 from ttp.fork_server.request import NotForked, fork_at
 
 KILLED = """
@@ -82,3 +83,18 @@ def test_an_exception_is_the_status_of_a_process_that_is_nobodys_child(tmp_path:
         argv = [sys.executable, "-P", "-m", "raises"]
         assert fork_at(server.address, argv, os.environ, (0, out.fileno(), out.fileno())).wait(END_S) == 0
     assert (tmp_path / "out").read_text().splitlines()[-1] == "ended with exit status 1"
+
+
+def test_a_server_that_took_no_request_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(frames, "send", lambda *_: (_ for _ in ()).throw(BrokenPipeError()))
+        server = ForkServer(["json"])
+        server.start(os.environ)
+    os.kill(server.pid, signal.SIGSTOP)  # it has not ended yet as it is asked for
+    assert server._channel is not None
+    server._channel.shutdown(2)
+    try:
+        with pytest.raises(NotForked, match="the fork server was lost"):
+            server.prepare([sys.executable, "-u", __file__], os.environ)
+    finally:
+        server.close()
