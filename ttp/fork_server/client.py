@@ -150,10 +150,10 @@ class ForkServer:
                 self.start(self._environ)
 
     def also_import(self, modules: Sequence[str]) -> None:
-        """Have the server import more; not waited for."""
+        """Have the server, or the next one, import more; not waited for."""
         added = [name for name in modules if name not in self._modules and name not in self._added]
+        self._added += added
         if added and self._channel is not None:
-            self._added += added
             with contextlib.suppress(OSError):
                 self._send({"kind": "preload", "modules": added})
 

@@ -98,3 +98,15 @@ def test_a_server_that_took_no_request_is_lost(monkeypatch: pytest.MonkeyPatch) 
             server.prepare([sys.executable, "-u", __file__], os.environ)
     finally:
         server.close()
+
+
+def test_modules_that_are_named_while_there_is_no_server_are_imported_by_the_next(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = script("import sys; print('wave' in sys.modules)")
+    server = ForkServer(["json"])
+    server.also_import(["wave"])
+    try:
+        assert run(server, name, folder=tmp_path)[1] == "True\n"
+    finally:
+        server.close()
