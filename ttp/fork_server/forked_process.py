@@ -18,10 +18,10 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.05
 class ForkedChild:
     """A process whose parent this one has become."""
 
-    def __init__(self, pid: int, args: Sequence[str]) -> None:
+    def __init__(self, pid: int, args: Sequence[str], returncode: int | None = None) -> None:
         self.pid = pid
         self.args = list(args)
-        self.returncode: int | None = None
+        self.returncode = returncode
 
     def poll(self) -> int | None:
         """Return the status once the process has ended (negative: a signal's number), None before."""

@@ -15,8 +15,11 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ttp.fork_server.client import ForkServer, Program
+from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.request import NotForked
 
+NO_PROCESS = 1 << 30
+"""No process has this number, and none is signalled by it."""
 _FACTORY = "get_subprocess_handler"
 
 
@@ -45,6 +48,8 @@ class WarmStart:
                 process.begun = child
         except NotForked as error:
             self.reason = str(error)
+            for process, program, _ in waiting:
+                process.begun = ForkedChild(NO_PROCESS, program.argv, 1)  # has ended, for torch as it cleans up
             for process, _, execute in waiting:
                 process.begun = execute()
 

@@ -45,12 +45,12 @@ def server() -> Iterator[ForkServer]:
         signal.signal(number, handler)
 
 
-def start(tmp_path: Path, program: list[str]) -> PContext:
+def start(tmp_path: Path, program: list[str], interpreter: str = sys.executable) -> PContext:
     (tmp_path / "script.py").write_text("AT_START = set(__import__('sys').modules)" + SCRIPT)
     environ = {rank: {"RANK": str(rank)} for rank in range(2)}
     logs = DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL)
     args = {rank: tuple(program) for rank in range(2)}
-    return start_processes("trainer", sys.executable, args, environ, logs)
+    return start_processes("trainer", interpreter, args, environ, logs)
 
 
 @pytest.mark.parametrize("status", [0, 5])
@@ -78,6 +78,18 @@ def test_what_cannot_be_forked_is_executed(tmp_path: Path, server: ForkServer) -
     assert "option -c is for a new interpreter" in begun.reason
     result = workers.wait(END_S)
     assert result is not None and [Path(result.stdouts[rank]).read_text() for rank in range(2)] == ["0\n", "1\n"]
+
+
+def test_torch_ends_a_start_whose_program_cannot_be_executed(tmp_path: Path, server: ForkServer) -> None:
+    """Its processes have ended for torch, those that were not tried, too."""
+    with forking(server):
+        workers = start(tmp_path, ["-u", "-m", "this"], "/no/such")
+        with pytest.raises(FileNotFoundError, match="/no/such"):
+            workers.pids()
+    workers.close()
+    for handler in workers.subprocess_handlers.values():  # type: ignore[attr-defined]
+        for file in (handler._stdout, handler._stderr):
+            file.close()
 
 
 def test_torch_has_its_own_way_back_afterwards(server: ForkServer) -> None:
