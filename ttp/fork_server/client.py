@@ -180,7 +180,11 @@ class ForkServer:
             log.info("%s has changed since it was imported: importing all anew", changed[0])
             self.start(self._environ)
             self._await_imports()
-        folder = os.getcwd() if args[2] == "-m" else os.path.dirname(os.path.realpath(args[2]))
+        try:
+            here = os.getcwd()
+        except OSError as error:
+            raise NotForked(f"the current folder cannot be entered: {error.strerror}") from error
+        folder = here if args[2] == "-m" else os.path.dirname(os.path.realpath(args[2]))
         if hidden := shadowing(folder, self._imported["origins"]):
             raise NotForked(f"{os.path.join(folder, hidden)} hides a module of that name that was preloaded")
 

@@ -110,3 +110,16 @@ def test_modules_that_are_named_while_there_is_no_server_are_imported_by_the_nex
         assert run(server, name, folder=tmp_path)[1] == "True\n"
     finally:
         server.close()
+
+
+def test_a_folder_that_is_gone_has_the_workers_executed(
+    script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [sys.executable, "-u", str(tmp_path / script(""))]
+    (tmp_path / "gone").mkdir()
+    with serving() as server:
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        for program in (args, [*args[:2], "-m", "this"]):
+            with pytest.raises(NotForked, match="No such file or directory"):
+                server.prepare(program, os.environ)
