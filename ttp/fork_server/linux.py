@@ -37,18 +37,20 @@ def adopting_orphans() -> Iterator[None]:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def show_as(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+def show_as(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
     """Have `ps`, `pgrep` and `/proc/<pid>/environ` show these; what does not fit in the room that this process has is cut.
 
     The room is that of the arguments and variables that the process, or the one that it was forked from, was started with. Nothing may
-    refer to them any more: `os.environ` has been replaced.
+    refer to them any more: `os.environ` has been replaced. Without `environ` the variables stay.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         arg_start, arg_end, env_start, env_end = (int(field) for field in fields[_ARG_START : _ARG_START + 4])
-        variables = sorted(environ.items(), key=lambda item: not item[0].startswith("TTP_"))  # these are looked for
         _fill(arg_start, arg_end, [os.fsencode(word) for word in argv])
+        if environ is None:
+            return
+        variables = sorted(environ.items(), key=lambda item: not item[0].startswith("TTP_"))  # these are looked for
         _fill(env_start, env_end, [os.fsencode(f"{name}={value}") for name, value in variables])
 
 

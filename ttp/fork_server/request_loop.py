@@ -48,7 +48,7 @@ def ttp_importable() -> Iterator[None]:
 with ttp_importable():
     from ttp.fork_server import frames
     from ttp.fork_server.forked_program import ForkedProgram
-    from ttp.fork_server.linux import end_with_parent
+    from ttp.fork_server.linux import end_with_parent, show_as
 
 
 class RequestLoop:
@@ -223,6 +223,7 @@ def _resident_bytes() -> int:
 
 def main() -> None:
     """Serve, with the descriptors that the command line names; in a forked process, run its program."""
+    show_as(sys.orig_argv[:-1])  # the last one makes room
     channel, *others = (socket.socket(fileno=int(word)) for word in sys.argv[1:-1])
     if not others:
         end_with_parent(signal.SIGKILL)  # one that listens removes its socket's directory first

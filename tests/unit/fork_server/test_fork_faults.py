@@ -123,3 +123,9 @@ def test_a_folder_that_is_gone_has_the_workers_executed(
         for program in (args, [*args[:2], "-m", "this"]):
             with pytest.raises(NotForked, match="No such file or directory"):
                 server.prepare(program, os.environ)
+
+
+def test_a_server_shows_its_own_arguments_only() -> None:
+    with serving() as server:
+        server._await_imports()
+        assert "request_loop.py" in (shown := Path(f"/proc/{server.pid}/cmdline").read_text()) and "--" not in shown
