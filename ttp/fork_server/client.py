@@ -242,8 +242,11 @@ class ForkServer:
             raise NotForked(self._reason or "there is no fork server")
         while self._unanswered:
             self._imported = self._receive(PRELOAD_S)
-            for name, error in self._imported["failed"].items():
+            failed = self._imported["failed"]
+            for name, error in failed.items():
                 log.debug("the fork server could not import %s: %s", name, error)
+            if added := [name for name in failed if name in self._added]:
+                log.warning("the fork server cannot import %s (%s)", names_text(added), failed[added[0]])
         if not (reason := self._imported["unusable"]):
             return
         if not self._added:

@@ -129,3 +129,15 @@ def test_a_server_shows_its_own_arguments_only() -> None:
     with serving() as server:
         server._await_imports()
         assert "request_loop.py" in (shown := Path(f"/proc/{server.pid}/cmdline").read_text()) and "--" not in shown
+
+
+def test_a_module_that_was_asked_for_and_cannot_be_imported_is_named(
+    script: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of the default list may not be installed: that is no matter."""
+    with serving(["no_default"]) as server:
+        server.also_import(["no_such_module"])
+        assert run(server, script(""), folder=tmp_path)[0] == 0
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [
+        "the fork server cannot import no_such_module (ModuleNotFoundError: No module named 'no_such_module')"
+    ]
