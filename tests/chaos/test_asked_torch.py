@@ -38,8 +38,8 @@ def test_a_survivor_is_held_although_torch_is_asked_all_the_time(
     with Launch(tmp_path, KILLED, "--nproc-per-node", "2", *watch, *options, environ=environ) as job:
         assert job.wait() == 0, job.text
         for restart in (1, 2, 3):
-            words = f"restarting ({restart} of 3 restarts): rank 1: signal SIGKILL; rank 0: left for the restart (exit code 75)"
+            words = f"restarting ({restart} of 3 restarts): rank 1: signal SIGKILL; rank 0: exited for the restart (exit code 75)"
             assert words in job.text, job.text
         assert job.notes("saved") == ["saved-0-0", "saved-0-1", "saved-0-2"] and job.notes("sigterm") == []
-        assert "torch has seen the end" not in job.text and "its status is lost" not in job.text
+        assert "torchelastic detected the exit" not in job.text and "its status is lost" not in job.text
         job.assert_nothing_left()

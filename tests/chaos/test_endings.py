@@ -62,7 +62,7 @@ def test_a_node_that_has_succeeded_does_not_wait_in_vain_for_one_that_failed(
         if restarts == "1":
             assert statuses == [0, 0], done.text + other.text
             assert sorted(done.notes("begun")) == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"]
-            assert "all workers here have succeeded, but" in done.text and "starts again" in done.text
+            assert "all workers on this node succeeded, but" in done.text and "restarting with that node" in done.text
         else:
             assert statuses == [0, 1], done.text + other.text
             assert "not waiting for other nodes" in done.text
@@ -91,15 +91,15 @@ def test_a_restart_for_a_death_on_another_node_is_a_fault_without_a_session_too(
     port, both = free_port(), []
     with contextlib.ExitStack() as stack:
         for node in range(2):
-            story = ("--nproc-per-node", "2", "--ttp-story", str(tmp_path / f"story-{node}.jsonl"))
-            launch = Launch(tmp_path, LEAVES, *two_nodes(backend, port, node), *story, name=f"node{node}")
+            options = ("--nproc-per-node", "2", "--ttp-story", str(tmp_path / f"events-{node}.jsonl"))
+            launch = Launch(tmp_path, LEAVES, *two_nodes(backend, port, node), *options, name=f"node{node}")
             both.append(stack.enter_context(launch))
         assert [job.wait() for job in both] == [0, 0], "".join(job.text for job in both)
-    (path,) = [path for path in tmp_path.glob("story-*.jsonl") if '"end"' in path.read_text()]
+    (path,) = [path for path in tmp_path.glob("events-*.jsonl") if '"end"' in path.read_text()]
     *_, fault, end = [line for line in read_jsonl(path) if line["event"] in ("fault", "end")]
     assert fault["kind"] == "elsewhere" and "signal SIGKILL" in fault["elsewhere"] and "rank 2" in fault["elsewhere"]
     assert (end["faults"], end["unknown_losses"]) == (1, 1)
-    job = both[int(path.stem.removeprefix("story-"))]
+    job = both[int(path.stem.removeprefix("events-"))]
     assert "--- fault in start 0: another node failed ---" in job.text and "lost    nothing" not in job.text
 
 
@@ -136,18 +136,20 @@ def test_a_program_that_is_not_there_is_reported_in_a_line(tmp_path: Path, progr
         Launch(tmp_path, "", *options, program=TORCHRUN, name="torchrun") as plain,
     ):
         assert job.wait() == plain.wait() == 1
-        assert f"ttprun: error: the workers cannot be started: '{program}' (no such file or directory)" in job.text
+        assert (
+            f"ttprun: error: cannot start the workers: got program '{program}' (no such file or directory)" in job.text
+        )
         assert "Traceback" not in job.text and "Traceback" in plain.text
         assert "start 0:" not in job.text and "the job has ended" not in job.text
         job.assert_nothing_left()
 
 
-def test_a_launcher_that_waits_for_other_nodes_says_so(tmp_path: Path) -> None:
-    """After a few seconds: for how many, and where they meet."""
+def test_an_agent_that_waits_for_other_nodes_logs_it(tmp_path: Path) -> None:
+    """After a few seconds: for how many nodes, and at which endpoint."""
     place = f"127.0.0.1:{free_port()}"
     options = ("--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--rdzv-id", "j", "--local-addr", "127.0.0.1")
     with Launch(tmp_path, "note('begun')", "--nnodes", "2:3", *options) as job:
-        words = f"waiting for 2 to 3 nodes to meet at {place} (this is one of them)"
+        words = f"waiting for 2 to 3 nodes, this one included, to join at {place}"
         job.until(lambda: words in job.text, "word of what is waited for")
         assert job.notes("begun") == []
 
@@ -190,7 +192,7 @@ def test_nothing_is_trained_again_after_a_kill_on_the_way_out(tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path) -> None:
-    """The first is a notice, and the step in flight may take its time; who insists does not wait for it."""
+    """The first one drains the job, and the step in flight has its time; the second one does not wait for it."""
     trainer = (*arguments(), "--training_config.output_dir", str(tmp_path / "output"))
     environ = {"TTP_FAULTS": "hang:rank=1,step=5,point=backward", "TTP_BOUNDARY_S": "600", "TTP_OT": "900"}
     script = TRAINER + "run_as_program()"
@@ -198,16 +200,16 @@ def test_a_second_ctrl_c_under_a_live_controller_ends_all_at_once(tmp_path: Path
         metrics = tmp_path / "output" / "metrics.jsonl"
         job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
         job.process.send_signal(signal.SIGINT)
-        job.until(lambda: "telling ranks 0-1 to leave (SIGTERM)" in job.text, "notice")
+        job.until(lambda: "sending SIGTERM to ranks 0-1" in job.text, "notice")
         time.sleep(3 * SAME_S)  # one that comes sooner is the same notice
         assert job.process.poll() is None
         began = time.monotonic()
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 1
         assert time.monotonic() - began < 60, "it waited for the ranks"
-        assert "second signal: ending the workers at once" in job.text
-        assert "cause   ttprun got SIGINT, and ended the ranks at once (SIGKILL) at a second signal" in job.text
-        assert re.search(r"faults +0 faults, 1 notice to leave\nlost +unknown after 1 notice;", job.text), job.text
+        assert "second signal received: killing the workers" in job.text
+        assert "cause   ttprun received SIGINT, and killed the ranks (SIGKILL) at a second signal" in job.text
+        assert re.search(r"faults +0 faults, 1 preemption notice\nlost +unknown after 1 notice;", job.text), job.text
         job.assert_nothing_left()
 
 
@@ -226,17 +228,17 @@ def test_a_second_notice_leaves_the_ranks_their_time(tmp_path: Path, second: sig
         job.until(lambda: metrics.exists() and '"step": 4' in metrics.read_text(), "step 4", within_s=200)
         job.process.send_signal(signal.SIGTERM)
         job.process.send_signal(second)
-        job.until(lambda: "telling ranks 0-1 to leave (SIGTERM)" in job.text, "notice")
+        job.until(lambda: "sending SIGTERM to ranks 0-1" in job.text, "notice")
         time.sleep(3 * SAME_S)  # those that come sooner are the same notice
         for number in (second, signal.SIGTERM, second):
             job.process.send_signal(number)
         assert job.wait() == 1
-        assert job.text.count("noted; the workers leave already, and keep their time") == 1, job.text
+        assert job.text.count("received: the workers are shutting down already") == 1, job.text
         assert "second signal" not in job.text and "killed" not in job.text
         job.assert_nothing_left()
     *_, fault, end = read_jsonl(output / "log" / "story.jsonl")
     assert fault["kind"] == "preempted" and fault["saved"]["step"] >= 4 and fault["steps_lost"] == 0
-    assert fault["next"].startswith("none here: the launcher was told to end (SIG")
+    assert fault["next"].startswith("no restart on this node: the agent received SIG")
     assert end["result"].startswith("ended by SIG") and (end["faults"], end["notices"]) == (1, 1)
     assert {c["cause"].partition(" got SIG")[0] for c in fault["culprits"]} == {"ttprun"}
 
@@ -253,11 +255,11 @@ def test_a_notice_while_survivors_are_held_changes_neither_the_fault_nor_what_is
         job.until(lambda: "; holding rank 0 for up to" in job.text, "hold", within_s=200)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 1
-        assert "next    none here: the launcher was told to end (SIGTERM)" in job.text, job.text
+        assert "next    no restart on this node: the agent received SIGTERM" in job.text, job.text
         job.assert_nothing_left()
     *_, fault, end = read_jsonl(output / "log" / "story.jsonl")
     assert [culprit["rank"] for culprit in fault["culprits"]] == [1] and fault["kind"] == "exited"
-    assert fault["saved"]["step"] == 5 and fault["next"] == "none here: the launcher was told to end (SIGTERM)"
+    assert fault["saved"]["step"] == 5 and fault["next"] == "no restart on this node: the agent received SIGTERM"
     assert end["result"] == "ended by SIGTERM"
 
 

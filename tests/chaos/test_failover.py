@@ -47,7 +47,7 @@ def wait_for_line(job: TrainingJob, start: int, event: str) -> None:
     job.wait_for(lambda: bool(lines_of(job, start, event)), f"{event} in start {start}", JOB_S)
 
 
-class Story:
+class Scenario:
     """What is done to the job, one start after the other."""
 
     def __init__(self, job: TrainingJob) -> None:
@@ -119,21 +119,21 @@ def faulted(tmp_path_factory: pytest.TempPathFactory) -> Faulted:
     with TrainingJob(
         output, ranks=4, overrides=arguments(STEPS), environ=environ, launcher=("--max-restarts", "7")
     ) as job:
-        story = Story(job)
-        story.kill_the_idle_controller_and_later_a_rank()
-        story.kill_the_controller_before_all_gates_are_closed()
-        story.kill_the_controller_while_shares_are_written()
-        story.kill_rank_0_and_the_controller_together()
-        story.stop_the_controller_kill_a_rank_and_let_the_controller_go_on()
-        story.kill_the_idle_controller_and_later_a_rank_and_the_new_controller()
+        scenario = Scenario(job)
+        scenario.kill_the_idle_controller_and_later_a_rank()
+        scenario.kill_the_controller_before_all_gates_are_closed()
+        scenario.kill_the_controller_while_shares_are_written()
+        scenario.kill_rank_0_and_the_controller_together()
+        scenario.stop_the_controller_kill_a_rank_and_let_the_controller_go_on()
+        scenario.kill_the_idle_controller_and_later_a_rank_and_the_new_controller()
         status = job.wait(JOB_S)
     assert status == 0, f"status {status}\n{job.console_tail(80)}"
     journals, metrics = job.journals(), job.metrics()
     lost = tuple(
         lost_steps(timeline(journals[start], metrics, unix_s), after_step)
-        for start, (unix_s, after_step) in enumerate(story.killed)
+        for start, (unix_s, after_step) in enumerate(scenario.killed)
     )
-    return Faulted(job, story.controller_killed_unix_s, lost)
+    return Faulted(job, scenario.controller_killed_unix_s, lost)
 
 
 def test_every_step_is_saved_and_the_curves_are_the_unbroken_jobs(faulted: Faulted, whole_job: RunJob) -> None:
@@ -143,7 +143,7 @@ def test_every_step_is_saved_and_the_curves_are_the_unbroken_jobs(faulted: Fault
 
 
 def test_an_idle_controller_is_replaced_within_a_second_or_so(faulted: Faulted) -> None:
-    """Training goes on under the standby, which later sees a death through the launcher."""
+    """Training continues under the standby, which later receives a death from the agent."""
     (took_over,), (thawed,) = lines_of(faulted.job, IDLE, "took_over"), lines_of(faulted.job, IDLE, "thawed")[:1]
     assert took_over["ranks"] == [0, 1, 2, 3] and took_over["absent"] == [] and took_over["controller"] == 1
     seconds = thawed["unix_s"] - faulted.controller_killed_unix_s
@@ -165,7 +165,7 @@ def test_rank_0_and_its_controller_may_die_together(faulted: Faulted) -> None:
     (published,) = lines_of(faulted.job, TOGETHER, "published")
     assert published["controller"] == 1
     death = lines_of(faulted.job, TOGETHER, "death_seen")[0]
-    assert death["rank"] == 0 and death["kind"] == "exited", "the launcher told the standby"
+    assert death["rank"] == 0 and death["kind"] == "exited", "the agent reported it to the standby"
 
 
 def test_a_stopped_controller_that_comes_back_publishes_nothing(faulted: Faulted) -> None:

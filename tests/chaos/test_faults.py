@@ -53,7 +53,7 @@ def test_a_hang_in_the_first_steps_is_found(tmp_path: Path) -> None:
         (hung,) = story(job, 0, "hung")
         assert hung["ranks"] == [1] and "in COMPUTE of step 4" in hung["text"], hung
         assert published_steps(job) == [3]
-        assert_the_hang_is_told(job)
+        assert_the_hang_is_reported(job)
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_a_rank_that_holds_its_interpreter_for_longer_than_a_lease_costs_nothing
         assert not {"suspect", "freeze_sent", "death_seen"} & set(reported), reported
 
 
-def assert_the_hang_is_told(job: TrainingJob) -> None:
+def assert_the_hang_is_reported(job: TrainingJob) -> None:
     """The launcher's table, the incident report with the frames of the suspect, the summary; and the same for machines."""
     console = job.console_tail(10_000)
     log_dir = job.output_dir / "log"
@@ -132,8 +132,8 @@ def test_what_only_stands_still_is_distinguished_from_what_is_slow(tmp_path: Pat
     assert "rank 0 in UPDATING of step 400" in stacks[1] and "in commit" in stacks[1]
     console = job.console_tail(10_000)
     assert "controller: freeze: hung: no rank has progressed for" in console
-    assert "rank 1: told to leave, and left (exit code 76)" in console
-    assert "rank 1: silent, and can save nothing any more: killed" in console
+    assert "rank 1: exited on a preemption notice (exit code 76)" in console
+    assert "killed rank 1 (silent): these ranks have nothing more to save" in console
 
 
 @pytest.mark.long
@@ -147,9 +147,9 @@ def test_signals_to_the_launcher_save_and_a_new_launcher_goes_on(tmp_path: Path,
         finish(job, status=1)
     assert job.leftovers() == []
     console = job.console_tail(10_000)
-    assert "ranks 0-1: told to leave, and left (exit code 76)" in console and "restarting" not in console
-    assert "cause   ttprun got SIGTERM, and told the ranks to leave (SIGTERM); step " in console
-    assert "faults  0 faults, 1 notice to leave\n" in console and "Traceback" not in console
+    assert "ranks 0-1: exited on a preemption notice (exit code 76)" in console and "restarting" not in console
+    assert "cause   ttprun received SIGTERM and sent SIGTERM to the ranks; step " in console
+    assert "faults  0 faults, 1 preemption notice\n" in console and "Traceback" not in console
     (first,) = published_steps(job)
     assert first >= job.last_step() and "is finished" in story(job, 0, "fault_reported")[0]["text"]
 

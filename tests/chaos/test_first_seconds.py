@@ -37,7 +37,7 @@ def test_a_fault_in_the_first_second_is_reported_from_the_journal_without_the_st
     )
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
-    assert "whether a controller leads the ranks is not known" not in text
+    assert "cannot determine whether the ranks have a controller" not in text
     assert re.search(r"^saved +step 1 in .*/iter_0000001 .*; no step lost", text, re.M), text
     assert re.search(r"^lost +0 steps;", text, re.M) and "1 fault" in text, text
     assert not list((tmp_path / "tmp").glob("ttp_attempt_*")), "the directory of an attempt is removed at its end"

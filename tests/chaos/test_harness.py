@@ -38,9 +38,14 @@ def test_a_kill_at_a_point_of_a_step_is_done_seen_and_judged(chaos: RunChaos) ->
     command = [*TTPRUN, "--nproc-per-node", "2", script, "--steps", "400", "--save-dir", "{output}/checkpoints"]
     campaign = chaos(command, [{"fault": "kill", "rank": 1, "step": 40, "point": "updating"}], seed=1)
     (incident,) = campaign.incidents
-    (blow,) = incident.firings
-    assert blow.kind == "kill" and blow.point == "updating" and blow.step >= 40 and blow.whom.startswith("rank 1 (pid ")
-    assert incident.outcome == "saved" and incident.lost == 0 and incident.saved_step in (blow.step - 1, blow.step)
+    (firing,) = incident.firings
+    assert (
+        firing.kind == "kill"
+        and firing.point == "updating"
+        and firing.step >= 40
+        and firing.whom.startswith("rank 1 (pid ")
+    )
+    assert incident.outcome == "saved" and incident.lost == 0 and incident.saved_step in (firing.step - 1, firing.step)
     assert 0 < incident.stages_ms["seen"] < incident.stages_ms["published"] < incident.stages_ms["first_new_step"]
 
 

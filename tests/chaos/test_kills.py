@@ -37,8 +37,8 @@ def published_steps(job: TrainingJob) -> list[int]:
     return [int(line["step"]) for line in lines]
 
 
-def told_by_the_launcher(job: TrainingJob, words: str) -> list[str]:
-    """Return the lines of the launcher itself with these words."""
+def logged_by_the_agent(job: TrainingJob, words: str) -> list[str]:
+    """Return the agent's own lines with these words."""
     lines = (job.output_dir / "console.log").read_text(errors="replace").splitlines()
     return [line for line in lines if line.startswith("[ttprun") and words in line]
 
@@ -67,7 +67,7 @@ def test_journals_of_killed_ranks_replay_to_the_same_decisions(
 ) -> None:
     """Four ranks, one killed in each start: freeze, step, roll-forward, writers and publisher come out as they did."""
     paths = sorted((killed_job.output_dir / "log").glob("journal_*.jsonl"))
-    assert len(paths) == len(KILLS) + 1, "the starts that were hurt, and one that finished"
+    assert len(paths) == len(KILLS) + 1, "the attempts with a kill, and one that finished"
     for path in paths:
         compared = replay_compare(path)
         assert compared.difference == ""
@@ -110,8 +110,8 @@ def test_an_exception_and_then_a_silent_rank_are_persisted_and_survived(tmp_path
     console = faulted.console_tail(10_000)
     assert "--- fault in start 0: an exception ---" in console and "raise InjectedFault(" in console
     assert "cause   InjectedFault: rank 1, step 5: fault injected at backward" in console
-    assert "rank 1: stopped, and can save nothing any more: killed" in console
-    assert "did not leave on SIGTERM" not in console
+    assert "killed rank 1 (stopped): these ranks have nothing more to save" in console
+    assert "no exit within" not in console
     assert_equal(faulted, whole_job(2))
 
 
@@ -135,7 +135,7 @@ def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_jo
     assert len(refused) == 1
     reason = str(refused[0]["reason"])
     assert "shard" in reason and "0" in reason and "2" in reason
-    (reported,) = told_by_the_launcher(faulted, "the ranks leave")
+    (reported,) = logged_by_the_agent(faulted, "the ranks leave")
     assert reason in reported and f"the job goes on from {faulted.output_dir}/checkpoints/iter_0000006" in reported
     resumes = [line for line in faulted.metrics() if line.get("event") == "resume"]
     assert [int(line["from_step"]) for line in resumes] == [6]
@@ -143,10 +143,10 @@ def test_all_holders_of_a_shard_gone_is_refused_by_name(tmp_path: Path, whole_jo
 
 
 @pytest.mark.long
-def test_the_launcher_says_why_nothing_was_saved_although_no_rank_remains(tmp_path: Path) -> None:
+def test_the_agent_logs_why_nothing_was_saved_although_no_rank_remains(tmp_path: Path) -> None:
     faulted = killed_together(tmp_path / "faulted", 2, (0, 1), 9, "--training_config.save_interval=6")
     assert [int(line["from_step"]) for line in faulted.metrics() if line.get("event") == "resume"] == [6]
-    (reported,) = told_by_the_launcher(faulted, "the ranks leave")
+    (reported,) = logged_by_the_agent(faulted, "the ranks leave")
     assert "no dying-gasp checkpoint: all ranks are dead" in reported
 
 

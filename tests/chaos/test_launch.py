@@ -46,10 +46,10 @@ def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(
         assert [name for name in job.notes("begun") if name.endswith("-1")] == ["begun-0-1", "begun-1-1", "begun-2-1"]
         pid = job.read("begun-1-0")
         assert f"rank 1 (pid {pid}) ended: signal SIGKILL; holding ranks 0, 2 for up to 3 s" in job.text
-        held = re.search(r"all workers here have ended, (\d+\.\d+) s after the fault", job.text)
+        held = re.search(r"all workers on this node exited (\d+\.\d+) s after the fault", job.text)
         assert held is not None and 1.5 <= float(held[1]) < 20
         assert (
-            "restarting (1 of 3 restarts): rank 1: signal SIGKILL; ranks 0, 2: left for the restart (exit code 75)"
+            "restarting (1 of 3 restarts): rank 1: signal SIGKILL; ranks 0, 2: exited for the restart (exit code 75)"
             in job.text
         )
         assert f"failed (exitcode: -9) local_rank: 1 (pid: {pid})" in job.text, "torch's own line names another rank"
@@ -77,8 +77,8 @@ def test_a_stuck_survivor_is_ended_when_the_time_of_the_fault_is_over(tmp_path: 
     with Launch(tmp_path, STUCK, "--nproc-per-node", "2", "--max-restarts", "0", environ={"TTP_OT": "2"}) as job:
         assert job.wait() == 1
         assert float(job.read("sigterm-1-0")) - float(job.read("died-0-0")) >= 2.0
-        assert "TTP_OT, 2 s, has passed: rank 1 still here (fault: rank 0 (pid" in job.text
-        assert "rank 1 did not leave on SIGTERM: killed" in job.text
+        assert "TTP_OT (2 s) expired; terminating rank 1 (fault: rank 0 (pid" in job.text
+        assert "killed rank 1: no exit within 5 s" in job.text
         assert "no restart left (of 0): rank 0: signal SIGKILL; rank 1: ended by ttprun (signal SIGKILL)" in job.text
         assert re.search(r"Root Cause.*?rank +: 0 \(local_rank: 0\)\n +exitcode +: -9 ", job.text, re.S)
         job.assert_nothing_left()
@@ -209,13 +209,13 @@ def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: 
         assert len(job.marked()) >= 5
         job.process.send_signal(number)
         assert job.wait() == 1
-        assert job.text.endswith(f"ttprun: the launcher got signal: {number.value} ({number.name})\n"), job.text
-        assert "SignalException" not in job.text, "a signal to the launcher is no defect of it"
+        assert job.text.endswith(f"ttprun: the agent received signal {number.value} ({number.name})\n"), job.text
+        assert "SignalException" not in job.text, "a signal to the agent is not an error"
         job.assert_nothing_left()
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
-    """Workers that ignore the first one have 30 s, as under torchrun, unless the user insists."""
+    """Workers that ignore the first one have 30 s, as under torchrun; a second one kills them."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2", arguments=["deaf"], environ=WARM) as job:
         job.await_notes("begun-0-0", "begun-1-0")
         job.says("start 0: ")
@@ -225,7 +225,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         assert job.process.poll() is None
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 1
-        assert "second signal: ending the workers at once" in job.text
+        assert "second signal received: killing the workers" in job.text
         job.assert_nothing_left()
 
 
@@ -255,8 +255,8 @@ def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, numb
         job.says("start 0: ")
         job.process.send_signal(number)
         assert job.wait() == 1
-        assert ("ranks 0-1 still here after SIGINT: ending them by SIGTERM" in job.text) == (number == signal.SIGINT)
-        assert "did not leave" not in job.text, "killed after the 30 s"
+        assert ("ranks 0-1 did not exit on SIGINT; sending SIGTERM" in job.text) == (number == signal.SIGINT)
+        assert "no exit within" not in job.text, "killed after the 30 s"
         job.assert_nothing_left()
 
 
@@ -271,7 +271,7 @@ def test_a_worker_that_handles_sigterm_keeps_its_grace_after_ctrl_c(tmp_path: Pa
         job.process.send_signal(signal.SIGINT)
         job.await_notes("handler-0-0")
         assert job.wait() == 1 and time.monotonic() - began >= 8.0
-        assert "still here after SIGINT" not in job.text and "rank 0 did not leave on their signal: killed" in job.text
+        assert "did not exit on SIGINT" not in job.text and "killed rank 0: no exit within" in job.text
         job.assert_nothing_left()
 
 
@@ -401,7 +401,7 @@ class Link:
         self.address = address
         note(f"link-{address}", f"{job_id} {sorted(pids)}")
     def worker_exit(self, rank, pid, text):
-        note(f"told-{self.address}-{rank}-{text.replace(' ', '_')}", str(pid))
+        note(f"reported-{self.address}-{rank}-{text.replace(' ', '_')}", str(pid))
     def add_controllers(self, addresses):
         pass
     def close(self):
@@ -432,7 +432,7 @@ await_file(f"link-{here}")
 if start == "0":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    await_file(f"told-{here}-1-signal_SIGKILL")
+    await_file(f"reported-{here}-1-signal_SIGKILL")
     sys.exit(75)
 note("begun")
 time.sleep(600)
@@ -455,7 +455,7 @@ def test_the_controller_is_informed_of_deaths_and_leads_the_workers_at_a_signal(
         assert job.wait() == 1
         assert job.notes("persisted") == ["persisted-0-1", "persisted-1-1"]
         assert (tmp_path / "shutdown-controller:1").exists()
-        assert (tmp_path / "told-controller:1-0-exit_code_75").exists()
+        assert (tmp_path / "reported-controller:1-0-exit_code_75").exists()
         job.assert_nothing_left()
 
 
@@ -470,9 +470,9 @@ if rank == 0:
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"ttp/controller/{os.environ['TTP_ROUND_ID']}", f"{process.address} {process.pid}")
 end = time.monotonic() + 180
-def told(text):
+def recorded(text):
     return journal.exists() and text in journal.read_text()
-while start == "0" and not told("agent_attached" if rank == 1 else "death_seen"):
+while start == "0" and not recorded("agent_attached" if rank == 1 else "death_seen"):
     if time.monotonic() > end:
         sys.exit(f"the journal says {journal.read_text() if journal.exists() else 'nothing'}")
     time.sleep(0.01)
@@ -489,7 +489,7 @@ def test_the_real_controller_learns_of_a_death_and_ends_with_the_job(tmp_path: P
         assert job.wait() == 0, job.text
         assert job.notes("controller") == ["controller-0-0", "controller-0-1"]
         assert (
-            "restarting (1 of 3 restarts): rank 1: signal SIGKILL; rank 0: left for the restart (exit code 75)"
+            "restarting (1 of 3 restarts): rank 1: signal SIGKILL; rank 0: exited for the restart (exit code 75)"
             in job.text
         )
         job.assert_nothing_left()

@@ -274,7 +274,7 @@ def test_a_node_lost_while_its_ranks_are_starting_is_reported_and_the_others_go_
         others = [node for node in three if node is not lost]
         assert job.wait(*others, timeout_s=400) == {node.name: 0 for node in others}, job.console_tail(60)
     for node in others:
-        assert "a node is lost before the ranks have a controller: node 0" in job.console(node)
+        assert "a node was lost before the ranks had a controller: node 0" in job.console(node)
         assert "restarting (" not in job.console(node)
     assert sorted(by_step(job.metrics())) == list(range(1, LAST + 1))
     assert job.leftovers() == []

@@ -67,7 +67,7 @@ def test_a_node_that_alone_is_broken_leaves_and_the_others_go_on(tmp_path: Path)
             # The first one has the store: were it the broken one's, its leaving would be reported as the loss of the store.
             launch.until(lambda: listens(port), "a store")
         assert nodes[2].wait() == 1
-        assert "the rendezvous was complete and broke (wait timeout after 60000ms)" in nodes[2].text
+        assert "the rendezvous broke after it was complete (wait timeout after 60000ms)" in nodes[2].text
         assert [node.wait() for node in nodes[:2]] == [0, 0], nodes[0].text + nodes[1].text
         for node in nodes[:2]:
             assert "DistStoreError: wait timeout after 60000ms" in node.text and "a node has left: " in node.text
@@ -104,16 +104,16 @@ def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path
         other = nodes[1 - with_one]
         assert other.wait() == 1
         # It has learned of it before its own worker ended, or learns of it as it wants to meet the other again.
-        assert "the job has failed on another node: " in other.text or "the job 'j' is over" in other.text
-        assert "rank 1: exit code 2; exit code 2 says that the configuration is wrong" in other.text
+        assert "the job failed on another node: " in other.text or "the job 'j' is over" in other.text
+        assert "rank 1: exit code 2; exit code 2 means an invalid command line or configuration" in other.text
         for node in nodes:
             node.assert_nothing_left()
 
 
 LOST = """
-from ttp.launch.links import peer_agents as neighbours
+from ttp.launch.links import peer_agents
 from ttp.launch.main import main
-neighbours.LOST_S = 4.0
+peer_agents.LOST_S = 4.0
 main()
 """
 """ttprun with less patience for a node of which nothing is received."""
@@ -166,8 +166,8 @@ def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on
         (tmp_path / "lost").touch()
         others = [node for node in nodes if node is not lost]
         assert [node.wait() for node in others] == [0, 0], others[0].text + others[1].text
-        words = "node 0 (the workers' store at" if has_store else "nothing was heard of node"
-        assert any("a node is lost before the ranks have a controller: " + words in node.text for node in others)
+        words = "node 0 (the workers' store at" if has_store else "no heartbeat from node"
+        assert any("a node was lost before the ranks had a controller: " + words in node.text for node in others)
         for node in others:
             assert "no restart left" not in node.text and "restarting (" not in node.text
             node.assert_nothing_left()
@@ -175,13 +175,13 @@ def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on
 
 
 CUT_OFF = """
-from ttp.launch import agent; from ttp.launch.links import peer_agents as neighbours
+from ttp.launch import agent; from ttp.launch.links import peer_agents
 from ttp.launch.__main__ import main
 class Cut:
     def create_connection(*args):
         raise TimeoutError("timed out")
-neighbours.socket = Cut
-neighbours.LOST_S = 4.0
+peer_agents.socket = Cut
+peer_agents.LOST_S = 4.0
 agent.LOST_STARTS = 2
 main()
 """
@@ -207,9 +207,9 @@ def test_a_node_that_never_reaches_the_workers_store_leaves_and_the_others_go_on
             )
             nodes.append(stack.enter_context(launch))
         assert nodes[2].wait() == 1
-        said = "ttprun: error: 2 starts in a row ended before the ranks had a controller: "
+        said = "ttprun: error: 2 attempts in a row ended before the ranks had a controller: "
         assert said in nodes[2].text and "Traceback" not in nodes[2].text
-        assert "was never reached from here (timed out)" in nodes[2].text.partition(said)[2]
+        assert "(timed out)" in nodes[2].text.partition(said)[2]
         assert [node.wait() for node in nodes[:2]] == [0, 0], nodes[0].text + nodes[1].text
         for node in nodes[:2]:
             assert "a node has left: " in node.text and "restarting (" not in node.text

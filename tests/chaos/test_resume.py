@@ -73,7 +73,7 @@ def test_altered_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, save
     console = job.console_tail(400)
     assert victim.name in console and "iter_0000016" in console
     assert [int(line["from_step"]) for line in job.metrics() if line.get("event") == "resume"] == [8]
-    assert "lost    8 steps (8 to train again behind a checkpoint that was broken or not taken)" in console
+    assert "lost    8 steps (8 repeated: their checkpoint was broken or not used)" in console
     *_, again, end = read_jsonl(output / "log" / "story.jsonl")
     assert (again["event"], again["first_step"], again["kept_step"], again["steps"]) == ("again", 9, 16, 8)
     assert (

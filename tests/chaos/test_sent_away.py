@@ -32,7 +32,7 @@ def test_a_node_whose_ranks_are_stopped_ends_with_a_job_that_has_failed_on_anoth
 
         assert [first.wait(), second.wait()] == [1, 1], first.text + second.text
         assert not any(map(alive, pids))
-        assert "ranks 2-3: stopped, and can save nothing any more: killed" in second.text
+        assert "killed ranks 2-3 (stopped): these ranks have nothing more to save" in second.text
         for job in (first, second):
             job.assert_nothing_left()
 

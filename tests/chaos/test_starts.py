@@ -59,7 +59,7 @@ def test_faults_while_starting_resuming_and_in_the_first_step_are_survived(tmp_p
         job
     )  # a fault while a checkpoint is loaded finds the same step again, and keeps what is there
     assert steps[0] in (4, 5) and steps[-1] in (5, 6, 7) and steps == sorted(steps), console
-    assert console.count("restarting (") == 7 and "2 starts in a row ended before a first new step" in console
+    assert console.count("restarting (") == 7 and "2 attempts in a row failed before completing a step" in console
     assert_equal(job, whole_job(2))
 
 
@@ -97,10 +97,10 @@ def test_a_script_that_always_dies_at_start_backs_off_and_stops(tmp_path: Path, 
         assert job.notes("begun") == [f"begun-{rank}-{start}" for rank in (0, 1) for start in range(3)]
         begun = [max(float(job.read(f"begun-{rank}-{start}")) for rank in (0, 1)) for start in range(3)]
         assert begun[1] - begun[0] >= 1.0 and begun[2] - begun[1] >= 2.0
-        assert "this start ended before a first new step was told of; waiting 1 s" in job.text
+        assert "this attempt failed before completing a step; waiting 1 s" in job.text
         cause = "signal SIGKILL" if status == 0 else "exit code 3"
         assert re.search(
-            rf"not restarting: ranks 0-1: {cause}; 3 starts in a row ended before a first new step", job.text
+            rf"not restarting: ranks 0-1: {cause}; 3 attempts in a row failed before completing a step", job.text
         )
         job.assert_nothing_left()
 
@@ -115,7 +115,7 @@ def test_a_script_whose_checkpoint_is_another_models_is_not_restarted(tmp_path: 
         assert job.wait() == 1
         said = "CheckpointMismatch: 'model.weight' has shape (4, 8), expected (4, 16)"
         assert f"cause   exit code 1: {said}\n" in job.text
-        assert "next    no restart: CheckpointMismatch says what must be corrected first\n" in job.text
+        assert "next    no restart: CheckpointMismatch is not retryable: correct its cause first\n" in job.text
         assert "restarting (" not in job.text and "] start 1:" not in job.text
 
 
@@ -150,6 +150,6 @@ def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_pat
         assert "restarting (1 of 50 restarts): rank 1: signal SIGKILL" in job.text
         assert len(re.findall(r"resumed from \\S+ at step 1\\b", job.text)) >= 2
         assert "not restarting: rank 1: signal SIGKILL" in job.text
-        assert "3 starts in a row ended before a first new step was told of" in job.text
+        assert "3 attempts in a row failed before completing a step" in job.text
         assert "start 3:" in job.text and "start 4:" not in job.text
         job.assert_nothing_left()

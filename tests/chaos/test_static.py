@@ -29,7 +29,7 @@ note("begun", os.getpid())
 if rank == 0 and start == "0":
     port = int(os.environ["MASTER_PORT"])
     store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)
-    store.set(progress_key(0), "1")  # a start that got on is followed by the next at once
+    store.set(progress_key(0), "1")  # no back-off after an attempt with a completed step
     await_file("fail")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -50,8 +50,8 @@ def test_a_launcher_that_is_killed_and_started_again_joins_the_next_start(tmp_pa
         again = launch(1, "node1-again")
         assert [first.wait(), again.wait()] == [0, 0], first.text + again.text
         assert "start 1: rank 0 of 2 on this node" in first.text and "start 1: rank 1 of 2 on this node" in again.text
-        assert "start 0" not in again.text and "no rank has called ttp.start" not in again.text
-        assert "no step lost" in first.text, "the rank that was left has saved what both had finished"
+        assert "start 0" not in again.text and "no rank called ttp.start" not in again.text
+        assert "no step lost" in first.text, "the surviving rank has saved what both had finished"
         assert sorted(first.notes("begun")) == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"]
         for job in (first, second, again):
             job.until(lambda job=job: job.marked() == [], "end of its processes")  # type: ignore[misc]
@@ -77,10 +77,10 @@ def test_a_node_that_has_succeeded_goes_along_with_node_0s_restart(tmp_path: Pat
         if restarts == "1":
             assert statuses == [0, 0], first.text + second.text
             assert sorted(first.notes("begun")) == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"]
-            assert "has failed (rank 0: signal SIGKILL) and starts again: starting again with it" in second.text
+            assert "failed (rank 0: signal SIGKILL) and restarts; restarting with that node" in second.text
         else:
             assert statuses == [1, 0], first.text + second.text
-            assert "has succeeded, and no restart is left there" in first.text
-            assert "and no restart is left here" in second.text
+            assert "succeeded, and has no restart left" in first.text
+            assert "and this node has no restart left" in second.text
         for job in (first, second):
             job.assert_nothing_left()

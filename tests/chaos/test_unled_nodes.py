@@ -70,13 +70,13 @@ def test_an_agent_without_a_signal_lets_its_ranks_finish_a_slow_save(tmp_path: P
         first.await_notes("writing-0-0", "writing-1-0")
         if seen == "agent killed":
             first.process.kill()
-            second.says("rank 1: left for the restart (exit code 75)")
+            second.says("rank 1: exited for the restart (exit code 75)")
             assert "the workers' store at 127.0.0.1:" in second.text, "it saw that the store is gone"
         else:
-            second.says("rank 1: told to leave, and left (exit code 76)")
+            second.says("rank 1: exited on a preemption notice (exit code 76)")
             assert "the set of nodes changes" in second.text
-            assert first.wait() == 1 and "rank 0: told to leave, and left (exit code 76)" in first.text
+            assert first.wait() == 1 and "rank 0: exited on a preemption notice (exit code 76)" in first.text
         account = saved_alone.read(tmp_path / "checkpoints" / "ttp_log", 0, 0.0)
         assert account is not None and account.unix_s - account.began_unix_s >= SLOW_S
         assert account.noticed == (0,) and verify(Path(account.path)).step == account.step
-        assert "no controller has led the ranks" not in first.text + second.text
+        assert "the ranks had no controller" not in first.text + second.text

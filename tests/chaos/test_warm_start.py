@@ -1,4 +1,4 @@
-"""Forked workers in real jobs: what users' scripts do, and that nothing is left."""
+"""Forked workers in real jobs: what users' scripts do, and that no process remains."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ dist.destroy_process_group()
 
 
 def test_what_the_workers_import_is_known_to_those_of_the_next_attempt(tmp_path: Path) -> None:
-    """A package that nobody named is imported by the script at the first attempt, and preloaded at the second."""
+    """A package that was not named is imported by the script at the first attempt, and preloaded at the second."""
     with Launch(tmp_path, LEARNS, "--nproc-per-node", "2", environ=WARM) as job:
-        job.says("the fork server imports what the workers had imported")
+        job.says("modules that the workers had imported")
         (tmp_path / "learned").touch()
         assert job.wait() == 0, job.text
         assert {job.read(f"known-{rank}-{start}") for rank in (0, 1) for start in (0,)} == {"False"}
@@ -78,7 +78,7 @@ def test_what_the_workers_import_is_known_to_those_of_the_next_attempt(tmp_path:
 
 @pytest.mark.parametrize("victim", ["server", "agent"])
 def test_the_end_of_server_or_agent_leaves_nothing(tmp_path: Path, victim: str) -> None:
-    """The death of the server is no fault: the job succeeds, and the next attempt has another one. That of the agent ends all."""
+    """The death of the server is not a fault: the job succeeds, and the next attempt has another one. That of the agent ends all."""
     worker = "import torch\nnote('begun', os.getppid())\nawait_file('go')\nsys.exit(0 if start == '1' else 3)"
     with Launch(tmp_path, worker, "--nproc-per-node", "2", environ=WARM) as job:
         job.says("start 0: ")
@@ -115,5 +115,5 @@ def test_the_page_shows_the_lines_that_are_logged() -> None:
     page = (ROOT / "docs" / "warm_starts.md").read_text()
     assert (
         "forked 4 workers from process" in page
-        and "4 workers import for themselves: an imported module started" in page
+        and "started 4 workers without the fork server: an imported module started" in page
     )

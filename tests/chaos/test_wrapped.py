@@ -34,9 +34,9 @@ def test_ranks_behind_shells_save_at_a_kill_and_at_a_notice(tmp_path: Path) -> N
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(200) == 1
     console = (job.output_dir / "console.log").read_text()
-    assert "rank 1: exit code 137 (what a shell makes of SIGKILL)" in console, console
-    assert "rank 0: left for the restart (exit code 75)" in console, console
-    assert "ranks 0-1: told to leave, and left (exit code 76)" in console, console
+    assert "rank 1: exit code 137 (a shell's code for SIGKILL)" in console, console
+    assert "rank 0: exited for the restart (exit code 75)" in console, console
+    assert "ranks 0-1: exited on a preemption notice (exit code 76)" in console, console
     (seen,) = [line for line in job.journals()[0] if line["event"] == "death_seen" and line["rank"] == 1]
     assert (seen["kind"], seen["text"], seen["pid"]) == ("exited", "signal SIGKILL", victim)
     saved = [line["step"] for start in job.journals() for line in start if line["event"] == "published"]

@@ -106,8 +106,8 @@ def check_name(
     host = address.rpartition(":")[0].strip("[]")
     if error := why_unknown(host, NAME_S, resolve=resolve, clock=clock, sleep=sleep):
         raise ControllerError(
-            f"rank {rank}: the controller is at {address}, and the name {host!r} does not resolve on this node ({error}),"
-            f" tried for {NAME_S:.0f} s: wanted a name or address that all nodes know; set TTP_HOST to one on the"
+            f"invalid controller address on rank {rank}: got {address}, whose host does not resolve on this node ({error})"
+            f" within {NAME_S:.0f} s, expected a name or address that all nodes know. Set TTP_HOST on the"
             " controller's node"
         )
 

@@ -1,1 +1,1 @@
-"""`ttprun`: torchrun that gives survivors the time to persist."""
+"""`ttprun`: torchrun that gives survivors of a fault time to save."""

@@ -1,8 +1,7 @@
 """`ttprun`, as a program; also `python -m ttp.launch`.
 
-Owns what holds before anything is loaded: until the launcher has workers, a signal ends it at once. Python's own way, an
-exception, is lost where a library that is being imported swallows it, and would close the rendezvous for the other nodes.
-And whatever becomes of the console, the job goes on.
+Owns the setup before anything is imported. A signal ends the agent at once while it has no workers: Python's exception may be swallowed by a
+library that is being imported, and would close the rendezvous for the other nodes. A lost console does not end the job.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def main() -> None:
     try:
         _run()
     except SystemExit as ended:
-        if isinstance(ended.code, str):  # Python prints it as the interpreter ends, which may not come to it
+        if isinstance(ended.code, str):  # Python would print it when the interpreter ends, which may be skipped below
             print(ended.code, file=sys.stderr)
             ended.code = 1
         end_despite_calls(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
@@ -42,7 +41,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Run the job; errors that say all themselves end it in a line, with the exit code that torchrun's traceback has."""
+    """Run the job; expected errors are printed in one line, with the exit code that torchrun's traceback has."""
     fork_servers = _begin_fork_servers()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -64,7 +63,7 @@ def _run() -> None:
             raise
         sys.exit(f"ttprun: {signalled}")
     except RendezvousClosedError:
-        sys.exit(1)  # why, the log has said
+        sys.exit(1)  # the reason is in the log
     except (NeverMet, NotStarted, RendezvousError) as error:
         because = f" ({str(error.__cause__).splitlines()[0]})" if str(error.__cause__ or "") else ""
         print(f"ttprun: error: {error}{because}", file=sys.stderr)
@@ -72,7 +71,7 @@ def _run() -> None:
 
 
 def _begin_fork_servers() -> ForkServers | None:
-    """Have the workers' modules imported by another process, while this one imports its own."""
+    """Start the processes that import the workers' modules while this one imports its own."""
     from ttp.config import warm_start
     from ttp.errors import ConfigError
     from ttp.fork_server.servers import ForkServers
@@ -80,7 +79,7 @@ def _begin_fork_servers() -> ForkServers | None:
     try:
         if not warm_start() or not {"-h", "--help", "--no-python", "--no_python"}.isdisjoint(sys.argv):
             return None
-    except ConfigError:  # main refuses it in a line
+    except ConfigError:  # reported by main
         return None
     servers = ForkServers()
     servers.begin(os.environ)

@@ -1,11 +1,10 @@
-"""The elastic agent that holds: torch's own, except that a dead worker does not take its peers along at once.
+"""The elastic agent of a node: torch's own, except that survivors of a fault keep running until they have saved.
 
-torch's agent sends SIGTERM to every worker as soon as one has failed. Here the survivors keep running until they have
-written their checkpoint and left (exit code 75), or until the fault's deadline; then torch's agent goes on as ever:
-restarts are counted, logged and limited by it.
+torch's agent sends SIGTERM to every worker as soon as one has failed. This one waits until the survivors have written an emergency checkpoint
+and exited (exit code 75), or until the fault's deadline. Then torch's agent counts, logs and limits restarts as usual.
 
-Built on the methods that `SimpleElasticAgent` declares for its subclasses. They begin with an underscore; `torch_names.py`
-lists them, and the versions of torch that this was run with.
+Owns the decision to restart or to stop. It overrides methods that `SimpleElasticAgent` declares for subclasses. Their names begin with an
+underscore: `torch_names.py` lists them and the tested versions of torch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from ttp.text.wording import ranks_text
 log = logging.getLogger("ttp.launch")
 
 NEWS_S = 2 * ROUND_S
-"""How long after its own workers have left an agent may hear that another node waits."""
+"""How long after its own workers' exit an agent may still learn that another node waits."""
 NEWS_LOOK_S = 0.05
 
 OTHERS_S = 300.0
@@ -54,28 +53,27 @@ OTHERS_S = 300.0
 TELL_S = 5.0
 
 BROKEN_ROUNDS = 5
-"""So many rendezvous in a row break after they were complete, and a node leaves: another can die at any moment, but not at
-every one, so that this one is likely to be what is broken."""
+"""After so many rendezvous in a row that broke when they were complete, a node leaves: it is probably the cause itself."""
 REJOIN_PAUSE_S = 1.0
 
 LOST_STARTS = 5
-"""So many starts in a row end, uncounted, before the ranks have a controller, as launchers do not hear of each other, and a node
-that never reached the workers' store leaves; one that did, after twice as many: those that cannot be reached have left by then."""
+"""After so many attempts in a row that lost a node before the ranks had a controller, a node that never reached the workers' store leaves.
+One that did reach it leaves after twice as many: unreachable nodes have left by then."""
 
 
-SET_CHANGES = "the set of nodes changes (another node's fault, or a node that wants to join)"
+SET_CHANGES = "the set of nodes changes (another node's fault, or a joining node)"
 
 
 class NotStarted(RuntimeError):
-    """The workers' program cannot be run on this node."""
+    """The workers' program cannot be executed on this node."""
 
 
 class NeverMet(RuntimeError):
-    """The nodes meet again and again, but the starts' own stores are not reached from all of them."""
+    """The rendezvous completes, but the workers' store is not reachable from every node."""
 
 
 class HoldAgent(LocalElasticAgent):
-    """Runs one node's workers, start after start, and holds the survivors of a fault.
+    """Runs one node's workers, attempt after attempt, and lets the survivors of a fault save before it restarts them.
 
     `spec.rdzv_handler` must be a FreshStoreRendezvous. `agent_arguments` go to LocalElasticAgent.
     """
@@ -88,30 +86,30 @@ class HoldAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs, **agent_arguments)
         self._rendezvous_handler = spec.rdzv_handler
         self._launching = launching
-        self._round: Attempt | None = None
-        self._notices = ShutdownSignals()
+        self._attempt: Attempt | None = None
+        self._signals = ShutdownSignals()
         self._attempt_directory = AttemptDirectory()
         self._lost_starts: list[tuple[str, str]] = []
-        """Of each of the last starts in a row that a lost node has ended: which node, and whether its store was never reached
-        from here."""
-        self.last_words = ""
-        """Why the job has failed here, once it has."""
-        self._futile_starts = CrashLoop(launching.futile_starts)
+        """The last attempts in a row that ended because a node was lost: which node, and why its store was never reached (empty: it was)."""
+        self.failure_reason = ""
+        """Why the job failed on this node, once it has."""
+        self._crash_loop = CrashLoop(launching.futile_starts)
         self._imports_learned = False
         self._pause_s = 0.0
-        """Before the next rendezvous, when the last start was for nothing."""
-        # torch collects the results of Python functions (`--run-path`) by being asked all the time, and looks for
-        # workers in uninterruptible sleep, when told to, at the same occasion.
+        """Back-off before the next rendezvous."""
+        # torch must be polled to collect the results of Python functions (`--run-path`), and to find workers in uninterruptible sleep.
         self._always_ask_torch = callable(spec.entrypoint) or bool(
             os.environ.get("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT")
         )
 
-    # --- what torch's agent calls, in the order in which it does ---
+    # --- called by torch's agent, in this order ---
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes (before each start), and agree on the ranks. A node that dies in between leaves the others without
-        its answers: they meet again, and those that had all answers see them wait. A node whose rendezvous breaks again and
-        again leaves, so that the others can go on without it."""
+        """Join the rendezvous before an attempt, and agree on the ranks.
+
+        A node that dies meanwhile leaves it incomplete: the others join again. A node whose rendezvous breaks repeatedly leaves, so that the
+        others can continue without it.
+        """
         self._leave_if_never_met()
         broken = 0
         while True:
@@ -119,18 +117,16 @@ class HoldAgent(LocalElasticAgent):
                 super()._rendezvous(worker_group)
                 return
             except DistError as error:
-                broken = (
-                    1 if self._rendezvous_handler.heard_of_a_parting() else broken + 1
-                )  # it may have been the other's doing
+                broken = 1 if self._rendezvous_handler.saw_departure() else broken + 1  # that node may be the cause
                 if broken == BROKEN_ROUNDS:
                     raise
-                log.warning("the rendezvous was complete and broke (%s): is a node lost? Meeting again", error)
+                log.warning("the rendezvous broke after it was complete (%s): a node may be lost; joining again", error)
             time.sleep(REJOIN_PAUSE_S)
 
     def _leave_if_never_met(self) -> None:
-        """Raise NeverMet when too many starts in a row have ended as a node was lost."""
+        """Raise NeverMet when too many attempts in a row have lost a node."""
         count = len(self._lost_starts)
-        unreached = [words for _, words in self._lost_starts if words]
+        unreached = [why for _, why in self._lost_starts if why]
         if len(unreached) >= LOST_STARTS:
             what = unreached[-1]
         elif count >= 2 * LOST_STARTS:
@@ -138,13 +134,13 @@ class HoldAgent(LocalElasticAgent):
         else:
             return
         raise NeverMet(
-            f"{count} starts in a row ended before the ranks had a controller: {what}; wanted: every node resolves the name of"
-            " node 0 and reaches a port there that is chosen anew for each start; open the ports between the nodes, or name an"
-            " address that all reach with --local-addr"
+            f"{count} attempts in a row ended before the ranks had a controller: {what}. Expected every node to resolve the name of node 0"
+            " and to reach a port there that is new in each attempt. Open the ports between the nodes, or set --local-addr to an address"
+            " that all nodes reach"
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the workers (after each rendezvous) and watch them."""
+        """Start the workers after a rendezvous, and watch them."""
         job_store = self._rendezvous_handler.job_store
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         attempt_dir = self._attempt_directory.make()
@@ -152,19 +148,17 @@ class HoldAgent(LocalElasticAgent):
         os.environ["TTP_ATTEMPT_DIR"] = str(attempt_dir or "")
         servers = self._launching.fork_servers
         os.environ["TTP_FORK_SERVER"] = servers.address if servers is not None else ""
-        if (
-            signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        ):  # see __main__; torch's handler follows, unless told otherwise
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see __main__; torch installs its own handler after this
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for name in replace_lost():
-            log.warning("nobody reads %s any more: what the workers print there is lost from now on", name)
+            log.warning("%s is closed; further worker output on it is discarded", name)
         before = set(children_leading_sessions())
         begun_unix_s = time.time()
         nodes = worker_group.group_world_size or 1
         try:
             local_pids: dict[int, int] = self._start_processes(worker_group)
             pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
-            self._round = Attempt(
+            self._attempt = Attempt(
                 self._launching,
                 job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
                 job_store=job_store,
@@ -178,7 +172,7 @@ class HoldAgent(LocalElasticAgent):
                 world_size=worker_group.workers[0].world_size,
             )
         except BaseException:
-            # torch forgets those that it had started before the one that failed; or a signal came before all were watched.
+            # torch does not end workers that it started before one failed to start. A signal may come before all are watched.
             end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)
             self._attempt_directory.remove()
             raise
@@ -190,23 +184,23 @@ class HoldAgent(LocalElasticAgent):
         return local_pids
 
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Let torch start them. Raises NotStarted for a program or script that is not there, or that may not be run."""
+        """Start the workers through torch. Raises NotStarted for a program or script that does not exist or cannot be executed."""
         if (script := self._launching.script) and not os.path.exists(script):
             raise NotStarted(
-                f"the workers cannot be started: {script!r} (no such file or directory); wanted a Python script that is there: a"
-                f" path as seen from the folder of ttprun ({os.getcwd()}); a module goes with -m, another program with --no-python"
+                f"cannot start the workers: got script {script!r} (no such file or directory), expected an existing Python script. Give its"
+                f" path relative to {os.getcwd()}; start a module with -m, and another program with --no-python"
             )
         try:
             local_pids = self._fork_or_execute(worker_group)
-            self._notices.install()
+            self._signals.install()
         except (FileNotFoundError, PermissionError) as error:
             program = worker_group.spec.entrypoint
             if error.filename != program:
                 raise
             reason = error.strerror.lower() if error.strerror else str(error)
             raise NotStarted(
-                f"the workers cannot be started: {program!r} ({reason}); wanted a program that is there and may be executed:"
-                " a path as seen from the folder of ttprun, or a name on PATH; a Python script goes without --no-python"
+                f"cannot start the workers: got program {program!r} ({reason}), expected an executable file. Give its path relative to"
+                f" {os.getcwd()}, or a name on PATH; start a Python script without --no-python"
             ) from error
         return local_pids
 
@@ -219,118 +213,114 @@ class HoldAgent(LocalElasticAgent):
         with forking(servers.workers) as start:
             local_pids = super()._start_workers(worker_group)
         if start.reason:
-            log.info("%d workers import for themselves: %s", len(local_pids), start.reason)
+            log.info("started %d workers without the fork server: %s", len(local_pids), start.reason)
         else:
             log.info("forked %d workers from %s", len(local_pids), servers.workers.description)
         return local_pids
 
     def _learn_imports(self, server: ForkServer) -> None:
-        """Have the fork server import what the workers had imported at their first step, once. Where there are accelerators it is
-        not known what such an import does to the devices, and nothing is learned."""
+        """Have the fork server import, once, the modules that the workers had imported at their first step. Not on a host with accelerators:
+        what such an import does to the devices is not known."""
         directory = self._attempt_directory.path
         if self._imports_learned or directory is None or has_accelerator():
             return
         try:
             names = imported_modules.read(directory)
         except (OSError, ValueError) as error:
-            log.warning("the list of modules that the workers imported cannot be read: %s", error)
+            log.warning("cannot read the list of modules that the workers imported: %s", error)
             self._imports_learned = True
             return
         if names:
             self._imports_learned = True
-            log.info("the fork server imports what the workers had imported: %d modules", len(names))
+            log.info("the fork server imports %d modules that the workers had imported", len(names))
             server.also_import(names)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Say how the workers are (every monitor interval). torch's own method ends all as soon as one has failed: it is
-        asked only when nobody is left to be held."""
-        round_ = self._round
-        if round_ is None:
+        """Return the state of the workers, every monitor interval. torch's own method ends all workers as soon as one has failed: it is
+        called only when there is no survivor to wait for."""
+        attempt = self._attempt
+        if attempt is None:
             return self._ask_torch(worker_group)
         if self._launching.fork_servers is not None:
             self._launching.fork_servers.look()
             self._learn_imports(self._launching.fork_servers.workers)
-        if not round_.failed():
-            round_.end_given_up()
-        if round_.failed():
-            round_.hold()
-            if round_.left_for_others() and self._another_node_waits():
-                return RunResult(state=WorkerState.HEALTHY)  # as below: it is not this node's restart
-        elif self._makes_room(round_) or self._misses_a_node(round_):
-            return RunResult(
-                state=WorkerState.HEALTHY
-            )  # torch sees the waiting node too, and restarts without counting
-        elif round_.living() and (not self._always_ask_torch or round_.settling()):
-            return RunResult(state=WorkerState.HEALTHY)  # torch would reap the one that ends, and end its peers at once
-        if round_.failed() or not round_.living():
-            round_.end_workers(signal.SIGTERM, round_.grace_s())
+        if not attempt.failed():
+            attempt.end_given_up()
+        if attempt.failed():
+            attempt.hold()
+            if attempt.left_for_others() and self._another_node_waits():
+                return RunResult(state=WorkerState.HEALTHY)  # as below: another node causes this restart
+        elif self._drained_for_node(attempt) or self._lost_a_node(attempt):
+            return RunResult(state=WorkerState.HEALTHY)  # torch sees the waiting node and restarts without counting
+        elif attempt.living() and (not self._always_ask_torch or attempt.settling()):
+            return RunResult(state=WorkerState.HEALTHY)  # torch would reap the exiting worker and end its peers
+        if attempt.failed() or not attempt.living():
+            attempt.end_workers(signal.SIGTERM, attempt.grace_s())
         with end_line_kept() as end_line:
             result = self._ask_torch(worker_group)
-        round_.learn({rank: failure.exitcode for rank, failure in result.failures.items()}, result.is_failed())
+        attempt.learn({rank: failure.exitcode for rank, failure in result.failures.items()}, result.is_failed())
         if result.state == WorkerState.SUCCEEDED:
-            return self._after_success(round_, result)
+            return self._after_success(attempt, result)
         if not result.is_failed():
             return result
-        result = self._put_cause_first(result, round_)
+        result = self._put_cause_first(result, attempt)
         for root in list(result.failures.values())[:1]:
-            end_line.say(root)
-        self._judge(round_, result, worker_group.spec.max_restarts)
+            end_line.write(root)
+        self._decide_restart(attempt, result, worker_group.spec.max_restarts)
         return result
 
-    def _makes_room(self, round_: Attempt) -> bool:
-        """Where a node waits to be taken in, have the workers persist and leave; False when there is none, or when
-        the job was done before."""
-        if not (round_.living() and round_.has_controller and self._rendezvous_handler.num_nodes_waiting() > 0):
+    def _drained_for_node(self, attempt: Attempt) -> bool:
+        """Where a node waits to join, have the workers save and exit. False: no node waits, or the job completed before."""
+        if not (attempt.living() and attempt.has_controller and self._rendezvous_handler.num_nodes_waiting() > 0):
             return False
-        round_.take_leave(SET_CHANGES)
-        return not round_.succeeded()
+        attempt.drain(SET_CHANGES)
+        return not attempt.succeeded()
 
-    def _misses_a_node(self, round_: Attempt) -> bool:
-        """Say whether a node was lost before the ranks had a controller; then all that are left meet again."""
-        words = round_.lost_node if round_.living() else ""
-        if words:
-            log.error("a node is lost before the ranks have a controller: %s; those that are left meet again", words)
+    def _lost_a_node(self, attempt: Attempt) -> bool:
+        """Return whether a node was lost before the ranks had a controller; then the remaining nodes join a new rendezvous."""
+        lost = attempt.lost_node if attempt.living() else ""
+        if lost:
+            log.error("a node was lost before the ranks had a controller: %s; the remaining nodes restart", lost)
             self._rendezvous_handler.meet_again()
-        return bool(words)
+        return bool(lost)
 
-    def _after_success(self, round_: Attempt, result: RunResult) -> RunResult:
-        """Wait for the other nodes, whose workers may still run, as torch's exit barrier does; but end when the job has
-        failed on one, and start again with one whose workers have failed: it cannot without this node.
+    def _after_success(self, attempt: Attempt, result: RunResult) -> RunResult:
+        """Wait for the workers of other nodes, as torch's exit barrier does. Unlike it, stop when the job has failed on another node, and
+        restart with a node whose workers have failed: it cannot run without this one.
         """
-        neighbours = round_.neighbours
-        if neighbours is None:
+        peers = attempt.peers
+        if peers is None:
             return result
-        neighbours.tell_succeeded()
+        peers.publish_succeeded()
         static = self._rendezvous_handler.get_backend() == "static"
-        begun_s, told, why = time.monotonic(), False, ""
-        while not (why or neighbours.all_have_succeeded):
-            if words := neighbours.over:
-                why = words
-            elif neighbours.restarts and (static or self._rendezvous_handler.num_nodes_waiting() > 0):
+        begun_s, logged, why = time.monotonic(), False, ""
+        while not (why or peers.all_have_succeeded):
+            if over := peers.over:
+                why = over
+            elif peers.restarts and (static or self._rendezvous_handler.num_nodes_waiting() > 0):
                 if not static or self._remaining_restarts > 0:
-                    log.warning("all workers here have succeeded, but %s: starting again with it", neighbours.restarts)
+                    log.warning("all workers on this node succeeded, but %s; restarting with that node", peers.restarts)
                     return RunResult(state=WorkerState.UNHEALTHY if static else WorkerState.HEALTHY)
-                why = f"{neighbours.restarts}, and no restart is left here"  # no way to come without counting
-                neighbours.tell_failed(f"{socket.gethostname()} has succeeded, and no restart is left there")
-            elif (words := neighbours.lost) and not neighbours.restarts:
-                why = words
+                why = f"{peers.restarts}, and this node has no restart left"  # a static job cannot restart uncounted
+                peers.publish_failed(f"{socket.gethostname()} succeeded, and has no restart left")
+            elif (lost := peers.lost) and not peers.restarts:
+                why = lost
             elif (waited_s := time.monotonic() - begun_s) >= OTHERS_S:
-                why = f"not all had succeeded within {OTHERS_S:.0f} s"
+                why = f"workers on other nodes did not finish within {OTHERS_S:.0f} s"
             else:
-                if waited_s > TELL_S and not told:
-                    told = True
-                    log.info("all workers here have succeeded; waiting up to %.0f s for those on other nodes", OTHERS_S)
+                if waited_s > TELL_S and not logged:
+                    logged = True
+                    log.info("all workers on this node succeeded; waiting up to %.0f s for other nodes", OTHERS_S)
                 time.sleep(NEWS_LOOK_S)
         if why:
-            log.warning("all workers here have succeeded; not waiting for other nodes: %s", why)
+            log.warning("all workers on this node succeeded; not waiting for other nodes: %s", why)
         return result
 
     def _exit_barrier(self) -> None:
-        """Do nothing: the others were waited for, and theirs was not a failure (torch's barrier knows of successes only)."""
+        """Do nothing: `_after_success` has waited already (torch's barrier handles successes only)."""
 
     def _another_node_waits(self) -> bool:
-        """Say whether a node waits to be taken in, or does so soon: each agent asks now and then only, and another one may have
-        told its workers to leave before this one knew."""
+        """Return whether a node waits to join, now or within NEWS_S: agents poll, and another agent may have seen that node first."""
         until_s = time.monotonic() + NEWS_S
         while self._rendezvous_handler.num_nodes_waiting() == 0:
             if time.monotonic() >= until_s:
@@ -343,134 +333,140 @@ class HoldAgent(LocalElasticAgent):
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        """Stop the workers before a restart or at a failed job's end; some may live when other nodes cause the restart."""
-        round_ = self._round
+        """Stop the workers before a restart or when the job has failed; some still run when another node causes the restart."""
+        attempt = self._attempt
         lost = never = ""
-        if round_ is not None and round_.living() and not round_.had_controller:
-            never = round_.unreached_store
-            lost = round_.lost_node or never
+        if attempt is not None and attempt.living() and not attempt.had_controller:
+            never = attempt.unreached_store
+            lost = attempt.lost_node or never
         self._lost_starts = [*self._lost_starts, (lost, never)] if lost else []
-        if round_ is not None and round_.living():
-            if round_.had_controller and round_.fault is None:
-                round_.take_leave(SET_CHANGES)  # torch has seen a node wait that did not when this agent looked
+        if attempt is not None and attempt.living():
+            if attempt.had_controller and attempt.fault is None:
+                attempt.drain(SET_CHANGES)  # torch has seen a waiting node after this agent looked
             else:
-                round_.hold(why=lost or SET_CHANGES)
-                round_.end_workers(signal.SIGTERM, round_.grace_s())
+                attempt.hold(why=lost or SET_CHANGES)
+                attempt.end_workers(signal.SIGTERM, attempt.grace_s())
         super()._stop_workers(worker_group, *args, **kwargs)
-        pause_s, self._pause_s = self._pause_s, 0.0  # when the start's story has been told
-        time.sleep(pause_s)  # a signal to the launcher ends it, as torch's SignalException
+        pause_s, self._pause_s = self._pause_s, 0.0  # after the attempt was reported
+        time.sleep(pause_s)  # a signal to the agent ends it by torch's SignalException
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        """End all that this start has left (each start's end, and the agent's own: success, failure, signal, exception).
+        """End all processes of this attempt: at the end of each attempt, and of the agent (success, failure, signal, exception).
 
-        Under a controller a signal is a notice: the workers get SIGTERM and the time of a fault to persist. Who insists (a second
-        Ctrl-C) ends them at once, and then the controllers on this node, which other nodes' ranks may still need. Versions of torch differ in what follows the signal; it is handed on.
+        With a controller a signal is a preemption notice: the workers receive SIGTERM and have a fault's time to save. A second Ctrl-C kills
+        them, and then the controllers on this node, which other nodes' ranks may still need. What follows the signal differs between versions
+        of torch; the arguments are passed on.
         """
         try:
-            with self._notices.leaving():
+            with self._signals.leaving():
                 self._end_all(death_sig, *args, **kwargs)
         except (SignalException, KeyboardInterrupt):
-            if self._round is None:
+            if self._attempt is None:
                 raise
-            with self._notices.leaving():  # it came before anything was done: a notice, and nobody has told the workers
+            with self._signals.leaving():  # it came before the workers received SIGTERM: handle it as the first
                 self._end_all(death_sig, *args, **kwargs)
             raise
 
     def _end_all(self, death_sig: signal.Signals, *args: Any, **kwargs: Any) -> None:
-        """End the start, while only who insists interrupts it; that comes out at last, unless torch raises the notice itself."""
-        noticed, at_once = bool(self._notices.name), False
-        round_, came = self._round, None
-        if round_ is None:
+        """End the attempt; only a second SIGINT or SIGQUIT interrupts it. That is raised at the end, unless torch raises the first itself."""
+        noticed, at_once = bool(self._signals.name), False
+        attempt, came = self._attempt, None
+        if attempt is None:
             super()._shutdown(death_sig, *args, **kwargs)
             return
         try:
-            self._round = None
-            self._end_start(round_, death_sig, kwargs.get("timeout", SHUTDOWN_S))
+            self._attempt = None
+            self._end_start(attempt, death_sig, kwargs.get("timeout", SHUTDOWN_S))
         except (SignalException, KeyboardInterrupt) as signalled:
             came = signalled
-            at_once = self._notices.insisted or isinstance(signalled, KeyboardInterrupt)  # Notices did not see that one
-            if at_once and round_.living():
-                round_.end_at_once()
+            at_once = self._signals.forced or isinstance(signalled, KeyboardInterrupt)  # not seen by ShutdownSignals
+            if at_once and attempt.living():
+                attempt.end_at_once()
         finally:
             try:
                 super()._shutdown(death_sig, *args, **kwargs)
-            finally:  # somebody may have insisted there too
+            finally:  # a second signal may have come there too
                 try:
-                    round_.close(not (at_once or self._notices.insisted), lambda: self._notices.name)
+                    attempt.close(not (at_once or self._signals.forced), lambda: self._signals.name)
                 finally:
                     self._attempt_directory.remove()
         if came is not None and not noticed:
-            raise came  # else it is lost: this was the end of one start, and the next would follow
+            raise came  # else it is lost, and the next attempt would follow
 
-    def _end_start(self, round_: Attempt, death_sig: signal.Signals, timeout_s: float) -> None:
-        """Let the workers leave, or end those that have never had a controller."""
-        if name := self._notices.name:
-            round_.told_to_end(name)
-        if round_.living() and round_.led_by_now():
-            round_.take_leave()  # also when the launcher's own line to the controller is not up yet: the ranks have theirs
+    def _end_start(self, attempt: Attempt, death_sig: signal.Signals, timeout_s: float) -> None:
+        """Drain the workers, or end those that have never had a controller."""
+        if name := self._signals.name:
+            attempt.note_signal(name)
+        if attempt.living() and attempt.led_by_now():
+            attempt.drain()  # also before the agent's own connection to the controller is up: the ranks have theirs
         else:
-            round_.end_unled(death_sig, timeout_s)
+            attempt.end_unled(death_sig, timeout_s)
 
-    # --- telling ---
+    # --- after a failure ---
 
-    def _put_cause_first(self, result: RunResult, round_: Attempt) -> RunResult:
-        seen = {rank: death.seen_unix_s for rank, death in round_.deaths().items()}
+    def _put_cause_first(self, result: RunResult, attempt: Attempt) -> RunResult:
+        seen = {rank: death.seen_unix_s for rank, death in attempt.deaths().items()}
         failures = sort_root_cause_first(result.failures, seen)
         return RunResult(state=result.state, return_values=result.return_values, failures=failures)
 
-    def _judge(self, round_: Attempt, result: RunResult, max_restarts: int) -> None:
-        """Say in one line what happened and what comes, with the root cause's traceback where nobody else shows it.
-        Have the restart wait when the start was for nothing, and allow none when it could change nothing."""
-        what = round_.outcome()
+    def _decide_restart(self, attempt: Attempt, result: RunResult, max_restarts: int) -> None:
+        """Log in one line what happened and what follows, with the root cause's traceback where the console has none.
+        Back off in a crash loop, and allow no restart after a failure that would repeat."""
+        what = attempt.outcome()
         root = next(iter(result.failures), None)
-        round_.raised = recorded_by(result.failures)
+        attempt.raised = recorded_by(result.failures)
         if root is not None and (raised := exception_text(result.failures[root])):
             what = f"{what}; rank {root} raised {raised}"
         if root is not None and self._launching.quotes_traces and (trace := traceback_text(result.failures[root])):
             log.error("rank %d's traceback:\n%s", root, trace)
-        restart = max_restarts - self._remaining_restarts + 1  # torch counts; also those for another node's sake
-        new_step = self._made_a_step(round_)
-        protected, lasted_s = round_.had_controller, round_.lasted_s()
-        futile = self._futile_starts.ended(new_step=new_step, lasted_s=lasted_s, protected=protected)
-        refused = round_.refusal() if new_step is False else ""  # after a step a restart may go better
+        restart = (
+            max_restarts - self._remaining_restarts + 1
+        )  # counted by torch; includes those that another node caused
+        new_step = self._made_a_step(attempt)
+        protected, lasted_s = attempt.had_controller, attempt.lasted_s()
+        crash = self._crash_loop.ended(new_step=new_step, lasted_s=lasted_s, protected=protected)
+        refused = attempt.refusal() if new_step is False else ""  # after a completed step a restart may succeed
         if refused:
             self._remaining_restarts = 0
-            self.last_words = f"{what}; {refused}"
-            round_.next = f"no restart: {refused}"
-            log.error("not restarting: %s", self.last_words)
-            self._tell_others(round_, self.last_words, again=False)
+            self.failure_reason = f"{what}; {refused}"
+            attempt.next = f"no restart: {refused}"
+            log.error("not restarting: %s", self.failure_reason)
+            self._publish_outcome(attempt, self.failure_reason, again=False)
             return
-        self.last_words = what = f"{what}; {futile.text}" if futile.text else what
-        if elsewhere := round_.neighbours.failed if round_.neighbours is not None else "":
+        self.failure_reason = what = f"{what}; {crash.text}" if crash.text else what
+        if elsewhere := attempt.peers.failed if attempt.peers is not None else "":
             self._remaining_restarts = 0
-            self.last_words = f"{what}; the job has failed on another node: {elsewhere}"
-            round_.next = f"no restart: {elsewhere}"
-            log.error("not restarting: %s", self.last_words)
+            self.failure_reason = f"{what}; the job failed on another node: {elsewhere}"
+            attempt.next = f"no restart: {elsewhere}"
+            log.error("not restarting: %s", self.failure_reason)
         elif self._remaining_restarts <= 0:
-            round_.next = f"no restart left (of {max_restarts})"
+            attempt.next = f"no restart left (of {max_restarts})"
             log.error("no restart left (of %d): %s", max_restarts, what)
-            self._tell_others(round_, what, again=False)
-        elif futile.stop:
+            self._publish_outcome(attempt, what, again=False)
+        elif crash.stop:
             self._remaining_restarts = 0
-            round_.next = f"no restart: {futile.text}"
+            attempt.next = f"no restart: {crash.text}"
             log.error("not restarting: %s", what)
-            self._tell_others(round_, what, again=False)
+            self._publish_outcome(attempt, what, again=False)
         else:
-            self._tell_others(round_, what, again=True)
-            round_.next = f"restart {restart} of {max_restarts}"
-            pause = f"; waiting {futile.wait_s:g} s" if futile.wait_s else ""
-            self._pause_s = futile.wait_s
+            self._publish_outcome(attempt, what, again=True)
+            attempt.next = f"restart {restart} of {max_restarts}"
+            pause = f"; waiting {crash.wait_s:g} s" if crash.wait_s else ""
+            self._pause_s = crash.wait_s
             log.warning("restarting (%d of %d restarts): %s%s", restart, max_restarts, what, pause)
 
-    def _tell_others(self, round_: Attempt, what: str, *, again: bool) -> None:
-        """Say to nodes whose workers have succeeded, or that wait for this one's, what comes."""
-        if round_.neighbours is not None:
-            words = f"{socket.gethostname()} has failed ({what})"
-            tell = round_.neighbours.tell_restart if again else round_.neighbours.tell_failed
-            tell(f"{words} and starts again" if again else words)
+    def _publish_outcome(self, attempt: Attempt, what: str, *, again: bool) -> None:
+        """Publish what follows to nodes whose workers have succeeded, or that wait for this one's."""
+        if attempt.peers is None:
+            return
+        failure = f"{socket.gethostname()} failed ({what})"
+        if again:
+            attempt.peers.publish_restart(f"{failure} and restarts")
+        else:
+            attempt.peers.publish_failed(failure)
 
-    def _made_a_step(self, round_: Attempt) -> bool | None:
-        """Return whether a rank has reported a finished step; None: that is not known, or the ranks left on a preemption notice."""
-        if round_.told_to_leave():
+    def _made_a_step(self, attempt: Attempt) -> bool | None:
+        """Return whether a rank has completed a step; None: not known, or the ranks exited on a preemption notice."""
+        if attempt.preempted():
             return None
         return self._rendezvous_handler.job_store_has(progress_key(self._rendezvous_handler.job_store.round_number))

@@ -19,17 +19,17 @@ from ttp.launch.watch.death_watch import LONGEST_POLL_S, POLL_S
 
 LEAST_POLL_S = 1e-4
 MAX_RESTARTS = 3
-"""Default of --max-restarts: coming back is the point (torchrun's is 0)."""
+"""Default of --max-restarts (torchrun's is 0)."""
 
 
 class _Parser(ArgumentParser):
-    """Takes abbreviations as torchrun does: TTP's own options, which came later, make none of them ambiguous."""
+    """Accepts torchrun's abbreviations: TTP's own options make none of them ambiguous."""
 
     own: frozenset[str] = frozenset()
     """The destinations of the options that are not torchrun's."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that an abbreviation may stand for (argparse's own place for that, private as it is)."""
+        """Return the options that an abbreviation may mean (a private method of argparse)."""
         found: list[Any] = super()._get_option_tuples(option_string)
         return [each for each in found if each[0].dest not in self.own] or found
 
@@ -47,15 +47,15 @@ def make_parser() -> ArgumentParser:
     """Make the parser; with `ENABLE_TTP=False` every default is torchrun's."""
     parser = _Parser(
         prog="ttprun",
-        description="torchrun that gives the survivors of a fault the time to persist, and restarts from what they wrote. "
-        f"All of torchrun's options, and --max-restarts is {MAX_RESTARTS} unless given. ENABLE_TTP=False: plain torchrun.",
+        description="torchrun that gives the survivors of a fault time to save, and restarts from their checkpoint. "
+        f"Accepts all of torchrun's options; the default of --max-restarts is {MAX_RESTARTS}. ENABLE_TTP=False: plain torchrun.",
         parents=[get_args_parser()],
         add_help=False,  # torchrun's parser has it
     )
     parser.epilog = (
-        "With ttprun --rdzv-endpoint takes several places, in order (node-a:29400,node-b:29400): when one is lost, the nodes meet at"
-        " the next. Exit codes: 0 the job has succeeded; 1 it has failed, or a signal came; 2 a wrong command line or setting."
-        " SIGTERM and Ctrl-C save the step in flight first, a second one ends all at once."
+        "--rdzv-endpoint accepts several endpoints, in order (node-a:29400,node-b:29400): when one is lost, the nodes use the next. Exit"
+        " codes: 0 the job succeeded; 1 it failed, or a signal was received; 2 an invalid command line or setting. SIGTERM and Ctrl-C save"
+        " the step in flight before the job ends; a second Ctrl-C kills the workers."
     )
     group = parser.add_argument_group("ttp", "TTP's own options (--ttp-... are ignored with ENABLE_TTP=False)")
     group.add_argument(
@@ -64,7 +64,7 @@ def make_parser() -> ArgumentParser:
         type=above_zero("seconds", MOST_S),
         default=None,
         metavar="SECONDS",
-        help="bound of a fault: survivors are ended after it (default: the variable TTP_OT, or 120)",
+        help="deadline of a fault, after which survivors are killed (default: the variable TTP_OT, or 120)",
     )
     group.add_argument(
         "--ttp-death-poll",
@@ -72,7 +72,7 @@ def make_parser() -> ArgumentParser:
         type=above_zero("seconds (2 ms are 0.002)", LONGEST_POLL_S, LEAST_POLL_S),
         default=POLL_S,
         metavar="SECONDS",
-        help=f"time between two looks at every worker for a beginning death, at most {LONGEST_POLL_S:g} (default: {POLL_S})",
+        help=f"interval at which workers are checked for their death, at most {LONGEST_POLL_S:g} (default: {POLL_S})",
     )
     group.add_argument(
         "--ttp-futile-starts",
@@ -80,7 +80,7 @@ def make_parser() -> ArgumentParser:
         type=whole(),
         default=FUTILE_STARTS,
         metavar="COUNT",
-        help=f"stop after so many starts in a row that died before their first new step; 0: never (default: {FUTILE_STARTS})",
+        help=f"crash-loop limit: stop after so many attempts in a row that failed before completing a step; 0: no limit (default: {FUTILE_STARTS})",
     )
     group.add_argument(
         "--ttp-story",
@@ -88,7 +88,7 @@ def make_parser() -> ArgumentParser:
         type=Path,
         default=None,
         metavar="FILE",
-        help="file for the job's starts, faults and summary as JSON lines (default: story.jsonl beside the journals)",
+        help="file for the job's attempts, faults and summary as JSON lines (default: story.jsonl beside the journals)",
     )
     group.add_argument(
         "--preload",
@@ -113,7 +113,7 @@ def make_parser() -> ArgumentParser:
 
 
 def hides_stderr(args: Namespace) -> bool:
-    """Say whether some worker's stderr is in a file, and not on the console."""
+    """Return whether some worker's stderr goes to a file instead of the console."""
     redirects = Std.from_str(args.redirects)
     each = redirects.values() if isinstance(redirects, dict) else (redirects,)
     return bool(args.local_ranks_filter) or any(Std.ERR & one == Std.ERR for one in each)

@@ -1,7 +1,7 @@
-"""The command line's values that torchrun's parser lets through: each bad one is refused in a line, before anything starts.
+"""Checks of values that torchrun's parser accepts: each invalid one is an error in one line, before anything starts.
 
-torch finds some of them by an assertion, some when the workers run already, and some never. Owns looks only; the folders of
-`--log-dir` and `--ttp-story` are made if they are not there, as they would be a moment later.
+torch detects some of them by an assertion, some when the workers run already, and some never. Owns the checks only. The directories of
+`--log-dir` and `--ttp-story` are created if they do not exist.
 """
 
 from __future__ import annotations
@@ -23,45 +23,47 @@ from ttp.launch.rendezvous.topology import RESOLVE_S
 MOST_RESTARTS = 2**31 - 1
 LEAST_MONITOR_S = 1e-3
 MOST_MONITOR_S = 3600.0
-"""Of `--monitor-interval`: a launcher that looks at its workers less than once an hour looks at nothing."""
+"""Of `--monitor-interval`."""
 
 
 def check_arguments(args: Namespace) -> None:
-    """Check what needs no configuration of torch's. Raises ConfigError."""
+    """Check what does not need torch's configuration. Raises ConfigError."""
     _check_nodes(args.nnodes)
     if args.standalone and torchrun.parse_min_max_nnodes(args.nnodes) != (1, 1):
-        raise ConfigError(f"--standalone is for one node: got --nnodes {args.nnodes}; leave one of the two out")
+        raise ConfigError(f"invalid --nnodes: got {args.nnodes} with --standalone, expected 1. Omit one of the two")
     if not 0 <= args.max_restarts <= MOST_RESTARTS:
         raise ConfigError(
-            f"--max-restarts is {checked.shown(args.max_restarts)}: wanted a number from 0 to {MOST_RESTARTS}"
+            f"invalid --max-restarts: got {checked.shown(args.max_restarts)}, expected an integer from 0 to {MOST_RESTARTS}"
         )
     if not LEAST_MONITOR_S <= args.monitor_interval <= MOST_MONITOR_S:
         raise ConfigError(
-            f"--monitor-interval is {args.monitor_interval}: wanted seconds from {LEAST_MONITOR_S:g}, at most {MOST_MONITOR_S:.0f}"
+            f"invalid --monitor-interval: got {args.monitor_interval}, expected {LEAST_MONITOR_S:g} to {MOST_MONITOR_S:.0f} seconds"
         )
     try:
         get_logging_handler(getattr(args, "event_log_handler", "null"))
     except KeyError:
         raise ConfigError(
-            f"--event-log-handler is {args.event_log_handler!r}: wanted one that is registered: null, console"
+            f"invalid --event-log-handler: got {args.event_log_handler!r}, expected a registered one: null, console"
         ) from None
     for name in getattr(args, "signals_to_handle", "SIGTERM").split(","):
         if name.strip() not in signal.Signals.__members__:
-            raise ConfigError(f"--signals-to-handle has {name!r}: wanted names of signals as SIGTERM,SIGINT")
+            raise ConfigError(
+                f"invalid --signals-to-handle: got {name!r}, expected names of signals as in SIGTERM,SIGINT"
+            )
     if args.log_dir and args.log_dir != os.devnull:
-        _check_folder("--log-dir", Path(args.log_dir))
+        _check_directory("--log-dir", Path(args.log_dir))
     if args.ttp_story is not None:
         if args.ttp_story.is_dir():
-            raise ConfigError(f"--ttp-story is {str(args.ttp_story)!r}, a folder: wanted a file")
-        _check_folder("--ttp-story", args.ttp_story.resolve().parent)
+            raise ConfigError(f"invalid --ttp-story: got the directory {str(args.ttp_story)!r}, expected a file")
+        _check_directory("--ttp-story", args.ttp_story.resolve().parent)
 
 
 def check_node_rank(args: Namespace) -> None:
-    """Check the node's number, which counts with the static rendezvous only. Raises ConfigError."""
+    """Check the node's number, which only the static rendezvous uses. Raises ConfigError."""
     nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
     if args.rdzv_backend == "static" and not 0 <= args.node_rank < nodes:
         raise ConfigError(
-            f"--node-rank is {args.node_rank}, with --nnodes {args.nnodes}: wanted 0 to {nodes - 1}, another one on each node"
+            f"invalid --node-rank: got {args.node_rank} with --nnodes {args.nnodes}, expected 0 to {nodes - 1}, different on each node"
         )
 
 
@@ -73,17 +75,17 @@ def check_workers(count: int, given: str) -> None:
     """Check how many workers this node has. Raises ConfigError."""
     if not 1 <= count <= MOST_WORKERS:
         raise ConfigError(
-            f"--nproc-per-node is {checked.shown(given)}, that is {checked.shown(count)}: wanted a number from 1 to {MOST_WORKERS}, gpu,"
-            " cpu or auto"
+            f"invalid --nproc-per-node: got {checked.shown(given)} ({checked.shown(count)} workers), expected an integer from 1 to"
+            f" {MOST_WORKERS}, gpu, cpu or auto"
         )
 
 
 def check_local_addr(address: str | None, nodes: int) -> None:
-    """See that the address that was given for this node leads anywhere: the others are told it. Raises ConfigError."""
-    within_s = RESOLVE_S if nodes > 1 else 0.0  # a name server may learn of the node later
+    """Check that the address given for this node resolves: the other nodes will use it. Raises ConfigError."""
+    within_s = RESOLVE_S if nodes > 1 else 0.0  # DNS may learn the name later
     if address and (error := why_unknown(address, within_s)):
         raise ConfigError(
-            f"--local-addr is {address!r}, which does not resolve here ({error}): wanted a name or address of this node"
+            f"invalid --local-addr: got {address!r}, which does not resolve here ({error}), expected a name or address of this node"
         )
 
 
@@ -94,18 +96,18 @@ def _check_nodes(given: str) -> None:
         least = most = 0
     if not 0 < least <= most <= MOST_NODES:
         raise ConfigError(
-            f"--nnodes is {checked.shown(given)}: wanted a number of nodes from 1, or MIN:MAX with MIN not above MAX"
+            f"invalid --nnodes: got {checked.shown(given)}, expected a number of nodes >= 1, or MIN:MAX with MIN <= MAX"
         )
 
 
-def _check_folder(option: str, folder: Path) -> None:
-    """See that files can be made in a folder."""
+def _check_directory(option: str, folder: Path) -> None:
+    """Check that files can be created in a directory."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ttprun_", dir=folder):
             pass
     except OSError as error:
         raise ConfigError(
-            f"{option}: nothing can be written in {str(folder)!r} ({error.strerror or error}); name another place, or make that"
-            " one writable"
+            f"invalid {option}: got {str(folder)!r} ({error.strerror or error}), expected a writable directory. Name another one, or make"
+            " it writable"
         ) from None

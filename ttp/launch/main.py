@@ -1,9 +1,7 @@
 """`ttprun`: torchrun's command with TTP's agent.
 
-From torch it uses public names only: `torch.distributed.run` (`get_args_parser`, `parse_min_max_nnodes`,
-`config_from_args`, `run`) and what `torch.distributed.launcher.api.launch_agent` is made of. That function names its agent
-class itself, so `launch` does here what it does there, with another agent and rendezvous (`torch_names.py` says with which
-versions of torch it was run).
+Owns `launch`, the counterpart of `torch.distributed.launcher.api.launch_agent` with another agent and rendezvous: torch's function has a fixed
+agent class. From torch it uses public names only. `torch_names.py` lists the tested versions.
 """
 
 from __future__ import annotations
@@ -52,14 +50,14 @@ log = logging.getLogger("ttp.launch")
 
 @record
 def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
-    """Run a job on this node, as `torchrun` does: returns when it has succeeded, raises ChildFailedError (exit code 1)
-    when it has not. `fork_servers`: fork the workers; begun before torch was imported here."""
+    """Run a job on this node, as `torchrun` does: return when it has succeeded, raise ChildFailedError (exit code 1) when it has failed.
+    `fork_servers`: fork the workers; they were started before torch was imported here."""
     try:
         use_ttp = enabled()
         parser = make_parser()
         args = parser.parse_args(argv)
         if use_ttp and args.ttp_ot is not None:
-            os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers are bound by the same deadline
+            os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers have the same deadline
         settings = Settings.from_env()
         _log_to_stderr()
         if use_ttp:
@@ -102,20 +100,20 @@ def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str,
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{_short(error)} (--nnodes {_short(args.nnodes)}, --nproc-per-node {_short(args.nproc_per_node)}); ttprun --help tells what is taken"
+            f"{_short(error)} (--nnodes {_short(args.nnodes)}, --nproc-per-node {_short(args.nproc_per_node)}). See ttprun --help"
         ) from error
 
 
 def _short(value: object) -> str:
-    """Return a text of torch's, or what was given, for one line: it may have thousands of digits."""
+    """Return a message of torch's, or an argument, as one line: it may have thousands of digits."""
     text = " ".join(str(value).split())
     return text if len(text) <= 600 else f"{text[:300]} ... {text[-200:]}"
 
 
 def _warn_of_unknown_variables() -> None:
     for name, nearest in unknown_variables().items():
-        meant = f"did you mean {nearest}?" if nearest else "no variable of TTP has a name like it"
-        log.warning("the variable %s is set, and nothing reads it: %s", name, meant)
+        meant = f"did you mean {nearest}?" if nearest else "TTP has no variable with a similar name"
+        log.warning("unknown environment variable %s is ignored: %s", name, meant)
 
 
 def make_launching(
@@ -133,7 +131,7 @@ def make_launching(
     def request_shutdown(address: str) -> None:
         from ttp.controller import agent_link
 
-        agent_link.request_shutdown(address, reason="the launcher ends this start of the job")
+        agent_link.request_shutdown(address, reason="the agent ends this attempt")
 
     return LaunchContext(
         total_timeout_s=settings.total_timeout_s,
@@ -151,9 +149,9 @@ def make_launching(
 def launch(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[str], launching: LaunchContext
 ) -> dict[int, Any]:
-    """Run this node's agent to the job's end and return the workers' results by rank.
+    """Run this node's agent until the job ends, and return the workers' results by rank.
 
-    Raises ChildFailedError (the workers failed, no restart left), SignalException (a signal to the launcher), ConfigError
+    Raises ChildFailedError (the workers failed, no restart left), SignalException (a signal to the agent), ConfigError
     (nothing was started).
     """
     if not config.run_id:
@@ -167,7 +165,7 @@ def launch(
     except ValueError as error:
         raise ConfigError(
             f"{error} (--rdzv-backend {config.rdzv_backend}, --rdzv-endpoint {config.rdzv_endpoint!r}, --rdzv-conf"
-            f" {config.rdzv_configs}); correct it, or leave it out for a job on one node"
+            f" {config.rdzv_configs}). Correct it, or omit it for a job on one node"
         ) from error
     agent = make_agent(config, entrypoint, args, handler, launching)
     event_log = getattr(config, "event_log_handler", "null")  # older versions of torch have this one only
@@ -178,20 +176,18 @@ def launch(
         )
         result = agent.run()
         events.record(agent.get_event_succeeded(), event_log)
-        if result is None:  # torch's agent was one too many, and the job is over
+        if result is None:  # this node was not needed, and the job is over
             ended = "succeeded on other nodes"
             return {}
         over = True
         if result.is_failed():
-            reason = agent.last_words
-            why = f"{here}: the job has failed: {reason}"
+            reason = agent.failure_reason
+            why = f"{here}: the job failed: {reason}"
             brief = {rank: summarize(failure) for rank, failure in result.failures.items()}
             raise ChildFailedError(name=_entrypoint_name(entrypoint, args), failures=brief)
         values: dict[int, Any] = result.return_values
         elsewhere = handler.failed_elsewhere()
-        ended = (
-            f"succeeded on this node, but another one ended with a failure: {elsewhere}" if elsewhere else "succeeded"
-        )
+        ended = f"succeeded on this node, but failed on another node: {elsewhere}" if elsewhere else "succeeded"
         return values
     except ChildFailedError:
         raise
@@ -214,7 +210,7 @@ def launch(
             if launching.reporter is not None:
                 launching.reporter.finish(ended, reason)
         finally:  # a signal may have come there
-            if over:  # else the rendezvous stays open for the other nodes: what has ended this one need not end them
+            if over:  # else the rendezvous stays open: the other nodes may continue
                 handler.shutdown(why)
 
 
@@ -225,13 +221,13 @@ def make_agent(
     handler: FreshStoreRendezvous,
     launching: LaunchContext,
 ) -> HoldAgent:
-    """Make the agent; settings that only newer versions of torch know are handed on where they exist."""
+    """Make the agent; settings of newer versions of torch are passed on where they exist."""
     own = {
         "local_world_size": config.nproc_per_node,
         "entrypoint": entrypoint,
         "args": tuple(args),
         "rdzv_handler": handler,
-        "master_addr": None,  # the workers' store is the round's own
+        "master_addr": None,  # each attempt has its own store
         "master_port": None,
     }
     known = [field.name for field in fields(WorkerSpec) if field.init and hasattr(config, field.name)]
@@ -244,7 +240,7 @@ def make_agent(
 
 
 def _entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[str]) -> str:
-    """Name the job in the failure report: the script, rather than the interpreter."""
+    """Return the job's name for the failure report: the script, not the interpreter."""
     if not isinstance(entrypoint, str):
         return getattr(entrypoint, "__name__", "")
     if entrypoint != sys.executable:

@@ -1,7 +1,6 @@
-"""Maps the options of msrun, MindSpore's launcher, to torchrun's: a script of msrun changes one word.
+"""Maps the options of msrun, MindSpore's launcher, to torchrun's: in a script of msrun only the command's name changes.
 
-Owns the options that torchrun has under no name; --master_addr, --master_port, --node_rank and --log_dir are torchrun's own. Never
-starts anything.
+Owns the options that torchrun does not have; --master_addr, --master_port, --node_rank and --log_dir are torchrun's own. Never starts anything.
 """
 
 from __future__ import annotations
@@ -65,21 +64,21 @@ def _true_or_false(text: str) -> bool:
 
 
 def apply_msrun(args: Namespace, given: Mapping[str, Any]) -> None:
-    """Put what msrun's options mean into torchrun's. `given`: torchrun's arguments that the command line names. Raises ConfigError."""
+    """Set torchrun's arguments from msrun's. `given`: torchrun's arguments that the command line names. Raises ConfigError."""
     if args.join is False:
         raise ConfigError(
-            "--join: got False, expected True: ttprun stays until the job has ended, to save a fault's step and to restart. To go"
-            " on in the shell put nohup before the command and & behind it"
+            "invalid --join: got False, expected True: ttprun stays until the job has ended, to save and restart after a fault. To run it in"
+            " the background use nohup and &"
         )
     if args.cluster_time_out is not None:
-        # Of the static and of the c10d rendezvous; what --rdzv-conf says comes behind, and counts.
+        # Of the static and of the c10d rendezvous; --rdzv-conf comes after them and overrides them.
         own = f"timeout={args.cluster_time_out},join_timeout={args.cluster_time_out}"
         args.rdzv_conf = f"{own},{args.rdzv_conf}" if args.rdzv_conf else own
     if args.worker_num is None and args.local_worker_num is None:
         return
     _place_workers(args, given)
     if args.log_dir and (args.tee, args.redirects) == ("0", "0"):
-        args.tee = "3"  # msrun's --log_dir has what the workers print
+        args.tee = "3"  # msrun's --log_dir has the workers' output
 
 
 def _place_workers(args: Namespace, given: Mapping[str, Any]) -> None:
@@ -87,24 +86,23 @@ def _place_workers(args: Namespace, given: Mapping[str, Any]) -> None:
     if total is None or local is None:
         name, count = ("local_worker_num", total) if local is None else ("worker_num", local)
         raise ConfigError(
-            f"--{name}: got none, expected a count beside the other's {count}. Give both; they are equal on one node"
+            f"invalid --{name}: got nothing, expected a count beside the other's {count}. Give both; they are equal on one node"
         )
     for name in _CONTRADICTING:
         if name in given or (name == "rank_table_file" and args.rank_table_file is not None):
             raise ConfigError(
-                f"--{name.replace('_', '-')}: got it with --worker_num, expected one of them. Leave one out: both say how many"
-                " ranks there are"
+                f"invalid --{name.replace('_', '-')}: got it with --worker_num, expected one of the two. Omit one: both set the number of ranks"
             )
     nodes, rest = divmod(total, local)
     if rest or not nodes:
         raise ConfigError(
-            f"--worker_num: got {total} with --local_worker_num {local}, expected a multiple of it: all nodes have the same number"
+            f"invalid --worker_num: got {total} with --local_worker_num {local}, expected a multiple of it: all nodes have the same number"
             " of ranks. Change either, or use torchrun's --nnodes and --nproc-per-node"
         )
     args.nnodes, args.nproc_per_node = str(nodes), str(local)
     if int(given.get("node_rank", -1)) >= 0:
         return
     args.node_rank = 0
-    if nodes > 1 and "rdzv_backend" not in given:  # nodes without numbers number themselves, as msrun's do
+    if nodes > 1 and "rdzv_backend" not in given:  # the rendezvous numbers the nodes, as msrun does
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or PORT}"

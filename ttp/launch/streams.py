@@ -1,8 +1,7 @@
-"""The launcher's stdout and stderr, as streams that take every text: a console that is lost must not end a job.
+"""The agent's stdout and stderr as streams that never fail: a lost console must not end a job.
 
-A reader that has gone (`| head`), a terminal that was hung up or a descriptor that was closed is lost for good: /dev/null takes its place,
-for the workers of later starts too, who would fail as they print. A full disk may have room again: what does not fit is
-left out, and the next text is tried.
+Owns the replacement of a lost stream by /dev/null: its reader has exited (`| head`), the terminal hung up, or the descriptor was closed. The
+workers of later attempts inherit it; they would fail on a print. On a full disk a write is dropped, and the next is tried.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ from typing import IO, Any, TextIO
 
 STDOUT, STDERR = 1, 2
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO})
-"""Errors of a file that nobody will ever read again."""
+"""Errors of a file that has lost its reader for good."""
 
 
 def make_streams_last() -> None:
-    """Put streams that never fail in the place of `sys.stdout` and `sys.stderr`. Before anything is loaded that keeps them, as
-    logging handlers do."""
+    """Replace `sys.stdout` and `sys.stderr` by streams that never fail. Call it before anything keeps them, as logging handlers do."""
     sys.stdout = _lasting(sys.stdout, STDOUT)
     sys.stderr = _lasting(sys.stderr, STDERR)
 
 
 def replace_lost() -> list[str]:
-    """Put /dev/null in the place of each of stdout and stderr that has lost its reader, and name them. Nothing is written to find
-    out. Called before workers are started, who inherit both."""
+    """Replace each of stdout and stderr that has lost its reader by /dev/null, and return their names. Writes nothing to find out. Called
+    before workers start, which inherit both."""
     lost = [descriptor for descriptor in (STDOUT, STDERR) if _is_lost(descriptor)]
     for descriptor in lost:
         _replace(descriptor)
@@ -37,7 +35,7 @@ def replace_lost() -> list[str]:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor of which every write succeeds, as far as the writer can tell."""
+    """A descriptor whose writes never raise."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -55,7 +53,7 @@ class _LastingFile(io.FileIO):
 
 
 class _UnkeptWriter(io.BufferedWriter):
-    """Keeps nothing back: `python -u`. Unlike the bare file, that may take a part only, it writes all it is given."""
+    """Unbuffered, as for `python -u`. Unlike the raw file, which may write a part only, it writes all it is given."""
 
     def write(self, content: Any) -> int:
         taken = super().write(content)
@@ -64,10 +62,10 @@ class _UnkeptWriter(io.BufferedWriter):
 
 
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    """Return a stream like this one to the same descriptor; None stands for one that was closed when Python began."""
+    """Return a stream like this one to the same descriptor; None means one that was closed when Python began."""
     if stream is None:
         if _is_lost(descriptor):
-            _replace(descriptor)  # else the next file that is opened gets its number, and the workers write into it
+            _replace(descriptor)  # else the next opened file gets its number, and the workers write into it
             return _text_stream(descriptor, "utf-8", "backslashreplace")
         return open(os.devnull, "w", encoding="utf-8")  # another file has the number already
     with suppress(OSError, ValueError):
@@ -89,7 +87,7 @@ def _text_stream(descriptor: int, encoding: str, errors: str, like: IO[str] | No
 
 
 def _is_lost(descriptor: int) -> bool:
-    """Say whether nobody can read what is written there: its reader has gone, or it is not open."""
+    """Return whether the descriptor has lost its reader, or is not open."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, events in poll.poll(0))

@@ -1,8 +1,8 @@
-"""What torch's own log says of failed workers, put right: its end line names the first rank that it *reads*.
+"""Corrects torch's log line about failed workers: torch names the lowest failed rank instead of the root cause.
 
-torch reads all exit statuses at one moment, after the hold, and writes `failed (exitcode: 75) local_rank: 0 ...` of the lowest rank,
-though another was killed. The line is held back, and goes out again with the failure that is the root cause. Knows the
-line by its text: a torch that words it otherwise writes it as it does.
+torch reads all exit statuses at one moment, after the hold, and logs `failed (exitcode: 75) local_rank: 0 ...` for the lowest rank, though
+another was killed. Owns that line: it is kept, and logged again with the root cause. It is recognized by its text; a torch with another text
+logs it unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EndLine(logging.Filter):
         self._kept = record
         return False
 
-    def say(self, root: ProcessFailure) -> None:
-        """Write the kept line, if there was one, about this failure."""
+    def write(self, root: ProcessFailure) -> None:
+        """Log the kept line, if there was one, about this failure."""
         record, self._kept = self._kept, None
         if record is not None and isinstance(record.args, tuple):
             record.args = (root.exitcode, root.local_rank, root.pid, *record.args[3:])
@@ -40,7 +40,7 @@ class EndLine(logging.Filter):
 
 @contextmanager
 def end_line_kept() -> Iterator[EndLine]:
-    """Hold torch's end line back while its agent is asked for the workers' end."""
+    """Keep torch's end line back while its agent reads the exit statuses."""
     line, logger = EndLine(), logging.getLogger(LOGGER)
     logger.addFilter(line)
     try:

@@ -1,4 +1,4 @@
-"""The private names of torch and of Python that ttprun uses, all in one place: what to look at when one of them changes.
+"""The private names of torch and of Python that ttprun uses, all in one place: what to check when one of them changes.
 
 `SimpleElasticAgent` declares its methods for subclasses with a leading underscore, so an agent cannot be built without
 them. Everything else that ttprun takes from torch is public, but for one variable; of Python's `argparse` it takes two private names.
@@ -21,25 +21,25 @@ class PrivateName:
 
     name: str
     kind: str
-    """`method`: overridden, and the inherited one called (or left out); `attribute`: of the instance; `variable`: of the
-    environment, which torch's documentation does not name."""
+    """`method`: overridden, and the inherited one called or not; `attribute`: of the instance; `variable`: an environment variable that
+    torch does not document."""
     use: str
 
 
 PRIVATE_NAMES = (
-    PrivateName("_rendezvous", "method", "meet again when a node dies before all ranks are known"),
-    PrivateName("_start_workers", "method", "begin a start: the death watch and the courier follow the workers"),
-    PrivateName("_monitor_workers", "method", "hold the survivors before torch ends them, and explain the end"),
-    PrivateName("_stop_workers", "method", "hold the survivors when another node causes the restart"),
-    PrivateName("_shutdown", "method", "end all that a start has left, with a notice under a controller"),
-    PrivateName("_exit_barrier", "method", "left out: it waits 300 s for a node whose workers have failed"),
+    PrivateName("_rendezvous", "method", "join again when a node dies before all ranks are known"),
+    PrivateName("_start_workers", "method", "begin an attempt: start its death watch and its controller client"),
+    PrivateName("_monitor_workers", "method", "let the survivors save before torch ends them, and report the end"),
+    PrivateName("_stop_workers", "method", "let the survivors save when another node causes the restart"),
+    PrivateName("_shutdown", "method", "end all processes of an attempt; with a controller, drain first"),
+    PrivateName("_exit_barrier", "method", "not called: it waits 300 s for a node whose workers have failed"),
     PrivateName(
-        "_remaining_restarts", "attribute", "read: torch alone counts; set to 0 when a restart could change nothing"
+        "_remaining_restarts", "attribute", "read: only torch counts; set to 0 when a restart would fail the same way"
     ),
     PrivateName(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
         "variable",
-        "set while torch's rendezvous runs, so that it makes no store for the workers: every start has a new one",
+        "set while torch's rendezvous runs, so that it makes no store for the workers: every attempt has a new one",
     ),
 )
 """All but the variable of `torch.distributed.elastic.agent.server.api.SimpleElasticAgent`, through `LocalElasticAgent`."""

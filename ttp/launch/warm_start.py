@@ -1,7 +1,7 @@
-"""Has torch's agent fork its workers where it would execute them.
+"""Makes torch's agent fork its workers instead of executing them.
 
-torch makes one `SubprocessHandler` for each worker; for the time of one start another class takes its place, which differs in how the
-process begins and in nothing else. All workers of a start are forked at once, when torch asks for the first one's number.
+torch makes one `SubprocessHandler` for each worker. Owns its replacement while one attempt starts: a class that differs only in how the process
+begins. All workers of an attempt are forked together, when torch reads the first one's pid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTORY = "get_subprocess_handler"
 
 
 class WarmStart:
-    """The workers of one start: forked together, or executed."""
+    """The workers of one attempt: forked together, or executed."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
@@ -33,13 +33,13 @@ class WarmStart:
         """Why the workers were executed; empty: they were forked."""
 
     def add(self, program: Program, execute: Callable[[], Any]) -> LaterProcess:
-        """Take in one more worker; `execute()` starts it if it cannot be forked."""
+        """Add a worker; `execute()` starts it if it cannot be forked."""
         process = LaterProcess(self)
         self._waiting.append((process, program, execute))
         return process
 
     def begin(self) -> None:
-        """Start all workers that wait. Raises OSError: the program cannot be executed."""
+        """Start all added workers. Raises OSError: the program cannot be executed."""
         waiting, self._waiting = self._waiting, []
         programs = [program for _, program, _ in waiting]
         try:
@@ -55,7 +55,7 @@ class WarmStart:
 
 
 class LaterProcess:
-    """Stands for a worker's process: the first who asks anything of one has all workers of the start begin."""
+    """A proxy of a worker's process: the first use of any starts all workers of the attempt."""
 
     def __init__(self, start: WarmStart) -> None:
         self._start = start
@@ -70,11 +70,11 @@ class LaterProcess:
 
 @contextmanager
 def forking(server: ForkServer) -> Iterator[WarmStart]:
-    """Have the workers that torch starts meanwhile forked, if they can be."""
+    """Fork the workers that torch starts meanwhile, if they can be forked."""
     start = WarmStart(server)
 
     class WarmHandler(SubprocessHandler):
-        """A worker that begins together with the others of its start."""
+        """A worker that starts together with the others of its attempt."""
 
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
             out = self._stdout.fileno() if self._stdout is not None else 1

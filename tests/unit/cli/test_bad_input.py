@@ -175,7 +175,7 @@ def test_an_integer_of_the_environment_is_bounded() -> None:
 
 def test_workers_of_a_node_are_bounded() -> None:
     """torch would begin to make a list of them."""
-    with pytest.raises(ConfigError, match=r"--nproc-per-node.*'1000000.*a number from 1 to 100000"):
+    with pytest.raises(ConfigError, match=r"--nproc-per-node.*'1000000.*an integer from 1 to 100000"):
         check_workers(10**20, str(10**20))
 
 

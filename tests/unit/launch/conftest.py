@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.couriers import Switchboard
-from tests.unit.launch.start import Start
-from ttp.launch.attempts import attempt as rounds
+from tests.unit.launch.attempts import Start
+from tests.unit.launch.controller_clients import Switchboard
+from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.rendezvous.fresh_store import JobStore
 
@@ -27,15 +27,15 @@ def own_logger() -> Iterator[None]:
 
 @pytest.fixture
 def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks that nobody leads are not held for long, and are looked at often."""
-    monkeypatch.setattr(rounds, "UNLED_S", 0.6)
-    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
+    """Ranks without a controller are not held for long, and are polled often."""
+    monkeypatch.setattr(attempt_module, "UNLED_S", 0.6)
+    monkeypatch.setattr(attempt_module, "LOOK_S", 0.02)
     caplog.set_level(logging.INFO, "ttp.launch")
 
 
 @pytest.fixture
 def led(short_times: None) -> Iterator[Start]:
-    """Return a start that a controller leads."""
+    """Return an attempt with a controller."""
     start = Start(60.0, controller=True)
     yield start
     start.close()
@@ -49,13 +49,13 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def switchboard() -> Switchboard:
-    """Return what makes a courier's links, and keeps them."""
+    """Return what opens a client's links, and keeps them."""
     return Switchboard()
 
 
 @pytest.fixture
-def courier(store: TCPStore, switchboard: Switchboard) -> Iterator[ControllerClient]:
-    """Return a courier of round 7 that looks often."""
+def client(store: TCPStore, switchboard: Switchboard) -> Iterator[ControllerClient]:
+    """Return a client of attempt 7 that polls often."""
     made = ControllerClient(
         JobStore("127.0.0.1", store.port, 7), {0: 70, 1: 71}, switchboard, search_s=0.01, recheck_s=0.01
     )

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.unit.launch.test_rendezvous import FixedNodes
+from tests.unit.launch.test_fresh_store import FixedNodes
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotStarted
 from ttp.launch.attempts.context import LaunchContext, Running
@@ -74,9 +74,9 @@ def test_workers_of_a_start_that_broke_in_the_middle_are_ended(monkeypatch: pyte
 class LosesNodes(HashStore):
     """A store in which the answers of a node are missing for the first rounds: it died after the round was complete."""
 
-    def __init__(self, missing: str, rounds: int) -> None:
+    def __init__(self, missing: str, attempt_module: int) -> None:
         super().__init__()
-        self.missing, self.rounds = missing, rounds
+        self.missing, self.rounds = missing, attempt_module
 
     def get(self, key: str) -> bytes:
         if self.missing in key and self.rounds:
@@ -91,11 +91,11 @@ def test_a_node_lost_between_the_rendezvous_and_the_ranks_does_not_end_the_other
 ) -> None:
     """They meet again; when that breaks every time, the error is the store's."""
     monkeypatch.setattr(agent_module, "REJOIN_PAUSE_S", 0.0)
-    for rounds in (1, BROKEN_ROUNDS):
-        nodes = FixedNodes(LosesNodes(missing, rounds), 0, 1, prefixed=False)
+    for attempt_module in (1, BROKEN_ROUNDS):
+        nodes = FixedNodes(LosesNodes(missing, attempt_module), 0, 1, prefixed=False)
         agent = make_agent(nodes)
         group = agent.get_worker_group()
-        if rounds == 1:
+        if attempt_module == 1:
             agent._rendezvous(group)
             assert [worker.global_rank for worker in group.workers] == [0, 1] and nodes.rounds == 2
         else:
@@ -106,17 +106,17 @@ def test_a_node_lost_between_the_rendezvous_and_the_ranks_does_not_end_the_other
 
 
 def test_rounds_that_another_node_has_broken_do_not_make_this_one_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for the answers of one that has told since that it leaves: that one was what was broken."""
+    """It waited for the answers of a node that has left since: that node was the cause."""
     monkeypatch.setattr(agent_module, "REJOIN_PAUSE_S", 0.0)
     nodes = FixedNodes(LosesNodes("assigned_ranks", BROKEN_ROUNDS + 1), 0, 1, prefixed=False)
     agent = make_agent(nodes)
-    monkeypatch.setattr(agent._rendezvous_handler, "heard_of_a_parting", lambda: nodes.rounds == BROKEN_ROUNDS)
+    monkeypatch.setattr(agent._rendezvous_handler, "saw_departure", lambda: nodes.rounds == BROKEN_ROUNDS)
     agent._rendezvous(agent.get_worker_group())
     assert nodes.rounds == BROKEN_ROUNDS + 2
 
 
 class Left:
-    """Stands in for a round whose workers here have all left on the controller's word."""
+    """Stands in for an attempt whose workers here have all exited on the controller's order."""
 
     def failed(self) -> bool:
         return True
@@ -147,19 +147,19 @@ class WaitingNodes(FixedNodes):
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-@pytest.mark.parametrize(("answers", "counts"), [([0, 0, 1], False), ([0], True)], ids=["heard late", "nobody waits"])
+@pytest.mark.parametrize(("answers", "counts"), [([0, 0, 1], False), ([0], True)], ids=["seen late", "none waits"])
 def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
     answers: list[int], counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other node's agent told its ranks to leave before this one had heard of the node that waits."""
+    """The other node's agent drained its ranks before this one saw the node that waits."""
     monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
     failed = RunResult(state=WorkerState.FAILED)
     monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
-    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
+    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, attempt: result)
     judged: list[RunResult] = []
-    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: judged.append(result))
+    monkeypatch.setattr(HoldAgent, "_decide_restart", lambda self, attempt, result, restarts: judged.append(result))
     agent = make_agent(WaitingNodes(answers))
-    agent._round = Left()  # type: ignore[assignment]
+    agent._attempt = Left()  # type: ignore[assignment]
     result = agent._monitor_workers(agent.get_worker_group())
     assert (result.state is WorkerState.FAILED) == counts and bool(judged) == counts
 
@@ -175,7 +175,7 @@ def test_the_rendezvous_must_give_fresh_stores() -> None:
 
 
 class LostStart(Left):
-    """Stands in for a round whose launchers did not hear of each other."""
+    """Stands in for an attempt whose agents did not reach each other."""
 
     fault = None
 
@@ -185,18 +185,18 @@ class LostStart(Left):
     def living(self) -> list[int]:
         return [0, 1]
 
-    def take_leave(self, why: str) -> None: ...
+    def drain(self, why: str) -> None: ...
 
 
-UNREACHED = "the workers' store on node 0, a:41234, was never reached from here (timed out)"
+UNREACHED = "the workers' store on node 0, a:41234, (timed out)"
 
 
 @pytest.mark.parametrize(
     ("lost", "unreached", "most"),
-    [("nothing was heard of node 1", "", 2 * LOST_STARTS), ("", UNREACHED, LOST_STARTS)],
+    [("no heartbeat from node 1", "", 2 * LOST_STARTS), ("", UNREACHED, LOST_STARTS)],
     ids=["the others", "the node that is cut off"],
 )
-def test_starts_whose_nodes_never_hear_of_each_other_do_not_go_on_for_ever(
+def test_attempts_whose_nodes_never_reach_each_other_end(
     lost: str, unreached: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not counted as restarts. The node that cannot reach the workers' store leaves first; a start that met begins
@@ -205,8 +205,8 @@ def test_starts_whose_nodes_never_hear_of_each_other_do_not_go_on_for_ever(
     agent = make_agent(FixedNodes(HashStore(), 0, 1))
     group = agent.get_worker_group()
 
-    def start(round_: LostStart) -> None:
-        agent._round = round_  # type: ignore[assignment]
+    def start(attempt: LostStart) -> None:
+        agent._attempt = attempt  # type: ignore[assignment]
         agent._stop_workers(group)
         agent._rendezvous(group)
 
@@ -216,7 +216,7 @@ def test_starts_whose_nodes_never_hear_of_each_other_do_not_go_on_for_ever(
     for _ in range(most - 1):
         start(LostStart(lost, unreached))
     with pytest.raises(
-        NeverMet, match=rf"{most} starts in a row.*{'a:41234' if unreached else 'node 1'}.*--local-addr"
+        NeverMet, match=rf"{most} attempts in a row.*{'a:41234' if unreached else 'node 1'}.*--local-addr"
     ):
         start(LostStart(lost, unreached))
 
@@ -228,17 +228,17 @@ class Others:
     all_have_succeeded = False
 
     def __init__(self, **said: str) -> None:
-        self.told: list[str] = []
+        self.published: list[str] = []
         vars(self).update(said)
 
-    def tell_succeeded(self) -> None:
-        self.told.append("succeeded")
+    def publish_succeeded(self) -> None:
+        self.published.append("succeeded")
 
-    def tell_restart(self, words: str) -> None:
-        self.told.append("restarts")
+    def publish_restart(self, words: str) -> None:
+        self.published.append("restarts")
 
-    def tell_failed(self, words: str) -> None:
-        self.told.append("failed")
+    def publish_failed(self, words: str) -> None:
+        self.published.append("failed")
 
 
 class Ended(Left):
@@ -246,8 +246,8 @@ class Ended(Left):
 
     had_controller = True
 
-    def __init__(self, neighbours: Others) -> None:
-        self.neighbours = neighbours
+    def __init__(self, peers: Others) -> None:
+        self.peers = peers
         self.raised: dict[int, Recorded] = {}
         self.next = ""
 
@@ -260,7 +260,7 @@ class Ended(Left):
     def refusal(self) -> str:
         return self.refused
 
-    def told_to_leave(self) -> bool:
+    def preempted(self) -> bool:
         return self.left_on_a_notice
 
     took_s = 1.0
@@ -280,48 +280,51 @@ class StaticNodes(FixedNodes):
 
 
 def test_a_restart_for_another_node_and_one_of_its_own_are_counted_in_one_place() -> None:
-    """A static job goes along with another node's restart as a counted one; when its own workers fail then, none is left, and
-    the others hear that."""
+    """A static job counts another node's restart as its own. When its own workers fail then, no restart remains, and
+    the others learn of it."""
     agent = make_agent(StaticNodes(), max_restarts=1)
     went = agent._after_success(Ended(Others(restarts="b has failed")), RunResult(state=WorkerState.SUCCEEDED))  # type: ignore[arg-type]
     assert went.state is WorkerState.UNHEALTHY
     agent._remaining_restarts -= 1  # as torch's loop does for it
-    round_ = Ended(Others())
-    agent._judge(round_, RunResult(state=WorkerState.FAILED), 1)  # type: ignore[arg-type]
-    assert round_.neighbours.told == ["failed"] and round_.next == "no restart left (of 1)"
+    attempt = Ended(Others())
+    agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 1)  # type: ignore[arg-type]
+    assert attempt.peers.published == ["failed"] and attempt.next == "no restart left (of 1)"
 
 
 def test_restarts_are_numbered_as_torch_counts_them() -> None:
     agent = make_agent(max_restarts=2)
     for number in (1, 2):
-        round_ = Ended(Others())
-        agent._judge(round_, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
-        assert round_.neighbours.told == ["restarts"] and round_.next == f"restart {number} of 2"
+        attempt = Ended(Others())
+        agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
+        assert attempt.peers.published == ["restarts"] and attempt.next == f"restart {number} of 2"
         agent._remaining_restarts -= 1
 
 
 def test_nothing_is_started_again_when_the_job_has_failed_on_another_node() -> None:
     """It cannot go on without that node, which has closed the rendezvous."""
     agent = make_agent(max_restarts=2)
-    round_ = Ended(Others(failed="b has failed (rank 0: signal SIGKILL)"))
-    agent._judge(round_, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
-    assert agent._remaining_restarts == 0 and round_.neighbours.told == []
-    assert round_.next == "no restart: b has failed (rank 0: signal SIGKILL)" and round_.next[12:] in agent.last_words
+    attempt = Ended(Others(failed="b has failed (rank 0: signal SIGKILL)"))
+    agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
+    assert agent._remaining_restarts == 0 and attempt.peers.published == []
+    assert (
+        attempt.next == "no restart: b has failed (rank 0: signal SIGKILL)"
+        and attempt.next[12:] in agent.failure_reason
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "left", "why"),
     [
-        ({"restarts": "b has failed"}, 0, "b has failed, and no restart is left here"),
-        ({"lost": "nothing was heard of node 1"}, 3, "nothing was heard of node 1"),
-        ({}, 3, "not all had succeeded within 0 s"),
+        ({"restarts": "b has failed"}, 0, "b has failed, and this node has no restart left"),
+        ({"lost": "no heartbeat from node 1"}, 3, "no heartbeat from node 1"),
+        ({}, 3, "workers on other nodes did not finish within 0 s"),
         ({"over": "b has failed for good"}, 3, "b has failed for good"),
     ],
 )
 def test_a_node_that_has_succeeded_says_why_it_waits_for_no_other(
     said: dict[str, str], left: int, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, and ends at once but where it hears nothing."""
+    """Once, and it ends at once unless it learns nothing."""
     monkeypatch.setattr(agent_module, "OTHERS_S", 0.3)
     logger = logging.getLogger(
         "ttp.launch"
@@ -333,7 +336,7 @@ def test_a_node_that_has_succeeded_says_why_it_waits_for_no_other(
     result = RunResult(state=WorkerState.SUCCEEDED)
     assert agent._after_success(Ended(Others(**said)), result) is result  # type: ignore[arg-type]
     assert [record.message for record in caplog.records] == [
-        f"all workers here have succeeded; not waiting for other nodes: {why}"
+        f"all workers on this node succeeded; not waiting for other nodes: {why}"
     ]
 
 
@@ -352,7 +355,7 @@ class Led(Left):
         return False
 
     def living(self) -> list[int]:
-        return [] if "take_leave" in self.done else [0, 1]
+        return [] if "drain" in self.done else [0, 1]
 
     def settling(self) -> bool:
         return self.answers.pop(0)
@@ -360,8 +363,8 @@ class Led(Left):
     def hold(self, why: str = "") -> None:
         self.done.append("hold")
 
-    def take_leave(self, why: str) -> None:
-        self.done.append("take_leave")
+    def drain(self, why: str) -> None:
+        self.done.append("drain")
 
     def end_workers(self, death_signal: int, grace_s: float) -> None:
         self.done.append("end_workers")
@@ -371,16 +374,16 @@ class Led(Left):
 
 
 def test_a_node_that_torch_alone_has_seen_wait_is_made_room_for_by_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came between this agent's look and torch's, in one tick: the ranks are told to save and leave, not held for all of TTP_OT."""
+    """It came between this agent's check and torch's, in one tick: the ranks save and exit, and are not held for all of TTP_OT."""
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: None)
     agent = make_agent(WaitingNodes([0, 1]))
-    round_ = Led()
-    agent._round = round_  # type: ignore[assignment]
+    attempt = Led()
+    agent._attempt = attempt  # type: ignore[assignment]
     group = agent.get_worker_group()
     assert agent._monitor_workers(group).state is WorkerState.HEALTHY
     assert agent._rendezvous_handler.num_nodes_waiting() == 1, "as torch sees it then"
     agent._stop_workers(group)
-    assert round_.done == ["take_leave"]
+    assert attempt.done == ["drain"]
 
 
 def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,16 +392,16 @@ def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: py
     failed = RunResult(state=WorkerState.FAILED, failures={1: failure})
     results = [RunResult(state=WorkerState.HEALTHY), failed]
     monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: results.pop(0))
-    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, round_: result)
-    monkeypatch.setattr(HoldAgent, "_judge", lambda self, round_, result, restarts: None)
+    monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, attempt: result)
+    monkeypatch.setattr(HoldAgent, "_decide_restart", lambda self, attempt, result, restarts: None)
     agent = make_agent(WaitingNodes([0]))
     agent._always_ask_torch = True
-    round_ = Led(settling=[False, True, False])
-    agent._round = round_  # type: ignore[assignment]
+    attempt = Led(settling=[False, True, False])
+    agent._attempt = attempt  # type: ignore[assignment]
     group = agent.get_worker_group()
-    assert agent._monitor_workers(group).state is WorkerState.HEALTHY and round_.done == ["learn {} False"]
+    assert agent._monitor_workers(group).state is WorkerState.HEALTHY and attempt.done == ["learn {} False"]
     assert agent._monitor_workers(group).state is WorkerState.HEALTHY and len(results) == 1
-    assert agent._monitor_workers(group) is failed and round_.done[-1] == "learn {1: -9} True"
+    assert agent._monitor_workers(group) is failed and attempt.done[-1] == "learn {1: -9} True"
 
 
 @pytest.mark.parametrize(
@@ -412,18 +415,18 @@ def test_a_refusal_is_final_however_long_the_start_took_if_it_made_no_new_step(
     agent = make_agent(max_restarts=3)
     monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
     monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: new_step)
-    round_ = Ended(Others())
-    round_.refused, round_.left_on_a_notice = "exit code 2 says that the configuration is wrong", False
-    round_.took_s, round_.had_controller = took_s, False
-    agent._judge(round_, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
-    assert round_.neighbours.told == (["failed"] if final else ["restarts"])
+    attempt = Ended(Others())
+    attempt.refused, attempt.left_on_a_notice = "exit code 2 means an invalid command line or configuration", False
+    attempt.took_s, attempt.had_controller = took_s, False
+    agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
+    assert attempt.peers.published == (["failed"] if final else ["restarts"])
     assert (agent._remaining_restarts == 0) is final
-    assert round_.next == (
-        "no restart: exit code 2 says that the configuration is wrong" if final else "restart 1 of 3"
+    assert attempt.next == (
+        "no restart: exit code 2 means an invalid command line or configuration" if final else "restart 1 of 3"
     )
 
 
-def test_the_story_is_told_before_the_wait_for_a_start_that_was_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_is_reported_before_the_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait may be half a minute, and whoever reads wants to know at once."""
     done: list[str] = []
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: done.append("the start is closed"))
@@ -431,9 +434,9 @@ def test_the_story_is_told_before_the_wait_for_a_start_that_was_for_nothing(monk
     agent = make_agent(max_restarts=3)
     monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
     monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: False)
-    round_ = Ended(Others())
-    round_.left_on_a_notice = False
-    agent._judge(round_, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
+    attempt = Ended(Others())
+    attempt.left_on_a_notice = False
+    agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
     agent._stop_workers(agent.get_worker_group())
     agent._stop_workers(agent.get_worker_group())
     assert done == ["the start is closed", "waits 1 s", "the start is closed", "waits 0 s"]

@@ -1,4 +1,4 @@
-"""The agent's single turns, with a round of the test: whom it waits for, whom it makes room for, and what a signal at the end leaves."""
+"""The agent's single turns, with a fake attempt: which nodes it waits for, which it restarts for, and what a signal at the end does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watched(Led):
         self.done.append("end_given_up")
 
 
-@pytest.mark.parametrize("also", [{}, {"lost": "nothing was heard of node 1"}])
+@pytest.mark.parametrize("also", [{}, {"lost": "no heartbeat from node 1"}])
 def test_a_node_that_has_succeeded_starts_again_with_another_only_once_that_one_waits(
     also: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,18 +34,18 @@ def test_a_node_that_has_succeeded_starts_again_with_another_only_once_that_one_
     agent = make_agent(nodes)
     others = Others(restarts="b has failed", **also)
     result = agent._after_success(Ended(others), RunResult(state=WorkerState.SUCCEEDED))  # type: ignore[arg-type]
-    assert result.state is WorkerState.HEALTHY and nodes.answers == [1] and others.told == ["succeeded"]
+    assert result.state is WorkerState.HEALTHY and nodes.answers == [1] and others.published == ["succeeded"]
 
 
 @pytest.mark.parametrize(("controller", "left"), [(True, True), (False, False)])
 def test_ranks_make_room_for_a_node_only_where_a_controller_saves_them(controller: bool, left: bool) -> None:
     """Without one they would lose what they have trained."""
     agent = make_agent(WaitingNodes([1]))
-    round_: Any = Led([])
-    round_.has_controller = controller
-    round_.succeeded = lambda: False
-    assert agent._makes_room(round_) is left
-    assert round_.done == (["take_leave"] if left else [])
+    attempt: Any = Led([])
+    attempt.has_controller = controller
+    attempt.succeeded = lambda: False
+    assert agent._drained_for_node(attempt) is left
+    assert attempt.done == (["drain"] if left else [])
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -55,11 +55,11 @@ def test_ranks_that_cannot_leave_are_looked_for_until_one_has_failed(
     """From then on the hold does that."""
     monkeypatch.setattr(agent_module, "NEWS_S", 0.0)
     agent = make_agent(WaitingNodes([1] if failed else [0]))
-    round_: Any = Watched([])
-    round_.failed = lambda: failed
-    agent._round = round_
+    attempt: Any = Watched([])
+    attempt.failed = lambda: failed
+    agent._attempt = attempt
     assert agent._monitor_workers(agent.get_worker_group()).state is WorkerState.HEALTHY
-    assert round_.done == (["hold"] if failed else ["end_given_up"])
+    assert attempt.done == (["hold"] if failed else ["end_given_up"])
 
 
 class LastRound:
@@ -75,11 +75,11 @@ class LastRound:
     def led_by_now(self) -> bool:
         return True
 
-    def told_to_end(self, name: str) -> None:
-        self.done.append(f"told {name}")
+    def note_signal(self, name: str) -> None:
+        self.done.append(f"signal {name}")
 
-    def take_leave(self) -> None:
-        self.done.append("take_leave")
+    def drain(self) -> None:
+        self.done.append("drain")
         if self.came is not None:
             raise self.came
 
@@ -96,12 +96,12 @@ TERM = SignalException("SIGTERM", signal.SIGTERM)
 @pytest.mark.parametrize(
     ("notice", "came", "done", "comes_out"),
     [
-        ("", None, ["take_leave", "close patiently"], False),
-        ("SIGTERM", None, ["told SIGTERM", "take_leave", "close patiently"], False),
-        ("", TERM, ["take_leave", "close patiently"], True),
-        ("SIGTERM", TERM, ["told SIGTERM", "take_leave", "close patiently"], False),
-        ("", KeyboardInterrupt(), ["take_leave", "end_at_once", "close at once"], True),
-        ("SIGTERM", KeyboardInterrupt(), ["told SIGTERM", "take_leave", "end_at_once", "close at once"], False),
+        ("", None, ["drain", "close patiently"], False),
+        ("SIGTERM", None, ["signal SIGTERM", "drain", "close patiently"], False),
+        ("", TERM, ["drain", "close patiently"], True),
+        ("SIGTERM", TERM, ["signal SIGTERM", "drain", "close patiently"], False),
+        ("", KeyboardInterrupt(), ["drain", "end_at_once", "close at once"], True),
+        ("SIGTERM", KeyboardInterrupt(), ["signal SIGTERM", "drain", "end_at_once", "close at once"], False),
     ],
 )  # fmt: skip
 def test_whatever_signal_comes_at_the_end_the_start_is_closed_once_and_leaves_no_directory(
@@ -112,12 +112,12 @@ def test_whatever_signal_comes_at_the_end_the_start_is_closed_once_and_leaves_no
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda self, *of, **more: ended.append("torch"))
     agent = make_agent()
     inner: Any = agent
-    round_ = LastRound(came)
-    inner._round = round_
-    inner._notices = SimpleNamespace(name=notice, insisted=False, leaving=contextlib.nullcontext)
+    attempt = LastRound(came)
+    inner._attempt = attempt
+    inner._signals = SimpleNamespace(name=notice, forced=False, leaving=contextlib.nullcontext)
     inner._attempt_directory = SimpleNamespace(remove=lambda: ended.append("directory"))
     with pytest.raises(type(came)) if comes_out and came is not None else contextlib.nullcontext():
         agent._shutdown(signal.SIGTERM)
-    assert round_.done == done and ended == ["torch", "directory"]
+    assert attempt.done == done and ended == ["torch", "directory"]
     agent._shutdown(signal.SIGTERM)
-    assert round_.done == done and ended == ["torch", "directory", "torch"], "the start has ended"
+    assert attempt.done == done and ended == ["torch", "directory", "torch"], "the start has ended"

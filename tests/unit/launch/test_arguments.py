@@ -151,9 +151,9 @@ def test_an_ambiguous_abbreviation_is_refused(text: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         make_parser().parse_args([text, "3", "train.py"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert f"ambiguous option: {text}" in told
-    assert ("--ttp-ot" in told) == (text == "--ttp")
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert f"ambiguous option: {text}" in printed
+    assert ("--ttp-ot" in printed) == (text == "--ttp")
 
 
 def test_torchs_variable_for_restarts_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_torchs_variable_for_restarts_is_obeyed(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan"])
 def test_a_bad_time_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the flag, what was given and what is wanted."""
+    """With the option, what was given and what is expected."""
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args([f"--ttp-ot={value}", "train.py"])
     assert caught.value.code == 2
@@ -211,51 +211,51 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "printed"),
     [
         (("--nproc-per-node", "two"), "Unsupported nproc_per_node value: two"),
-        (("--nnodes", "x"), "--nnodes is 'x'"),
+        (("--nnodes", "x"), "invalid --nnodes: got 'x'"),
         (("--rdzv-backend", "nosuch"), "rendezvous backend 'nosuch' is not registered"),
         (
             ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "join_timeout=abc"),
             "'join_timeout' does not represent a valid integer",
         ),
-        (("--nnodes", "3:2"), "--nnodes is '3:2': wanted a number of nodes from 1"),
-        (("--nnodes", "1:2:3"), "--nnodes is '1:2:3'"),
-        (("--nnodes", "0"), "--nnodes is '0'"),
-        (("--max-restarts", "-1"), "--max-restarts is -1: wanted a number from 0"),
-        (("--nproc-per-node", "0"), "--nproc-per-node is '0', that is 0: wanted a number from 1"),
-        (("--nproc-per-node", "-1"), "--nproc-per-node is '-1'"),
-        (("--log-dir", "/proc/nosuch"), "--log-dir: nothing can be written in '/proc/nosuch' ("),
-        (("--log-dir", "/proc"), "--log-dir: nothing can be written in '/proc' ("),
-        (("--log-dir", "/dev/zero"), "--log-dir: nothing can be written in '/dev/zero' ("),
-        (("--ttp-story", "/proc/nosuch/story"), "--ttp-story: nothing can be written in '/proc/nosuch' ("),
-        (("--ttp-story", "/proc"), "--ttp-story is '/proc', a folder: wanted a file"),
-        (("--monitor-interval", "0"), "--monitor-interval is 0.0: wanted seconds from 0.001, at most 3600"),
-        (("--monitor-interval", "1e-320"), "--monitor-interval is 1e-320: wanted seconds from 0.001"),
-        (("--rdzv-conf", "timeout=1e999"), "--rdzv-conf has timeout='1e999': wanted seconds from 0.001"),
-        (("--standalone", "--nnodes", "2"), "--standalone is for one node: got --nnodes 2"),
+        (("--nnodes", "3:2"), "invalid --nnodes: got '3:2', expected a number of nodes >= 1"),
+        (("--nnodes", "1:2:3"), "invalid --nnodes: got '1:2:3'"),
+        (("--nnodes", "0"), "invalid --nnodes: got '0'"),
+        (("--max-restarts", "-1"), "invalid --max-restarts: got -1, expected an integer from 0"),
+        (("--nproc-per-node", "0"), "invalid --nproc-per-node: got '0' (0 workers), expected an integer from 1"),
+        (("--nproc-per-node", "-1"), "invalid --nproc-per-node: got '-1'"),
+        (("--log-dir", "/proc/nosuch"), "invalid --log-dir: got '/proc/nosuch' ("),
+        (("--log-dir", "/proc"), "invalid --log-dir: got '/proc' ("),
+        (("--log-dir", "/dev/zero"), "invalid --log-dir: got '/dev/zero' ("),
+        (("--ttp-story", "/proc/nosuch/events"), "invalid --ttp-story: got '/proc/nosuch' ("),
+        (("--ttp-story", "/proc"), "invalid --ttp-story: got the directory '/proc', expected a file"),
+        (("--monitor-interval", "0"), "invalid --monitor-interval: got 0.0, expected 0.001 to 3600 seconds"),
+        (("--monitor-interval", "1e-320"), "invalid --monitor-interval: got 1e-320, expected 0.001 to"),
+        (("--rdzv-conf", "timeout=1e999"), "invalid --rdzv-conf timeout: got '1e999', expected 0.001 to"),
+        (("--standalone", "--nnodes", "2"), "invalid --nnodes: got 2 with --standalone, expected 1"),
         (("--nproc-per-node", "1" * 5000), "Unsupported nproc_per_node value: 111"),
-        (("--monitor-interval", "nan"), "--monitor-interval is nan"),
-        (("--monitor-interval", "inf"), "--monitor-interval is inf"),
-        (("--event-log-handler", "nosuch"), "--event-log-handler is 'nosuch': wanted one that is registered"),
-        (("--signals-to-handle", "SIGTERM,FOO"), "--signals-to-handle has 'FOO': wanted names of signals"),
+        (("--monitor-interval", "nan"), "invalid --monitor-interval: got nan"),
+        (("--monitor-interval", "inf"), "invalid --monitor-interval: got inf"),
+        (("--event-log-handler", "nosuch"), "invalid --event-log-handler: got 'nosuch', expected a registered one"),
+        (("--signals-to-handle", "SIGTERM,FOO"), "invalid --signals-to-handle: got 'FOO', expected names of signals"),
         (
             ("--nnodes", "2", "--node-rank", "2", "--master-port", "1"),
-            "--node-rank is 2, with --nnodes 2: wanted 0 to 1",
+            "invalid --node-rank: got 2 with --nnodes 2, expected 0 to 1",
         ),
-        (("--nnodes", "2", "--node-rank", "-1", "--master-port", "1"), "--node-rank is -1"),
-        (("--local-addr", "no such host"), "--local-addr is 'no such host', which does not resolve here ("),
+        (("--nnodes", "2", "--node-rank", "-1", "--master-port", "1"), "invalid --node-rank: got -1"),
+        (("--local-addr", "no such host"), "invalid --local-addr: got 'no such host', which does not resolve here ("),
         (("--preload", "a,,b"), "argument --preload: invalid module name: got '', expected names with dots"),
-        (("--rank_table_file", ""), "--rank_table_file is empty: wanted the path of a rank table"),
-        (("--rank_table_file", " "), "--rank_table_file is empty: wanted the path of a rank table"),
+        (("--rank_table_file", ""), "invalid --rank_table_file: got an empty path, expected the path of a rank table"),
+        (("--rank_table_file", " "), "invalid --rank_table_file: got an empty path, expected the path of a rank table"),
         (("--ttp-ot", "1e10"), "got '1e10', expected seconds above 0, at most 1e+09"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
     given: tuple[str, ...],
-    told: str,
+    printed: str,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -266,7 +266,7 @@ def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
         main([*given, str(tmp_path / "train.py")])
     assert ended.value.code == 2
     errors = capfd.readouterr().err
-    assert errors.splitlines()[-1].startswith("ttprun: error: ") and told in errors.splitlines()[-1]
+    assert errors.splitlines()[-1].startswith("ttprun: error: ") and printed in errors.splitlines()[-1]
     assert errors.count("error: ") == 1 and "Traceback" not in errors
 
 
@@ -295,24 +295,24 @@ def test_a_variable_that_nothing_reads_is_named_once_with_the_one_that_was_meant
     with pytest.raises(SystemExit):
         main(["--nnodes", "0", "train.py"])
     assert [record.message for record in caplog.records] == [
-        "the variable TTP_0T is set, and nothing reads it: did you mean TTP_OT?",
-        "the variable TTP_LEASE is set, and nothing reads it: did you mean TTP_LEASE_S?",
-        "the variable TTP_QQQQQQQQ is set, and nothing reads it: no variable of TTP has a name like it",
+        "unknown environment variable TTP_0T is ignored: did you mean TTP_OT?",
+        "unknown environment variable TTP_LEASE is ignored: did you mean TTP_LEASE_S?",
+        "unknown environment variable TTP_QQQQQQQQ is ignored: TTP has no variable with a similar name",
     ]
 
 
 def test_a_node_name_that_leads_nowhere_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Several nodes reach each other by it. Exit status 2, with what, who, got, wanted and next; nothing is started."""
+    """Several nodes reach each other by it. Exit status 2, with what was got, expected and next; nothing is started."""
     monkeypatch.setenv("TTP_HOST", "no such host")
     monkeypatch.setattr(topology, "RESOLVE_S", 0.0)
     with pytest.raises(SystemExit) as ended:
         main(["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:1", "train.py"])
     assert ended.value.code == 2
-    told = capfd.readouterr().err
-    assert "ttprun: error: TTP_HOST is 'no such host' on this node (" in told and "does not resolve (" in told
-    assert "wanted a name or address by which all 2 nodes reach this one; correct it, or leave it out" in told
+    printed = capfd.readouterr().err
+    assert "ttprun: error: invalid TTP_HOST: got 'no such host' on node " in printed and "does not resolve (" in printed
+    assert "expected a name or address by which all 2 nodes reach this one. Correct it, or unset it" in printed
 
 
 def test_a_name_is_asked_for_until_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,14 +334,14 @@ def test_a_name_is_asked_for_until_it_is_known(monkeypatch: pytest.MonkeyPatch) 
 def test_the_machines_own_name_costs_a_warning_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has chosen it, and other nodes may know it all the same."""
+    """It is a default, and other nodes may resolve it."""
 
     def resolve(host: str, port: None) -> None:
         raise OSError("unknown")
 
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     topology.check_host_name(socket.gethostname(), 2)
-    assert "does not resolve here (unknown)" in caplog.text and "set TTP_HOST" in caplog.text
+    assert "does not resolve here (unknown)" in caplog.text and "Set TTP_HOST" in caplog.text
 
 
 def test_plain_torchrun_gets_the_first_of_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +374,7 @@ def test_a_backend_whose_client_is_missing_is_refused_with_what_to_do(monkeypatc
 
     monkeypatch.setattr(choose, "get_rendezvous_handler", load)
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="etcd-v2", rdzv_endpoint="a:2379")
-    with pytest.raises(ConfigError, match=r"'etcd-v2', and its client cannot be loaded \(No module named 'etcd'\)"):
+    with pytest.raises(ConfigError, match=r"got 'etcd-v2', whose client cannot be imported \(No module named 'etcd'\)"):
         choose.make_rendezvous(config)
 
 

@@ -1,4 +1,4 @@
-"""A job that dies again and again before its first new step backs off, and then stops; one whose input is wrong stops at once."""
+"""A job in a crash loop backs off, and then stops; one with a non-retryable failure stops at once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_the_third_futile_start_in_a_row_ends_the_job() -> None:
     """After waits of one and two seconds, with the reason and the flag."""
     starts = CrashLoop(3)
     first, second, third = (judge(starts) for _ in range(3))
-    assert (first.stop, first.wait_s) == (False, 1.0) and first.text.startswith("this start ended before")
-    assert (second.stop, second.wait_s) == (False, 2.0) and second.text.startswith("2 starts in a row ended before")
-    assert third.stop and "3 starts in a row" in third.text and "--ttp-futile-starts 3" in third.text
+    assert (first.stop, first.wait_s) == (False, 1.0) and first.text.startswith("this attempt failed before")
+    assert (second.stop, second.wait_s) == (False, 2.0) and second.text.startswith("2 attempts in a row failed before")
+    assert third.stop and "3 attempts in a row" in third.text and "--ttp-futile-starts 3" in third.text
 
 
 def test_a_step_begins_the_count_anew() -> None:
@@ -57,13 +57,13 @@ def test_zero_never_stops_and_waits_are_bounded() -> None:
 MISMATCH = Recorded("CheckpointMismatch: other model", "...\nttp.errors.CheckpointMismatch: other model\n")
 PEER = Recorded("RuntimeError: Connection closed by peer [127.0.0.1]", "...")
 OWN = Recorded("ValueError: boom", "...\nValueError: boom")
-SAYS = "CheckpointMismatch says what must be corrected first"
+SAYS = "CheckpointMismatch is not retryable: correct its cause first"
 
 
 @pytest.mark.parametrize(
     ("statuses", "raised", "said"),
     [
-        ({0: 2, 1: 75}, {}, "exit code 2 says that the configuration is wrong"),
+        ({0: 2, 1: 75}, {}, "exit code 2 means an invalid command line or configuration"),
         ({0: 1, 1: 1}, {0: MISMATCH, 1: MISMATCH}, SAYS),
         ({0: 1, 1: 75}, {0: MISMATCH}, SAYS),
         ({0: 1, 1: 1}, {0: PEER, 1: MISMATCH}, SAYS),
@@ -83,7 +83,7 @@ def test_a_restart_is_useless_when_some_refuse_and_none_fails_by_itself(
 
 
 def test_an_error_of_the_same_name_is_another_librarys() -> None:
-    """So is one of ttp's that the next start may not meet."""
+    """So is one of ttp's that the next attempt may not raise."""
     theirs = Recorded("ConfigError: no such key", "...\nsomelib.errors.ConfigError: no such key")
     fault = Recorded("ControllerError: its port is taken", "...\nttp.errors.ControllerError: its port is taken")
     assert refusal({0: 1}, {0: theirs}) == refusal({0: 1}, {0: fault}) == ""
@@ -91,13 +91,16 @@ def test_an_error_of_the_same_name_is_another_librarys() -> None:
 
 def test_a_directory_that_cannot_be_written_is_final_at_the_jobs_first_start() -> None:
     """Later its disk may have failed, and may come back."""
-    told = Recorded("NotWritable: /d: read-only", "...\nttp.errors.NotWritable: /d: read-only\n")
+    error = Recorded("NotWritable: /d: read-only", "...\nttp.errors.NotWritable: /d: read-only\n")
     statuses: dict[int, int | Lost | None] = {0: 1, 1: 1}
-    assert refusal(statuses, {0: told, 1: told}, first_start=True) == "NotWritable says what must be corrected first"
-    assert refusal(statuses, {0: told, 1: told}) == ""
+    assert (
+        refusal(statuses, {0: error, 1: error}, first_start=True)
+        == "NotWritable is not retryable: correct its cause first"
+    )
+    assert refusal(statuses, {0: error, 1: error}) == ""
 
 
 def test_a_checkpoint_error_may_be_a_disks() -> None:
     """It may go better next time: a file system that was away, a file that a node could not take."""
-    told = Recorded("CheckpointError: no space left", "...\nttp.errors.CheckpointError: no space left\n")
-    assert refusal({0: 1}, {0: told}) == ""
+    error = Recorded("CheckpointError: no space left", "...\nttp.errors.CheckpointError: no space left\n")
+    assert refusal({0: 1}, {0: error}) == ""

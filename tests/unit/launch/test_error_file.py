@@ -1,4 +1,4 @@
-"""A worker's exception is left where the launcher looks, without torch's `@record`."""
+"""A worker's exception is recorded where the agent reads it, without torch's `@record`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(path: Path, error: str = "ValueError('boom')", depth: int = 0, status: i
 
 
 def test_an_exception_is_recorded_as_torchs_handler_does(tmp_path: Path) -> None:
-    """torch reads it back; the hook that was there before is called; nothing else is left in the folder."""
+    """torch reads it back; the hook that was there before is called; the directory has no other file."""
     path = tmp_path / "error.json"
     assert run(path) == "hook ValueError\n"
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
@@ -56,7 +56,7 @@ def test_an_exception_is_recorded_as_torchs_handler_does(tmp_path: Path) -> None
 
 
 def test_a_very_long_traceback_is_quoted_at_its_ends(tmp_path: Path) -> None:
-    """The file has all of it, the story its beginning and its end."""
+    """The file has all of it, the report its beginning and its end."""
     path = tmp_path / "error.json"
     run(path, depth=90)
     trace = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
@@ -67,7 +67,7 @@ def test_a_very_long_traceback_is_quoted_at_its_ends(tmp_path: Path) -> None:
     assert quoted[-1] == "    ValueError: boom"
 
 
-def test_what_is_no_failure_of_the_script_is_not_recorded(tmp_path: Path) -> None:
+def test_only_failures_of_the_script_are_recorded(tmp_path: Path) -> None:
     """An interrupt; an error file that `@record` has written; a job with ENABLE_TTP=False."""
     path = tmp_path / "error.json"
     run(path, error="KeyboardInterrupt()", status=-signal.SIGINT)
@@ -120,7 +120,7 @@ def test_a_worker_that_fails_before_it_calls_ttp_is_recorded(
 
 
 def test_a_controller_does_not_write_into_the_error_file_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leads a session, too, and is told where it may find ttp by the same environment."""
+    """It leads a session, too, and has the same environment to find ttp."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/error.json")
     assert "TORCHELASTIC_ERROR_FILE" not in process._environment()
 
@@ -138,9 +138,9 @@ for _ in range(2):
     error_file.before_end(lambda exc: print("held for", exc, flush=True))
 {end}
 """
-    for end, wanted in (("raise ValueError('boom')", ["held for boom"]), ("raise SystemExit(1)", []), ("", [])):
+    for end, expected in (("raise ValueError('boom')", ["held for boom"]), ("raise SystemExit(1)", []), ("", [])):
         done = subprocess.run(
             [sys.executable, "-c", code.format(end=end)], capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.stdout.splitlines() == wanted
-        assert ("ValueError: boom" in done.stderr) == bool(wanted)
+        assert done.stdout.splitlines() == expected
+        assert ("ValueError: boom" in done.stderr) == bool(expected)

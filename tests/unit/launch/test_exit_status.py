@@ -50,7 +50,7 @@ def test_the_first_to_fail_is_the_cause() -> None:
     assert found is not None and found.rank == 1
 
 
-def test_a_survivor_is_the_cause_only_if_nobody_else_failed() -> None:
+def test_a_survivor_is_the_cause_only_if_no_other_rank_failed() -> None:
     """Another node's fault shows here as survivors that persisted."""
     found = first_failure({0: death(0, 75, 1.0), 1: death(1, -9, 4.0)})
     assert found is not None and found.rank == 1
@@ -58,23 +58,26 @@ def test_a_survivor_is_the_cause_only_if_nobody_else_failed() -> None:
     assert found is not None and found.rank == 1
 
 
-def test_a_rank_that_was_told_to_leave_is_a_cause_before_those_that_followed_it() -> None:
+def test_a_preempted_rank_is_a_cause_before_those_that_followed_it() -> None:
     """One preempted rank of a healthy job: it explains the restart, whoever was seen to end first."""
     deaths = {0: death(0, 75, 1.0), 1: death(1, 76, 2.0), 2: death(2, 75, 1.5)}
     found = first_failure(deaths)
     assert found is not None and found.rank == 1
     text = outcome_text(deaths)
-    assert text == "rank 1: told to leave, and left (exit code 76); ranks 0, 2: left for the restart (exit code 75)"
+    assert (
+        text
+        == "rank 1: exited on a preemption notice (exit code 76); ranks 0, 2: exited for the restart (exit code 75)"
+    )
 
 
 def test_lines_name_ranks_pids_and_causes() -> None:
     """The exact words, since people search for them."""
     assert describe(death(2, -9, 1.0)) == "rank 2 (pid 102) ended: signal SIGKILL"
     assert describe(death(2, 1, 1.0)) == "rank 2 (pid 102) ended: exit code 1"
-    assert describe(death(0, 75, 1.0)) == "rank 0 (pid 100) left for the restart (exit code 75)", "it is not at fault"
+    assert describe(death(0, 75, 1.0)) == "rank 0 (pid 100) exited for the restart (exit code 75)", "it is not at fault"
     deaths = {0: death(0, 75, 3.0), 1: death(1, 75, 3.1), 2: death(2, -9, 1.0), 3: death(3, 1, 2.0)}
     assert outcome_text(deaths) == (
-        "rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: left for the restart (exit code 75)"
+        "rank 2: signal SIGKILL; rank 3: exit code 1; ranks 0-1: exited for the restart (exit code 75)"
     )
     ended = outcome_text({0: death(0, -9, 5.0), 1: death(1, -9, 1.0)}, ended={0})
     assert ended == "rank 1: signal SIGKILL; rank 0: ended by ttprun (signal SIGKILL)"
@@ -128,8 +131,8 @@ def test_a_killed_worker_has_no_exception_to_quote() -> None:
 def test_the_exceptions_of_all_failed_workers_are_read(tmp_path: Path) -> None:
     """But not of one that left with its state safe after another had failed."""
     files = [write_error(tmp_path / f"{rank}.json", f"ValueError: {rank}\nmore", 10.0) for rank in range(3)]
-    told = recorded_by({0: failure(0, 1, files[0]), 1: failure(1, 1, files[1]), 2: failure(2, 75, files[2])})
-    assert {rank: (each.name, each.line) for rank, each in told.items()} == {
+    errors = recorded_by({0: failure(0, 1, files[0]), 1: failure(1, 1, files[1]), 2: failure(2, 75, files[2])})
+    assert {rank: (each.name, each.line) for rank, each in errors.items()} == {
         0: ("ValueError", "ValueError: 0"),
         1: ("ValueError", "ValueError: 1"),
     }
@@ -149,17 +152,17 @@ def test_torchs_report_quotes_an_exception_without_its_traceback(tmp_path: Path)
 
 
 def test_a_long_exception_is_quoted_in_brief_beside_the_whole_one(tmp_path: Path) -> None:
-    """The worker's traceback and the fault's story have all of it; ttprun's own lines and torch's report its beginning."""
-    said = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), wanted (1, 10):\nit was written by another model"
+    """The worker's traceback and the report have all of it; ttprun's own lines and torch's report have its beginning."""
+    said = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), needed (1, 10):\nit was written by another model"
     failed = failure(0, 1, write_error(tmp_path / "0.json", said, 10.0))
-    brief = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), wanted (1, 10): it was writ..."
+    brief = "CheckpointMismatch: /ckpt/iter_0000012: 'model.weight' has shape (1, 8), needed (1, 10): it was writ..."
     assert exception_text(failed) == f"{brief} (traceback: {tmp_path / '0.json'})"
     assert f"{brief} (in the error file)" in str(ChildFailedError("job", {0: summarize(failed)}))
     assert Cause(CauseKind.EXCEPTION, (0,), said).brief == brief
-    assert Cause(CauseKind.HUNG, (0,), said).brief == said, "nobody else tells that"
+    assert Cause(CauseKind.HUNG, (0,), said).brief == said, "it has no other source"
 
 
 def test_a_fault_has_one_deadline() -> None:
-    """What is left never goes below zero."""
+    """The remaining time is never below zero."""
     fault = RankFailure("rank 2 died", 100.0, 220.0)
     assert fault.left_s(100.0) == 120.0 and fault.left_s(219.0) == 1.0 and fault.left_s(500.0) == 0.0

@@ -19,7 +19,7 @@ from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, StackWriter, process_text
 
 LONG_S = 30.0
-REASON = "nobody has got on for 3.0 s: rank 1 in READY of step 9"
+REASON = "no rank has progressed for 3.0 s: rank 1 in READY of step 9"
 
 
 def save(path: Path, *reasons: str) -> int:

@@ -66,15 +66,15 @@ CAUSES = [
 def test_how_a_worker_here_ended_completes_what_the_controller_knows(
     culprit: Culprit, own: str, raised: Recorded | None, cause: str
 ) -> None:
-    """It knows of kills for want of memory, of a status that no controller lived to hear, and of exceptions outside of train."""
+    """It knows of out-of-memory kills, of a status that no controller received, and of exceptions outside of train."""
     exits, recorded = {2: own} if own else {}, {2: raised} if raised else {}
     lines = [line(1.0, "registered", rank=2, host="a", pid=72), ended(5.0, culprits=(culprit,))]
     report = reported(lines, exits=exits, raised=recorded)
-    (told,) = report.incident.culprits
-    assert (told.cause, told.host, told.pid) == (cause, "a", 72)
+    (culprit,) = report.incident.culprits
+    assert (culprit.cause, culprit.host, culprit.pid) == (cause, "a", 72)
     assert report.incident.kind == ("exception" if raised else "exited")
     if raised and culprit is EXITED:
-        assert told.trace[-1] == "ttp.errors.CheckpointMismatch: of another model"
+        assert culprit.trace[-1] == "ttp.errors.CheckpointMismatch: of another model"
 
 
 def test_a_death_that_was_named_after_the_incident_has_its_name() -> None:
@@ -107,7 +107,7 @@ def test_a_fault_that_no_controller_lived_to_end_is_reported_by_its_first_signs(
     raised = reported(unended("raised"))
     assert raised.incident.kind == "exception" and len(raised.incident.culprits[0].trace) == 3
     hung = reported(unended("hung"))
-    assert hung.incident.kind == "hung" and list(causes(hung)) == [1], "a false alarm before it is no part of it"
+    assert hung.incident.kind == "hung" and list(causes(hung)) == [1], "without the false alarm before it"
     assert false_alarms(journal("hung")) == 1
 
 
@@ -165,7 +165,7 @@ def test_workers_that_no_controller_led_are_reported_by_how_they_ended() -> None
     assert reported([], exits={0: "exit code 1"}, left_saved=True).incident.not_saved.startswith(
         "not known on this node: ranks"
     )
-    assert reported([line(1.0, "assembled")], exits={0: "x"}).incident.not_saved == "the journal tells of no fault"
+    assert reported([line(1.0, "assembled")], exits={0: "x"}).incident.not_saved == "the journal has no fault"
     elsewhere = reported([], elsewhere="b has failed")
     assert (elsewhere.incident.kind, elsewhere.elsewhere) == ("elsewhere", "b has failed")
 
@@ -181,7 +181,7 @@ AFTER = [
     line(20.1, "death_seen", rank=1, text="signal SIGKILL", kind="exited"),
     line(20.3, "fault_reported", rank=0, kind="exception", text="RuntimeError: gloo", detail=""),
     line(20.4, "freeze_sent", kind="exited", culprits=[1], text="signal SIGKILL"),
-    line(20.6, "suspect", rank=0, kind="silent", text="nothing was heard for 3 s"),
+    line(20.6, "suspect", rank=0, kind="silent", text="no heartbeat for 3 s"),
     line(20.7, "exit_sent", reason="all ranks are dead"),
     ended(20.7, culprits=(DIED,), not_saved="all ranks are dead", steps_lost=3),
     ended(20.7, kind="preempted", culprits=NOTED, not_saved="all ranks are dead", took_ms={"seen": 0.0, "total": 10700.0}),
@@ -194,15 +194,15 @@ def parts(lines: list[Line]) -> list[list[Line]]:
 
 def test_what_a_second_signal_ends_is_reported_alike_whatever_is_noticed_of_it() -> None:
     """Any part of what the controller writes while its ranks are killed, and any part of the notices before: one incident."""
-    told = set()
+    culprit = set()
     for notices, after in itertools.product(parts(NOTICES), parts(AFTER)):
-        report = reported([*BEGUN, *notices, *after], told_by="SIGINT", at_once=AT_ONCE)
+        report = reported([*BEGUN, *notices, *after], drained_by="SIGINT", at_once=AT_ONCE)
         incident = replace(report.incident, took_ms=None)
-        told.add((incident.kind, incident.steps_lost, incident.not_saved, incident.culprits, incident.survivors))
-    ((kind, lost, why, culprits, survivors),) = told
-    assert (kind, lost, why, survivors) == ("preempted", None, "a second signal left no time for it", ())
+        culprit.add((incident.kind, incident.steps_lost, incident.not_saved, incident.culprits, incident.survivors))
+    ((kind, lost, why, culprits, survivors),) = culprit
+    assert (kind, lost, why, survivors) == ("preempted", None, "a second signal killed the ranks before", ())
     assert [(one.rank, one.host, one.pid) for one in culprits] == [(0, "a", 70), (1, "a", 71)]
-    assert culprits[0].cause == "ttprun got SIGINT, and ended the ranks at once (SIGKILL) at a second signal"
+    assert culprits[0].cause == "ttprun received SIGINT, and killed the ranks (SIGKILL) at a second signal"
 
 
 def test_a_fault_before_the_second_signal_stays_one_and_what_was_saved_counts() -> None:
@@ -214,18 +214,18 @@ def test_a_fault_before_the_second_signal_stays_one_and_what_was_saved_counts() 
     hang = Culprit(rank=1, kind="hung", cause="a hang", age_s=5.7)
     took = {"seen": 0.0, "total": 5700.0}
     for end in ([], [ended(20.7, kind="hung", culprits=(hang, replace(DIED, rank=0)), not_saved="x", took_ms=took)]):
-        report = reported([*BEGUN, *hung, *end], told_by="SIGINT", at_once=AT_ONCE)
+        report = reported([*BEGUN, *hung, *end], drained_by="SIGINT", at_once=AT_ONCE)
         assert (report.incident.kind, causes(report)) == ("hung", {1: "a hang"})
     known = reported(journal("killed")).incident
     saved = ended(20.7, kind="preempted", culprits=NOTED, saved=known.saved, steps_lost=0)
-    report = reported([*BEGUN, saved], told_by="SIGINT", at_once=AT_ONCE)
+    report = reported([*BEGUN, saved], drained_by="SIGINT", at_once=AT_ONCE)
     assert report.incident.saved == known.saved and (report.incident.not_saved, report.incident.steps_lost) == ("", 0)
 
 
 def test_ranks_that_their_launcher_sent_sigterm_report_why() -> None:
     """They know of SIGTERM only; a fault that came before the signal keeps its cause."""
     noticed = Culprit(rank=0, kind="preempted", cause="SIGTERM; step 6 is finished")
-    report = reported([ended(5.0, kind="preempted", culprits=(noticed,))], told_by="SIGINT")
-    assert causes(report) == {0: "ttprun got SIGINT, and told the ranks to leave (SIGTERM); step 6 is finished"}
+    report = reported([ended(5.0, kind="preempted", culprits=(noticed,))], drained_by="SIGINT")
+    assert causes(report) == {0: "ttprun received SIGINT and sent SIGTERM to the ranks; step 6 is finished"}
     died = ended(5.0, culprits=(replace(noticed, kind="exited", cause="signal SIGTERM"),))
-    assert causes(reported([died], told_by="SIGINT")) == {0: "signal SIGTERM"}
+    assert causes(reported([died], drained_by="SIGINT")) == {0: "signal SIGTERM"}

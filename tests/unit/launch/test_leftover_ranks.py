@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ttp.launch.attempts import leftover_ranks
-from ttp.launch.attempts.leftover_ranks import GivenUp, LeftoverRanks
+from ttp.launch.attempts.leftover_ranks import LeftoverRanks, StuckRanks
 
 
 class Node:
@@ -32,8 +32,8 @@ class Node:
             pids={1: 171}, running=lambda: dict(self.behind), signal=lambda ranks, number: self.signalled.extend(ranks)
         )
         watch: Any = SimpleNamespace(living=lambda: list(self.living))
-        courier: Any = SimpleNamespace(connected=True, given_up=self.given_up, log_dir=Path("/log"))
-        self.stragglers = LeftoverRanks({0: 70, 1: 71}, shells, watch, courier, self.ended)
+        client: Any = SimpleNamespace(connected=True, given_up=self.given_up, log_dir=Path("/log"))
+        self.leftover_ranks = LeftoverRanks({0: 70, 1: 71}, shells, watch, client, self.ended)
 
     def given_up(self) -> frozenset[int] | None:
         self.asked += 1
@@ -42,7 +42,7 @@ class Node:
     def looks(self, later_s: float = 2.0) -> None:
         """Look for ranks that cannot leave, so many seconds later; the controller has sent all away at 1000 s."""
         self.now += later_s
-        self.stragglers.end_given_up(1000.0)
+        self.leftover_ranks.end_given_up(1000.0)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
         made.on_stacks()
 
     monkeypatch.setattr(leftover_ranks, "time", clock)
-    monkeypatch.setattr(leftover_ranks, "GivenUp", lambda asks: GivenUp(asks, clock=lambda: made.now))
+    monkeypatch.setattr(leftover_ranks, "StuckRanks", lambda asks: StuckRanks(asks, clock=lambda: made.now))
     monkeypatch.setattr(leftover_ranks, "signal_workers", signal_workers)
     monkeypatch.setattr(leftover_ranks, "ask", ask)
     monkeypatch.setattr(leftover_ranks, "is_stopped", lambda pid: pid in made.stopped)
@@ -101,12 +101,12 @@ def test_who_was_ended_is_not_ended_again(node: Node) -> None:
     node.living, node.stopped = [0], {70}
     node.looks(0.0)
     node.looks()
-    node.stragglers.end_all_stopped()
-    node.stragglers.end_stopped()
+    node.leftover_ranks.end_all_stopped()
+    node.leftover_ranks.end_stopped()
     assert node.killed == [70]
 
 
-def test_once_the_controller_has_answered_it_is_not_asked_again_and_nobody_else_is_ended(node: Node) -> None:
+def test_once_the_controller_has_answered_it_is_not_asked_again_and_no_other_rank_is_ended(node: Node) -> None:
     """Who is stopped later may go on."""
     node.looks(0.0)
     node.looks()

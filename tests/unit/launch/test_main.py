@@ -1,4 +1,4 @@
-"""What the launcher says of the whole job when its own agent has ended."""
+"""What ttprun reports of the job when its agent has ended."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Meeting:
     ("said", "result"),
     [
         ("", "succeeded"),
-        ("b: exit code 3", "succeeded on this node, but another one ended with a failure: b: exit code 3"),
+        ("b: exit code 3", "succeeded on this node, but failed on another node: b: exit code 3"),
     ],
 )
 def test_a_node_that_has_succeeded_does_not_speak_for_one_that_failed(
     said: str, result: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The summary is printed where rank 0 was, whose node may hear of the failure only."""
+    """The summary is printed on rank 0's node, which may only learn of the failure."""
     reporter = Reporter()
     reporter.begin(here=True)
     agent: Any = Ended()
@@ -49,20 +49,20 @@ def test_a_node_that_has_succeeded_does_not_speak_for_one_that_failed(
     monkeypatch.setattr(main, "make_rendezvous", lambda config: meeting)
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
-    nobody: Any = None
+    unused: Any = None
     launching = LaunchContext(
-        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=reporter
+        total_timeout_s=1.0, poll_s=1.0, open_link=unused, request_shutdown=unused, reporter=reporter
     )
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
     assert main.launch(config, "true", [], launching) == {0: None}
     assert f"result  {result}\n" in capsys.readouterr().err
 
 
-def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second signal may come while it is told: the rendezvous is closed all the same."""
-    told: list[str] = []
+def test_the_rendezvous_is_closed_though_the_summary_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal may come while it is printed: the rendezvous is closed all the same."""
+    published: list[str] = []
     meeting: Any = Meeting("")
-    meeting.shutdown = told.append
+    meeting.shutdown = published.append
 
     class Interrupted(Reporter):
         def finish(self, result: str, why: str = "") -> None:
@@ -72,11 +72,11 @@ def test_the_other_nodes_are_told_of_the_end_though_the_summary_fails(monkeypatc
     monkeypatch.setattr(main, "make_rendezvous", lambda config: meeting)
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
-    nobody: Any = None
+    unused: Any = None
     launching = LaunchContext(
-        total_timeout_s=1.0, poll_s=1.0, open_link=nobody, request_shutdown=nobody, reporter=Interrupted()
+        total_timeout_s=1.0, poll_s=1.0, open_link=unused, request_shutdown=unused, reporter=Interrupted()
     )
     config = LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="job")
     with pytest.raises(KeyboardInterrupt):
         main.launch(config, "true", [], launching)
-    assert told == [""]
+    assert published == [""]

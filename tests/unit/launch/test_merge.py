@@ -1,4 +1,4 @@
-"""Which lines of a story file belong to the job that goes on, and what they add."""
+"""Which lines of a story.jsonl belong to the current job, and what they add."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_earlier_job_in_the_same_file_is_left_out() -> None:
     killed = [[line(1.0, "start", 0), line(2.0, "fault", 0), line(3.0, "start", 1)], [line(1.0, "start", 0)]]
     for before in (ended, *killed):
         assert of_this_job([*before, *mine], 1) == mine
-    assert of_this_job([*ended, *mine[1:]], 1) == mine[1:], "a start that ended before its table was told"
+    assert of_this_job([*ended, *mine[1:]], 1) == mine[1:], "an attempt that ended before its table was reported"
     assert of_this_job([line(1.0, "fault", 0), END], 0) == []
 
 
@@ -38,8 +38,8 @@ def test_the_job_of_a_launcher_that_left_goes_on() -> None:
     assert of_this_job([lines[0], *held, *lines[1:]], 1) == [lines[0], lines[1], lines[3]]
 
 
-def test_faults_told_by_others_are_counted_until_the_next_start() -> None:
-    """Not those that were told here."""
+def test_faults_that_others_reported_count_until_the_next_attempt() -> None:
+    """Not those that were reported here."""
     lines = [line(1.0, "start", 0), line(2.0, "fault", 0), line(5.0, "start", 1), line(7.0, "fault", 1)]
     found = earlier(lines, own={1}, last=1)
     assert found.faults == (lines[1],) and found.lost_s == 3.0 and found.begun_unix_s == 1.0
@@ -47,7 +47,7 @@ def test_faults_told_by_others_are_counted_until_the_next_start() -> None:
 
 
 def test_steps_that_others_saw_trained_again_are_added_up() -> None:
-    """Those of this job, and not those that were told here."""
+    """Those of this job, and not those that were reported here."""
     before = [line(0.1, "start", 0), line(0.2, "again", 0, steps=100), END]
     lines = [line(1.0, "start", 0), line(2.0, "fault", 0), line(5.0, "start", 1), line(6.0, "again", 1, steps=3)]
     assert earlier([*before, *lines], own={2}, last=2).again == 3
@@ -55,8 +55,8 @@ def test_steps_that_others_saw_trained_again_are_added_up() -> None:
     assert earlier([], own=(), last=0).again == 0
 
 
-def test_steps_that_are_trained_again_count_once_where_nobody_knows_how_their_start_ended(tmp_path: Path) -> None:
-    """It went back, its journal is gone and no node has said a word: the file is read for what others told, and has our own line."""
+def test_repeated_steps_count_once_where_the_end_of_their_attempt_is_not_known(tmp_path: Path) -> None:
+    """It went back, its journal is lost and no node has reported it: the file is read for the others' reports, and has our own line."""
     reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
     reporter.begin(here=True)
     reporter.end(put("killed", tmp_path), replace(ending(tmp_path, rank_2="signal SIGKILL"), first_step=1))

@@ -57,11 +57,11 @@ def test_what_the_user_says_of_the_workers_output_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "text"),
     [
         (("--join=False",), "--join: got False, expected True: ttprun stays until the job has ended"),
-        (("--worker_num=4",), "--local_worker_num: got none, expected a count beside the other's 4. Give both"),
-        (("--local_worker_num=4",), "--worker_num: got none, expected a count beside the other's 4. Give both"),
+        (("--worker_num=4",), "--local_worker_num: got nothing, expected a count beside the other's 4. Give both"),
+        (("--local_worker_num=4",), "--worker_num: got nothing, expected a count beside the other's 4. Give both"),
         (
             ("--worker_num=6", "--local_worker_num=4"),
             "--worker_num: got 6 with --local_worker_num 4, expected a multiple",
@@ -70,18 +70,18 @@ def test_what_the_user_says_of_the_workers_output_counts() -> None:
             ("--worker_num=2", "--local_worker_num=4"),
             "--worker_num: got 2 with --local_worker_num 4, expected a multiple",
         ),
-        ((*WORKERS, "--nproc_per_node=4"), "--nproc-per-node: got it with --worker_num, expected one of them"),
+        ((*WORKERS, "--nproc_per_node=4"), "--nproc-per-node: got it with --worker_num, expected one of the two"),
         (
             (*WORKERS, "--rank_table_file=hccl.json"),
-            "--rank-table-file: got it with --worker_num, expected one of them",
+            "--rank-table-file: got it with --worker_num, expected one of the two",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(line: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused(line: tuple[str, ...], text: str, capfd: pytest.CaptureFixture[str]) -> None:
     """By ttprun itself, in one line, with status 2."""
     with pytest.raises(ConfigError) as caught:
         parsed(*line)
-    assert told in str(caught.value)
+    assert text in str(caught.value)
     with pytest.raises(SystemExit) as ended:
         main([*line, "train.py"])
     assert ended.value.code == 2
@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused(line: tuple[str, ...], told: str, capfd: pyte
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "text"),
     [
         ("--worker_num=0", "got '0', expected an integer from 1 to"),
         ("--local_worker_num=two", "got 'two', expected an integer from 1 to"),
@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused(line: tuple[str, ...], told: str, capfd: pyte
         ("--join=yes", "got 'yes', expected True or False"),
     ],
 )
-def test_bad_values_are_refused_by_the_parser(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_values_are_refused_by_the_parser(line: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         make_parser().parse_args([line, "train.py"])
-    assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert ended.value.code == 2 and text in capsys.readouterr().err

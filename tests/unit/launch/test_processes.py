@@ -76,7 +76,7 @@ def first_pid(child: subprocess.Popen[str]) -> int:
 
 
 def test_workers_that_obey_are_ended_by_the_first_signal(spawn: Spawn) -> None:
-    """Nobody needs SIGKILL, and the statuses are still there to be reaped."""
+    """No worker needs SIGKILL, and the statuses are still there to be reaped."""
     children = [spawn("echo ready; exec sleep 600") for _ in range(2)]
     assert end_workers([child.pid for child in children], signal.SIGTERM, 20.0) == []
     assert [child.wait() for child in children] == [-signal.SIGTERM] * 2
@@ -132,7 +132,7 @@ def test_statuses_are_named_for_people() -> None:
 
 
 class Asked:
-    """Stands for `request_shutdown`; kills the controller if it is told to `obey`."""
+    """Stands for `request_shutdown`; kills the controller with `obey`."""
 
     def __init__(self, obey: int | None = None, error: Exception | None = None) -> None:
         self.addresses: list[str] = []

@@ -1,4 +1,4 @@
-"""A rank table gives the job's nodes and ranks, in both forms; what is wrong with one is said by the field's name."""
+"""A rank table gives the job's nodes and ranks, in both forms; an error names the field."""
 
 from __future__ import annotations
 
@@ -110,96 +110,114 @@ def changed(table: dict[str, Any], path: Sequence[str | int], value: object) -> 
 
 
 class Null:
-    """Stands for JSON's null in a case: `None` there says that the field is removed."""
+    """Stands for JSON's null in a case: `None` there removes the field."""
 
 
 NULL = Null()
 FIRST = ("server_list", 0, "device", 0)
 WRONG = [
-    (LISTED, ("status",), "initializing", "status is 'initializing': wanted 'completed'"),
-    (LISTED, ("version",), "3.0", "version is '3.0': wanted 1.0 or 1.2"),
-    (LISTED, ("server_list",), None, "wanted server_list or group_list, got ['server_count', 'status', 'version']"),
-    (LISTED, ("server_list",), [], "server_list is []: wanted a list with one object or more"),
-    (LISTED, ("server_list", 1), "10.0.0.2", "server_list[1] is '10.0.0.2': wanted an object"),
-    (LISTED, ("server_count",), "3", "server_count is '3', but the table lists 2"),
-    (LISTED, ("server_list", 1, "server_id"), None, "server_list[1].server_id is missing: wanted an address"),
-    (LISTED, ("server_list", 1, "server_id"), 7, "server_list[1].server_id is 7: wanted an address"),
-    (LISTED, ("server_list", 1, "server_id"), "a\0b", "server_list[1].server_id is 'a\\x00b': wanted an address"),
-    (LISTED, ("server_list", 1, "server_id"), "a\nb", "server_list[1].server_id is 'a\\nb': wanted an address"),
-    (LISTED, ("server_list", 1, "server_id"), "x" * 301, "server_list[1].server_id is 'xxx"),
-    (LISTED, ("server_list", 0, "device"), None, "server_list[0].device is missing: wanted a list"),
-    (LISTED, (*FIRST, "rank_id"), None, "server_list[0].device[0].rank_id is missing: wanted a whole number"),
-    (LISTED, (*FIRST, "rank_id"), "-1", "server_list[0].device[0].rank_id is '-1': wanted a whole number"),
-    (LISTED, (*FIRST, "rank_id"), True, "server_list[0].device[0].rank_id is True: wanted a whole number"),
-    (LISTED, (*FIRST, "rank_id"), "1", "server_list[0].device[1].rank_id is 1, which server_list[0].device[0] has"),
-    (LISTED, (*FIRST, "rank_id"), "3", "server_list[0].device[1].rank_id is 1: wanted 0; ranks are numbered from 0"),
-    (LISTED, (*FIRST, "device_id"), "x", "server_list[0].device[0].device_id is 'x': wanted a whole number"),
-    (LISTED, (*FIRST, "device_id"), "1", "server_list[0].device[1].device_id is 1, which server_list[0].device[0]"),
-    (GROUPED, ("group_count",), "2", "group_count is '2', but the table lists 1"),
-    (GROUPED, ("group_list", 0, "device_num"), "8", "group_list[0].device_num is '8', but the table lists 3"),
-    (GROUPED, ("group_list", 0, "instance_list", 1, "devices"), [], "instance_list[1].devices is []: wanted a list"),
+    (LISTED, ("status",), "initializing", "status: got 'initializing', expected 'completed'"),
+    (LISTED, ("version",), "3.0", "version: got '3.0', expected 1.0 or 1.2"),
+    (
+        LISTED,
+        ("server_list",),
+        None,
+        "got the keys ['server_count', 'status', 'version'], expected server_list or group_list",
+    ),
+    (LISTED, ("server_list",), [], "server_list: got [], expected a list of at least one object"),
+    (LISTED, ("server_list", 1), "10.0.0.2", "server_list[1]: got '10.0.0.2', expected an object"),
+    (LISTED, ("server_count",), "3", "server_count: got '3', expected 2, as many as"),
+    (LISTED, ("server_list", 1, "server_id"), None, "server_list[1].server_id: got nothing, expected an address"),
+    (LISTED, ("server_list", 1, "server_id"), 7, "server_list[1].server_id: got 7, expected an address"),
+    (LISTED, ("server_list", 1, "server_id"), "a\0b", "server_list[1].server_id: got 'a\\x00b', expected an address"),
+    (LISTED, ("server_list", 1, "server_id"), "a\nb", "server_list[1].server_id: got 'a\\nb', expected an address"),
+    (LISTED, ("server_list", 1, "server_id"), "x" * 301, "server_list[1].server_id: got 'xxx"),
+    (LISTED, ("server_list", 0, "device"), None, "server_list[0].device: got nothing, expected a list"),
+    (LISTED, (*FIRST, "rank_id"), None, "server_list[0].device[0].rank_id: got nothing, expected an integer >= 0"),
+    (LISTED, (*FIRST, "rank_id"), "-1", "server_list[0].device[0].rank_id: got '-1', expected an integer >= 0"),
+    (LISTED, (*FIRST, "rank_id"), True, "server_list[0].device[0].rank_id: got True, expected an integer >= 0"),
+    (LISTED, (*FIRST, "rank_id"), "1", "server_list[0].device[1].rank_id: got 1, which server_list[0].device[0] has"),
+    (
+        LISTED,
+        (*FIRST, "rank_id"),
+        "3",
+        "server_list[0].device[1].rank_id: got 1, expected 0: ranks are numbered from 0",
+    ),
+    (LISTED, (*FIRST, "device_id"), "x", "server_list[0].device[0].device_id: got 'x', expected an integer >= 0"),
+    (LISTED, (*FIRST, "device_id"), "1", "server_list[0].device[1].device_id: got 1, which server_list[0].device[0]"),
+    (GROUPED, ("group_count",), "2", "group_count: got '2', expected 1, as many as"),
+    (GROUPED, ("group_list", 0, "device_num"), "8", "group_list[0].device_num: got '8', expected 3, as many as"),
+    (
+        GROUPED,
+        ("group_list", 0, "instance_list", 1, "devices"),
+        [],
+        "instance_list[1].devices: got [], expected a list",
+    ),
     (
         GROUPED,
         ("group_list", 0, "instance_list", 1, "devices"),
         [{"device_id": "1"}, {"device_id": "2"}],
-        "instance_list[1].devices has 2 entries: wanted 1",
+        "instance_list[1].devices: got 2 entries, expected 1",
     ),
-    (LISTED, ("group_list",), 3, "group_list is 3: wanted a list with one object or more"),
-    (LISTED, ("group_list",), [1], "group_list[0] is 1: wanted an object"),
-    (LISTED, ("group_list",), NULL, "group_list is None: wanted a list with one object or more"),
-    (LISTED, ("status",), NULL, "status is None: wanted 'completed'"),
-    (LISTED, (*FIRST, "rank_id"), "0" * 5000, "rank_id is '000"),
-    (LISTED, ("server_list", 0, "host_ip"), {"x": 1}, "server_list[0].host_ip is {'x': 1}: wanted an address"),
-    (LISTED, ("server_list", 0, "server_ip"), 7, "server_list[0].server_ip is 7: wanted an address"),
+    (LISTED, ("group_list",), 3, "group_list: got 3, expected a list of at least one object"),
+    (LISTED, ("group_list",), [1], "group_list[0]: got 1, expected an object"),
+    (LISTED, ("group_list",), NULL, "group_list: got None, expected a list of at least one object"),
+    (LISTED, ("status",), NULL, "status: got None, expected 'completed'"),
+    (LISTED, (*FIRST, "rank_id"), "0" * 5000, "rank_id: got '000"),
+    (LISTED, ("server_list", 0, "host_ip"), {"x": 1}, "server_list[0].host_ip: got {'x': 1}, expected an address"),
+    (LISTED, ("server_list", 0, "server_ip"), 7, "server_list[0].server_ip: got 7, expected an address"),
     (
         LISTED,
         ("server_list", 1, "host_ip"),
         "10.0.0.1",
-        "server_list[1].device[0] and server_list[0].device[0] belong to servers '10.0.0.2' and '10.0.0.1', both at '10.0.0.1'",
+        "servers '10.0.0.1' in server_list[0].device[0] and '10.0.0.2' in server_list[1].device[0]: got '10.0.0.1' for both",
     ),
     (
         LISTED,
         ("server_list", 1),
         {"server_id": "10.0.0.1", "host_ip": "10.0.0.9", "device": [{"device_id": "5", "rank_id": "2"}]},
-        "server_list[1].device[0] belongs to server '10.0.0.1' at '10.0.0.9', and server_list[0].device[0] to the same one at"
-        " '10.0.0.1': wanted one address for a server",
+        "server '10.0.0.1': got the addresses '10.0.0.1' in server_list[0].device[0] and '10.0.0.9' in server_list[1].device[0], "
+        "expected one address",
     ),
 ]
 
 
-@pytest.mark.parametrize(("table", "path", "value", "wanted"), WRONG, ids=[case[3][:60] for case in WRONG])
+@pytest.mark.parametrize(("table", "path", "value", "expected"), WRONG, ids=[case[3][:60] for case in WRONG])
 def test_a_wrong_field_is_named(
-    tmp_path: Path, table: dict[str, Any], path: Sequence[str | int], value: object, wanted: str
+    tmp_path: Path, table: dict[str, Any], path: Sequence[str | int], value: object, expected: str
 ) -> None:
-    """With the file, its place, its value and what was wanted."""
+    """With the file, its place, its value and what was expected."""
     file = write(tmp_path, changed(table, path, value))
     with pytest.raises(ConfigError) as caught:
         read_rank_table(file)
-    assert str(caught.value).startswith(f"--rank_table_file {file}: ") and wanted in str(caught.value)
+    assert str(caught.value).startswith(f"invalid --rank_table_file {file}: ") and expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
-        ("{", "is not JSON"),
-        ("[]", "wanted an object, got list"),
-        ("[" * 100_000, "is not JSON: got values nested too deep"),
-        ('{"server_list": [{"server_id": "a", "device": [{"rank_id": ' + "1" * 5000 + "}]}]}", "is not JSON: .*digits"),
+        ("{", "expected JSON"),
+        ("[]", "got list, expected an object"),
+        ("[" * 100_000, "expected JSON .got values nested too deep"),
+        (
+            '{"server_list": [{"server_id": "a", "device": [{"rank_id": ' + "1" * 5000 + "}]}]}",
+            "expected JSON .*digits",
+        ),
     ],
     ids=["text", "list", "deep", "digits"],
 )
-def test_another_file_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+def test_another_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     """No JSON, no object, no file."""
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         read_rank_table(write(tmp_path, text))
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read --rank_table_file .*: No such file"):
         read_rank_table(str(tmp_path / "missing.json"))
 
 
 @pytest.mark.parametrize("field", ["status", "version"])
 def test_a_wrong_value_is_shown_in_short(tmp_path: Path, field: str) -> None:
-    """A value of thousands of characters does not bury what is wrong with it."""
-    with pytest.raises(ConfigError, match=f"{field} is '111") as caught:
+    """A value of thousands of characters is shortened in the message."""
+    with pytest.raises(ConfigError, match=f"{field}: got '111") as caught:
         read_rank_table(write(tmp_path, changed(LISTED, (field,), "1" * 5000)))
     assert len(str(caught.value)) < 500
 
@@ -235,23 +253,35 @@ def test_node_rank_and_master_addr_override_the_table(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("options", "own", "wanted"),
+    ("options", "own", "expected"),
     [
-        ((), (), r"no server_id is an address of this host \(servers: 10.0.0.1, 10.0.0.2\): .* --node-rank"),
-        ((), ("10.0.0.1", "10.0.0.2"), "servers 0 and 1 are an address of this host"),
-        (("--node-rank", "2"), (), "--node-rank is 2: wanted 0 to 1"),
-        (("--nnodes", "4"), ("10.0.0.1",), "--nnodes is '4', but by .* it is 2: leave it out"),
-        (("--nproc_per_node", "8"), ("10.0.0.1",), "--nproc-per-node is '8', but by .* it is 2"),
-        (("--rdzv-backend", "c10d"), ("10.0.0.1",), "--rdzv-backend is 'c10d', but by .* it is static"),
-        (("--rdzv-endpoint", "h:1"), ("10.0.0.1",), "--rdzv-endpoint and --rank_table_file exclude each other"),
-        (("--standalone",), ("10.0.0.1",), "--standalone and --rank_table_file exclude each other"),
+        (
+            (),
+            (),
+            r"got none with an address of this host \(servers: 10.0.0.1, 10.0.0.2\), expected one. Set --node-rank",
+        ),
+        ((), ("10.0.0.1", "10.0.0.2"), "got servers 0 and 1 with an address of this host"),
+        (("--node-rank", "2"), (), "invalid --node-rank: got 2, expected 0 to 1"),
+        (("--nnodes", "4"), ("10.0.0.1",), "invalid --nnodes: got '4', expected 2 as in .*. Omit the option"),
+        (("--nproc_per_node", "8"), ("10.0.0.1",), "invalid --nproc-per-node: got '8', expected 2 as in"),
+        (("--rdzv-backend", "c10d"), ("10.0.0.1",), "invalid --rdzv-backend: got 'c10d', expected static as in"),
+        (
+            ("--rdzv-endpoint", "h:1"),
+            ("10.0.0.1",),
+            "invalid --rdzv-endpoint: got it with --rank_table_file, expected one of the two",
+        ),
+        (
+            ("--standalone",),
+            ("10.0.0.1",),
+            "invalid --standalone: got it with --rank_table_file, expected one of the two",
+        ),
     ],
 )
 def test_what_contradicts_the_table_is_refused(
-    tmp_path: Path, options: Sequence[str], own: Sequence[str], wanted: str
+    tmp_path: Path, options: Sequence[str], own: Sequence[str], expected: str
 ) -> None:
     """By the flag's name, with both values."""
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=expected):
         settle(tmp_path, *options, own=own)
 
 
@@ -269,6 +299,6 @@ def test_other_devices_than_the_first_are_shown_to_the_ranks(tmp_path: Path, mon
 
 
 def test_own_addresses_are_known_without_a_list_of_them() -> None:
-    """The loopback is this host's; an address reserved for documents is nobody's, and neither is a name without one."""
+    """The loopback is this host's; an address reserved for documents is not, and neither is a name without one."""
     assert is_own_address("127.0.0.1") and is_own_address("localhost")
     assert not is_own_address("192.0.2.1") and not is_own_address("no-such-host.invalid")

@@ -25,7 +25,7 @@ def test_a_job_that_begins_behind_a_broken_checkpoint_goes_back() -> None:
     broken = "/ckpt/iter_0000012"
     back = GoneBack(first_step=9, kept_step=12, steps=4, skipped=broken)
     assert gone_back([], 0, 9, [], broken) == back
-    assert back.text(9).startswith(f"went on with step 9, as {broken} was skipped: 4 steps to train again")
+    assert back.text(9).startswith(f"resumed at step 9, because {broken} was skipped: 4 steps to repeat")
     assert gone_back([fault(0, "/ckpt/iter_0000008")], 1, 9, [], broken) == back, "it ended before its first step"
     saved = "/ckpt/iter_0000010"
     assert gone_back([fault(0, saved)], 1, 11, [0], broken) is None, "attempt 0 had reported it"

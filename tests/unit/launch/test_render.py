@@ -28,10 +28,10 @@ def killed(**changed: Any) -> list[str]:
     return fault_lines(replace(KILL, incident=replace(INCIDENT, **changed)))
 
 
-def test_a_kill_is_told_in_seven_lines() -> None:
+def test_a_kill_has_seven_lines() -> None:
     """Who, cause, where, saved, took, next."""
     assert fault_lines(KILL) == [
-        "--- fault in start 4: a process ended ---",
+        "--- fault in start 4: a process exited ---",
         "who     rank 2 on node a (pid 71)",
         "cause   signal SIGKILL",
         "where   last heartbeat: READY of step 42; the others: ranks 0-1 in READY of step 42; rank 3 in DONE of step 42",
@@ -48,7 +48,7 @@ def test_a_small_checkpoint_has_a_size() -> None:
     assert "(1.5 KiB, written by" in saved
 
 
-def test_where_a_rank_was_is_told_with_what_is_certain_and_how_old_its_own_words_are() -> None:
+def test_where_a_rank_was_has_what_is_certain_and_its_last_heartbeats_age() -> None:
     """A heartbeat comes once a second, and a second may be a hundred steps. The ages of several ranks' are left out."""
     old = replace(DEAD, phase="COMPUTE", step=10, heard_s=0.87, reached=42)
 
@@ -63,7 +63,7 @@ def test_where_a_rank_was_is_told_with_what_is_certain_and_how_old_its_own_words
     assert both == "in READY of step 42 or later (last heartbeat: COMPUTE of step 10)"
 
 
-def test_a_hang_is_told_with_where_its_suspect_stood() -> None:
+def test_a_hang_has_its_suspects_frames() -> None:
     """The innermost frame first; where all stacks are."""
     hung = reported(journal("hung"))
     stood = {1: ("in recv, wire.py:9", "in step, train.py:80")}
@@ -83,7 +83,7 @@ def test_an_exceptions_traceback_ends_under_its_cause() -> None:
 
 
 def test_a_refusal_says_why_nothing_was_saved_and_where_the_job_goes_on() -> None:
-    """Different causes are told rank by rank; several nodes one after the other."""
+    """Different causes are listed rank by rank, and several nodes one after the other."""
     culprits = (
         Culprit(rank=0, host="a", pid=1, cause="signal SIGKILL"),
         Culprit(rank=2, host="b", pid=3, cause="exit code 1"),
@@ -105,17 +105,17 @@ def test_a_thousand_culprits_fill_no_screen() -> None:
     assert lines[2] == "cause   signal SIGKILL" and max(map(len, lines)) < 200
 
 
-def test_what_follows_is_told_when_it_is_no_restart() -> None:
+def test_the_last_line_is_what_follows_instead_of_a_restart() -> None:
     assert fault_lines(replace(KILL, next="no restart left (of 3)"))[-1] == "next    no restart left (of 3)"
     assert killed(goes_on_from="")[-1].endswith("from the newest valid checkpoint that is found")
 
 
-def test_a_fault_of_another_node_is_told_in_that_nodes_words() -> None:
+def test_a_fault_of_another_node_has_that_nodes_text() -> None:
     """No rank here is at fault, and what was lost is not known."""
-    told = reported([], 3, elsewhere="b has failed (rank 2: signal SIGKILL) and starts again")
-    assert fault_lines(told) == [
+    report = reported([], 3, elsewhere="b failed (rank 2: signal SIGKILL) and restarts")
+    assert fault_lines(report) == [
         "--- fault in start 3: another node failed ---",
         "who     another node",
-        "cause   b has failed (rank 2: signal SIGKILL) and starts again",
+        "cause   b failed (rank 2: signal SIGKILL) and restarts",
         "saved   nothing: no controller on this node led the ranks",
     ]

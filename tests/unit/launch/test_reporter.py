@@ -45,39 +45,39 @@ def put(name: str, log_dir: Path, number: int = 0) -> Start:
 
 
 def ending(log_dir: Path | None, **exits: str) -> AttemptEnd:
-    told = {int(rank.removeprefix("rank_")): text for rank, text in exits.items()}
-    return AttemptEnd(log_dir=log_dir, exits=told, first_exit_unix_s=None, next="restart 1 of 3", pids={1: 71})
+    printed = {int(rank.removeprefix("rank_")): text for rank, text in exits.items()}
+    return AttemptEnd(log_dir=log_dir, exits=printed, first_exit_unix_s=None, next="restart 1 of 3", pids={1: 71})
 
 
 def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_job_is_told_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table once, though the courier looks again and the end looks once more; then the fault; then the summary."""
+def test_a_job_is_reported_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table once, though the client reads again and the end reads once more; then the fault; then the summary."""
     reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
     reporter.begin(here=True)
     start = Start(number=0, begun_unix_s=0.0)
     (tmp_path / "journal_0.jsonl").touch()
-    assert not reporter.watch(start, tmp_path), "nobody has registered yet"
+    assert not reporter.watch(start, tmp_path), "no rank has registered yet"
     put("killed", tmp_path)
     assert reporter.watch(start, tmp_path) and reporter.watch(start, tmp_path)
     reporter.end(start, ending(tmp_path, rank_2="signal SIGKILL"))
     reporter.finish("succeeded")
-    told = capsys.readouterr().err
-    assert told.count("the job survives: any 1 of 4 ranks; 4 of 6 pairs ---") == 1
-    rows = [line.split() for line in told.splitlines() if "shard" in line]
+    printed = capsys.readouterr().err
+    assert printed.count("the job survives: any 1 of 4 ranks; 4 of 6 pairs ---") == 1
+    rows = [line.split() for line in printed.splitlines() if "shard" in line]
     assert rows[0] == ["0", "vm", "22696", "shard", "0", "of", "2", "(0.2", "MiB)", "rank", "2"] and len(rows) == 4
     parts = ("the job survives", "also on", "--- fault in start 0", "next    restart 1 of 3", "--- the job has ended")
-    assert sorted(parts, key=told.index) == list(parts)
-    assert "lost    0 steps; 2." in told
+    assert sorted(parts, key=printed.index) == list(parts)
+    assert "lost    0 steps; 2." in printed
 
 
 def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The courier looks once a second; what the launcher says of a death by itself may come first."""
-    late = "start 0 as it was before its fault, which came before this could be told:\n--- start 0: 4 ranks"
+    """The controller client reads once a second; the agent's own line on a death may come first."""
+    late = "start 0 as it was before its fault:\n--- start 0: 4 ranks"
     reporter = Reporter()
     reporter.begin(here=True)
     start = put("killed", tmp_path)
@@ -87,7 +87,7 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
         before + assembled + whole[len(before + assembled) :].partition("\n")[0] + "\n"
     )
     assert reporter.watch(start, tmp_path)
-    assert "--- start 0: 4 ranks" in (told := capsys.readouterr().err) and "as it was before" not in told
+    assert "--- start 0: 4 ranks" in (printed := capsys.readouterr().err) and "as it was before" not in printed
     again = Reporter()
     again.begin(here=True)
     again.end(put("killed", tmp_path), ending(tmp_path))
@@ -96,7 +96,7 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
 
 def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     """Names and their order: others read them."""
-    path = tmp_path / "elsewhere" / "told.jsonl"
+    path = tmp_path / "elsewhere" / "events.jsonl"
     reporter = Reporter(path)
     reporter.begin(here=True)
     reporter.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
@@ -113,7 +113,7 @@ def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
     assert not (tmp_path / "story.jsonl").exists()
 
 
-def test_two_launchers_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+def test_two_agents_in_one_folder_are_distinguished(tmp_path: Path) -> None:
     """Both begin with start 0, and the second appends."""
     for launch in ("none_1a", "none_2b"):
         reporter = Reporter(launch=launch)
@@ -121,23 +121,23 @@ def test_two_launchers_in_one_folder_are_told_apart(tmp_path: Path) -> None:
         assert reporter.watch(put("killed", tmp_path), tmp_path)
         reporter.hold(0, "rank 2: signal SIGKILL", [0, 1, 3], 120.0)
         reporter.finish("succeeded")
-    told = [(line["launch"], line["event"]) for line in written(tmp_path / "story.jsonl")]
-    assert told == [(launch, event) for launch in ("none_1a", "none_2b") for event in ("start", "hold", "end")]
+    printed = [(line["launch"], line["event"]) for line in written(tmp_path / "story.jsonl")]
+    assert printed == [(launch, event) for launch in ("none_1a", "none_2b") for event in ("start", "hold", "end")]
 
 
 def test_a_restart_of_the_same_ranks_repeats_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says that they are back, and the time without training ends there."""
+    """One line reports that they are back, and the time without training ends there."""
     reporter = Reporter()
     for number in (0, 1):
         reporter.begin(here=True)
         start = put("killed", tmp_path, number)
         assert reporter.watch(start, tmp_path)
-    told = capsys.readouterr().err
-    assert told.count("also on") == 1 and "--- start 1: 4 ranks" in told
+    printed = capsys.readouterr().err
+    assert printed.count("also on") == 1 and "--- start 1: 4 ranks" in printed
     assert [line["start"] for line in written(tmp_path / "story.jsonl")] == [0, 1]
 
 
-def test_a_hang_is_told_with_the_gathered_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_is_reported_with_the_collected_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The suspect's frames are quoted, out of its own file."""
     start = put("hung_at_the_start", tmp_path)
     reason = next(line["fields"]["text"] for line in journal("hung_at_the_start") if line["event"] == "hung")
@@ -148,21 +148,21 @@ def test_a_hang_is_told_with_the_gathered_stacks(tmp_path: Path, capsys: pytest.
     reporter = Reporter()
     reporter.begin(here=True)
     reporter.end(start, ending(tmp_path))
-    told = capsys.readouterr().err
-    assert "stood   rank 1 in " in told and "test_reporter.py:" in told
-    assert f"all stacks, suspects first: {tmp_path}/stacks_0.txt" in told
+    printed = capsys.readouterr().err
+    assert "stood   rank 1 in " in printed and "test_reporter.py:" in printed
+    assert f"all stacks, suspects first: {tmp_path}/stacks_0.txt" in printed
     assert (tmp_path / "stacks_0.txt").read_text().startswith("=== rank 1 (suspect) ===")
 
 
 def test_a_node_without_rank_0_stays_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no journal, and the other node tells the job."""
+    """It has no journal, and the other node reports the job."""
     reporter = Reporter(tmp_path / "story.jsonl")
     reporter.begin(here=False)
     reporter.finish("succeeded")
     assert capsys.readouterr().err == "" and not (tmp_path / "story.jsonl").exists()
 
 
-def test_a_node_whose_standby_led_tells_what_rank_0s_launcher_cannot_read(
+def test_a_node_whose_standby_led_reports_what_rank_0s_agent_cannot_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Disks that are not shared: the first controller's journal is on the other node."""
@@ -170,14 +170,14 @@ def test_a_node_whose_standby_led_tells_what_rank_0s_launcher_cannot_read(
     reporter = Reporter()
     reporter.begin(here=False)
     reporter.end(Start(number=1, begun_unix_s=0.0), ending(tmp_path))
-    told = capsys.readouterr().err
-    assert "saved   step 17 in " in told and "standby 1 took over" in told
+    printed = capsys.readouterr().err
+    assert "saved   step 17 in " in printed and "standby 1 took over" in printed
 
 
-def test_the_story_of_a_lost_node_is_told_by_the_one_that_rank_0_comes_to(
+def test_the_fault_of_a_lost_node_is_reported_by_the_one_that_rank_0_moves_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A shared disk: while rank 0's launcher lives it tells; when the next start has rank 0 here, it did not live."""
+    """On a shared disk rank 0's agent reports. If the next attempt has rank 0 here, that agent was lost."""
     reporter = Reporter()
     for name in ("journal_1.jsonl", "standby_1_1.jsonl"):
         shutil.copy(JOURNALS / "taken_over" / name, tmp_path)
@@ -190,23 +190,23 @@ def test_the_story_of_a_lost_node_is_told_by_the_one_that_rank_0_comes_to(
         assert capsys.readouterr().err.count("standby 1 took over") == here
 
 
-def test_workers_without_a_session_have_a_story_on_the_screen_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_without_a_session_are_reported_on_the_console_only(capsys: pytest.CaptureFixture[str]) -> None:
     """And a summary that does not speak of training."""
     reporter = Reporter()
     reporter.begin(here=True)
     reporter.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
     reporter.finish("failed", "rank 1: exit code 1")
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        "who     rank 1 (pid 71)" in told
-        and "cause   exit code 1" in told
-        and "saved   nothing: no controller on this node led the ranks" in told
-        and told.endswith("faults  1 fault\nlost    not protected: no rank has called ttp.start\n")
+        "who     rank 1 (pid 71)" in printed
+        and "cause   exit code 1" in printed
+        and "saved   nothing: no controller on this node led the ranks" in printed
+        and printed.endswith("faults  1 fault\nlost    not protected: no rank called ttp.start()\n")
     )
 
 
 def test_starts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(tmp_path: Path) -> None:
-    """The first start died in an import; the second one's ranks said where its journals are."""
+    """The first attempt died in an import; the second one's ranks published where its journals are."""
     reporter = Reporter(clock=lambda: KILLED_AT_S)
     reporter.begin(here=True)
     reporter.end(Start(number=0, begun_unix_s=5.0, world_size=4), ending(None, rank_1="exit code 1"))
@@ -224,7 +224,7 @@ def test_starts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(t
 def test_a_launcher_that_leaves_without_rank_0_says_why_for_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also one that has never begun a start. What the launcher of rank 0 tells in the same file is read as ever."""
+    """Also one that has never begun an attempt. The lines of rank 0's agent in the same file are read as before."""
     path = tmp_path / "story.jsonl"
     Reporter(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 starts in a row")
     (left,) = written(path)
@@ -257,8 +257,8 @@ def test_a_damaged_journal_costs_a_line_of_warning(
     with caplog.at_level(logging.WARNING, "ttp.launch"):
         assert reporter.watch(start, tmp_path)
         reporter.end(start, ending(tmp_path))
-    assert "what the job survives cannot be shown" in caplog.text
-    assert "the story of start 0 cannot be told" in caplog.text
+    assert "cannot read the table of shards" in caplog.text
+    assert "cannot report the end of start 0" in caplog.text
 
 
 def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Pa
     assert [line["event"] for line in lines] == ["assembled"]
 
 
-def test_a_launcher_that_rank_0_comes_to_counts_what_the_one_before_it_told(
+def test_an_agent_that_rank_0_moves_to_counts_the_earlier_ones_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its own start was the third: the first fault is in the file, how the second start ended died with its teller."""
@@ -287,9 +287,11 @@ def test_a_launcher_that_rank_0_comes_to_counts_what_the_one_before_it_told(
     later.begin(here=True, number=2)
     later.end(put("killed", tmp_path, 2), ending(tmp_path))
     later.finish("succeeded")
-    told = capsys.readouterr().err
-    assert "starts  3 in 60.0 s" in told
-    assert "faults  2 faults; how start 1 ended is not known on this node" in told and "saved   steps 7, 7" in told
+    printed = capsys.readouterr().err
+    assert "starts  3 in 60.0 s" in printed
+    assert (
+        "faults  2 faults; the end of start 1 is not known on this node" in printed and "saved   steps 7, 7" in printed
+    )
     end = written(tmp_path / "story.jsonl")[-1]
     assert (end["starts"], end["faults"], end["untold_starts"], end["lasted_since"]) == (3, 2, [1], 0)
 
@@ -301,15 +303,15 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
     reporter.end(Start(number=2, begun_unix_s=0.0), AttemptEnd(
         log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={1: 71}))  # fmt: skip
     reporter.finish("succeeded")
-    told = capsys.readouterr().err
-    assert "starts  3; since start 2 0.0 s" in told
+    printed = capsys.readouterr().err
+    assert "starts  3; since start 2 0.0 s" in printed
     assert (
-        "faults  0 faults; how starts 0-1 ended is not known on this node" in told
-        and "lost    unknown: how starts 0-1 ended" in told
+        "faults  0 faults; the end of starts 0-1 is not known on this node" in printed
+        and "lost    unknown: the end of starts 0-1" in printed
     )
 
 
-def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp_path: Path) -> None:
+def test_events_are_written_beside_the_newest_journals_once_their_disk_fails(tmp_path: Path) -> None:
     """The directory of the first start's journals fails at the second, whose journals are in the next one."""
     reporter = Reporter(clock=lambda: KILLED_AT_S)
     places = [tmp_path / "first", tmp_path / "second"]
@@ -329,12 +331,12 @@ def test_the_story_goes_on_beside_the_newest_journals_when_its_disk_has_died(tmp
 def test_a_disk_that_hangs_does_not_hold_the_launcher_up_in_the_middle_of_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody reads hangs whoever opens it; the line is there once somebody does."""
+    """A pipe without a reader blocks the writer; the line is there once it has one."""
     monkeypatch.setattr("ttp.launch.report.story_file.WRITE_S", 0.05)
     path = tmp_path / "story.jsonl"
     os.mkfifo(path)
     reporter = Reporter(path)
-    reporter.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)  # rank 0 is on another node: its launcher tells
+    reporter.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)  # rank 0 is on another node: its agent reports
     reporter.begin(here=True)
     reporter.hold(0, "rank 2: signal SIGKILL", [0, 1], 120.0)
     reporter.held(0, 0.5, "", [])
@@ -362,9 +364,7 @@ class Lost(io.StringIO):
         ValueError("I/O operation on closed file"),
     ],
 )
-def test_a_console_that_is_lost_costs_no_line_of_the_story(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_lost_console_loses_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Nothing is raised, above all not rich's SystemExit; what is for machines was written before."""
     monkeypatch.setattr(sys, "stderr", Lost(error))
     reporter = Reporter()
@@ -400,10 +400,10 @@ def test_a_line_is_for_machines_first(tmp_path: Path, monkeypatch: pytest.Monkey
         assert set(lines) == {count}
 
 
-def test_an_altered_line_of_an_earlier_launcher_costs_what_that_one_told(
+def test_a_malformed_line_of_an_earlier_agent_costs_that_agents_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The end comes, with the sum of what was told here, and says which start is not in it."""
+    """The end is reported, with a summary of this agent's reports, and with the attempt that is not in it."""
     path = tmp_path / "story.jsonl"
     first = Reporter(clock=lambda: KILLED_AT_S)
     first.begin(here=True)
@@ -414,11 +414,11 @@ def test_an_altered_line_of_an_earlier_launcher_costs_what_that_one_told(
     later.end(put("killed", tmp_path, 1), ending(tmp_path))
     with caplog.at_level(logging.WARNING, "ttp.launch"):
         later.finish("failed", "rank 2: signal SIGKILL")
-    assert caplog.messages == ["how the job went cannot be summed up: KeyError: 'saved'"]
+    assert caplog.messages == ["cannot summarize the job: KeyError: 'saved'"]
     end = written(path)[-1]
     assert list(end) == END_KEYS and (end["result"], end["why"]) == ("failed", "rank 2: signal SIGKILL")
     assert (end["starts"], end["faults"], end["untold_starts"]) == (2, 1, [0])
-    assert "how start 0 ended is not known on this node" in capsys.readouterr().err
+    assert "the end of start 0 is not known on this node" in capsys.readouterr().err
 
 
 def test_a_job_that_cannot_be_summed_up_has_an_end(
@@ -428,18 +428,18 @@ def test_a_job_that_cannot_be_summed_up_has_an_end(
     reporter = Reporter(clock=lambda: KILLED_AT_S)
     reporter.begin(here=True)
     reporter.end(put("killed", tmp_path), ending(tmp_path))
-    (told,) = reporter._reports
-    altered = replace(told, incident=replace(told.incident, steps_lost=cast(int, "many")))
+    (report,) = reporter._reports
+    altered = replace(report, incident=replace(report.incident, steps_lost=cast(int, "many")))
     monkeypatch.setattr(reporter, "_reports", [altered])
     with caplog.at_level(logging.WARNING, "ttp.launch"):
         reporter.finish("failed", "rank 2: signal SIGKILL")
-    assert "not even without what other launchers told: TypeError" in caplog.text
+    assert "also without the other agents' reports: TypeError" in caplog.text
     end = {"event": "end", "launch": "", "result": "failed", "starts": 1, "why": "rank 2: signal SIGKILL"}
     assert written(tmp_path / "story.jsonl")[-1] == {"unix_s": KILLED_AT_S, **end}
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_ranks_that_leave_without_close_are_told_what_to_call(
+def test_the_report_of_ranks_that_exit_without_close_names_what_to_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, saved: bool
 ) -> None:
     """All have succeeded. Those that were in their close() waited, took the others for dead, and saved."""
@@ -451,14 +451,14 @@ def test_ranks_that_leave_without_close_are_told_what_to_call(
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if '"event": "incident"' not in line))
     reporter.end(start, replace(ending(tmp_path), pids={0: 70, 1: 71, 2: 72, 3: 73}, succeeded=True, next=""))
-    hint = "next    none: all workers here have succeeded. A rank that ends without close() is taken for dead"
+    hint = "next    none: all workers on this node succeeded. A rank that exits without calling close() is reported as failed"
     assert (hint in capsys.readouterr().err) == saved
-    assert ("never told their controller that training was over" in caplog.text) == (not saved)
+    assert ("exited with code 0 without calling close()" in caplog.text) == (not saved)
     assert written(tmp_path / "story.jsonl")[-1]["event"] == ("fault" if saved else "unannounced")
 
 
 def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path: Path) -> None:
-    """The disk was full: the next line begins anew, and a later launcher still reads what the earlier one told."""
+    """The disk was full: the next line is complete, and a later agent still reads the earlier one's reports."""
     path = tmp_path / "story.jsonl"
     first = Reporter(clock=lambda: KILLED_AT_S)
     first.begin(here=True)

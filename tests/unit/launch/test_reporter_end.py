@@ -16,7 +16,7 @@ from ttp.launch.report.reporter import Reporter, Start
 
 def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job that ends without a fault has lost nothing only if rank 0 has reported that its last step is on disk."""
-    told = []
+    printed = []
     for number, last in enumerate((None, LastStep(9, 0), LastStep(9, 9))):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -30,9 +30,9 @@ def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsy
             last_step.write(folder, 0, last)
         reporter.end(start, replace(ending(folder), succeeded=True))
         reporter.finish("succeeded")
-        told.append(capsys.readouterr().err.splitlines()[-1])
+        printed.append(capsys.readouterr().err.splitlines()[-1])
         assert written(folder / "story.jsonl")[-1]["last"] == (last and asdict(last))
-    assert told == [
+    assert printed == [
         "lost    unknown: no rank has reported its last step",
         "lost    no checkpoint on disk of the last 9 steps, up to step 9 (TTP wrote none)",
         "lost    nothing",
@@ -42,7 +42,7 @@ def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsy
 def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fault's story said that no step was lost, and its checkpoint was of no use: the summary knows better."""
+    """The fault's report had no lost step, and its checkpoint was not usable: the summary corrects that."""
     caplog.set_level(logging.WARNING, "ttp.launch")
     for first_step, lost in ((8, 0), (None, 0), (7, 1), (1, 7)):
         folder = tmp_path / str(first_step)
@@ -58,17 +58,17 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         last_step.write(folder, 1, LastStep(9, 9))
         reporter.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
         reporter.finish("succeeded")
-        again = f" ({lost} to train again behind a checkpoint that was broken or not taken)" if lost else ""
+        again = f" ({lost} repeated: their checkpoint was broken or not used)" if lost else ""
         assert f"lost    {lost} step{'' if lost == 1 else 's'}{again};" in capsys.readouterr().err
         lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
-        told = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]
-        assert told == ([(1, first_step, 7, lost)] if lost else [])
-        said = f"start 1 went on with step {first_step}, though a fault had left step 7 whole"
+        printed = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]
+        assert printed == ([(1, first_step, 7, lost)] if lost else [])
+        said = f"start 1 resumed at step {first_step}, although step 7 was saved"
         assert (said in caplog.text) == bool(lost)
 
 
-def test_a_checkpoint_that_was_skipped_counts_where_all_starts_before_were_told_here(tmp_path: Path) -> None:
-    """Another node's launcher may have told of it already."""
+def test_a_skipped_checkpoint_counts_where_all_earlier_attempts_were_reported_here(tmp_path: Path) -> None:
+    """Another node's agent may have reported it already."""
     for number, lost in ((0, 3), (2, 0)):
         reporter = Reporter(path := tmp_path / f"{number}.jsonl")
         reporter.begin(here=True, number=number)

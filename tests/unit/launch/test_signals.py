@@ -71,14 +71,14 @@ def given(notices: ShutdownSignals, name: str) -> None:
 
 
 def await_words(caplog: pytest.LogCaptureFixture) -> None:
-    until(lambda: "noted; the workers leave already" in caplog.text, "the line of a second signal")
+    until(lambda: "the workers are shutting down already" in caplog.text, "the line of a second signal")
 
 
 @pytest.mark.parametrize("first", NAMES)
 def test_signals_that_schedulers_send_are_one_notice_and_said_once(
     notices: ShutdownSignals, clock: Clock, caplog: pytest.LogCaptureFixture, first: str
 ) -> None:
-    """SIGTERM twice, SIGTERM and SIGHUP, SIGINT and later SIGTERM: the workers leave in peace."""
+    """SIGTERM twice, SIGTERM and SIGHUP, SIGINT and later SIGTERM: the shutdown is not disturbed."""
     caplog.set_level(logging.INFO, "ttp.launch")
     given(notices, first)
     with notices.leaving():
@@ -88,12 +88,14 @@ def test_signals_that_schedulers_send_are_one_notice_and_said_once(
     clock.now_s += 5.0
     send("SIGTERM")
     await_words(caplog)
-    assert caplog.text.count("noted; the workers leave already") == 1 and notices.name == first
+    assert caplog.text.count("the workers are shutting down already") == 1 and notices.name == first
 
 
 @pytest.mark.parametrize("first", NAMES)
 @pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
-def test_who_insists_at_a_terminal_is_obeyed(notices: ShutdownSignals, clock: Clock, first: str, second: str) -> None:
+def test_a_second_signal_from_a_terminal_forces_the_end(
+    notices: ShutdownSignals, clock: Clock, first: str, second: str
+) -> None:
     """After whatever notice: a person is there who wants no more."""
     given(notices, first)
     clock.now_s += 2 * SAME_S
@@ -113,7 +115,7 @@ def test_two_signals_at_once_are_one_whichever_they_are(notices: ShutdownSignals
 
 
 def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: ShutdownSignals, clock: Clock) -> None:
-    """Nobody has begun to end the job: the next signal raises, whichever it is."""
+    """The shutdown has not begun: the next signal raises, whichever it is."""
     given(notices, "SIGTERM")
     clock.now_s += TAKEN_S / 2
     send("SIGTERM")
@@ -123,7 +125,7 @@ def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: ShutdownS
 
 
 def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwards(notices: ShutdownSignals) -> None:
-    """They leave in peace, and the launcher ends instead of starting anew."""
+    """Their shutdown is not disturbed, and the agent ends instead of restarting."""
     done = []
     with pytest.raises(SignalException) as raised, notices.leaving():
         send("SIGTERM")
@@ -134,15 +136,15 @@ def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwa
 
 
 def test_a_notice_that_was_postponed_is_obeyed_and_not_raised_again(notices: ShutdownSignals, clock: Clock) -> None:
-    """The scheduler's second SIGTERM comes while the launcher is on its way out; only who insists interrupts that."""
+    """The scheduler's second SIGTERM comes while the agent shuts down; only a forcing signal interrupts that."""
     with pytest.raises(SignalException), notices.leaving():
         send("SIGTERM")
     clock.now_s += 2 * TAKEN_S
     send("SIGTERM", "SIGHUP")
-    assert not notices.insisted
+    assert not notices.forced
     with pytest.raises(SignalException):
         send("SIGINT")
-    assert notices.insisted
+    assert notices.forced
 
 
 def test_a_first_notice_as_leaving_begins_waits_until_the_workers_have_left(
@@ -153,20 +155,20 @@ def test_a_first_notice_as_leaving_begins_waits_until_the_workers_have_left(
     done = []
     with pytest.raises(SignalException), notices.leaving():
         done.append("the workers have left")
-    assert done and not notices.insisted
+    assert done and not notices.forced
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
-def test_a_notice_alone_insists_on_nothing_and_neither_do_two_at_once(
+def test_one_signal_forces_nothing_and_neither_do_two_at_once(
     notices: ShutdownSignals, clock: Clock, second: str
 ) -> None:
     """Ctrl-C once, or twice as one, ends no worker that saves; a later one does."""
     with pytest.raises(SignalException) as raised, notices.leaving():
         send("SIGINT", second)
-        assert not notices.insisted
+        assert not notices.forced
         clock.now_s += 2 * SAME_S
         send(second)
-    assert notices.insisted and raised.value.sigval.name == second
+    assert notices.forced and raised.value.sigval.name == second
 
 
 def test_nohup_keeps_its_promise() -> None:
@@ -196,10 +198,10 @@ class Leaving:
     def led_by_now(self) -> bool:
         return True
 
-    def told_to_end(self, name: str) -> None:
-        self.done.append(f"told to end by {name}")
+    def note_signal(self, name: str) -> None:
+        self.done.append(f"signal {name}")
 
-    def take_leave(self) -> None:
+    def drain(self) -> None:
         self.come()
         self.done.append("left")
 
@@ -218,24 +220,24 @@ def shut_down(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[HoldAg
     """Return what torch does at a start's end; signals are `later` than the first by more than a moment."""
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda self, *args, **kwargs: None)
 
-    def end(agent: HoldAgent, round_: Any) -> None:
-        agent._round = round_
+    def end(agent: HoldAgent, attempt: Any) -> None:
+        agent._attempt = attempt
         agent._shutdown(signal.SIGTERM)
-        assert agent._round is None
+        assert agent._attempt is None
 
     return end
 
 
 def agent_of(clock: Clock, notices: ShutdownSignals | None = None) -> HoldAgent:
     agent = make_agent()
-    agent._notices = notices or ShutdownSignals(clock)
-    agent._notices.install()
+    agent._signals = notices or ShutdownSignals(clock)
+    agent._signals.install()
     return agent
 
 
 def noticed(clock: Clock) -> HoldAgent:
     agent = agent_of(clock)
-    given(agent._notices, "SIGTERM")
+    given(agent._signals, "SIGTERM")
     clock.now_s += 1.0
     return agent
 
@@ -244,28 +246,28 @@ def test_a_second_notice_does_not_end_workers_that_are_saving(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
 ) -> None:
     """SIGHUP follows SIGTERM where systemd ends a session."""
-    round_ = Leaving(lambda: send("SIGHUP", "SIGTERM"))
-    shut_down(noticed(clock), round_)
-    assert round_.done == ["told to end by SIGTERM", "left", "closed, SIGTERM"]
+    attempt = Leaving(lambda: send("SIGHUP", "SIGTERM"))
+    shut_down(noticed(clock), attempt)
+    assert attempt.done == ["signal SIGTERM", "left", "closed, SIGTERM"]
 
 
 def test_ctrl_c_after_a_notice_ends_workers_at_once(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
 ) -> None:
     """torch raises its first signal again by itself."""
-    round_ = Leaving(lambda: send("SIGINT"))
-    shut_down(noticed(clock), round_)
-    assert round_.done == ["told to end by SIGTERM", "ended at once", "closed at once, SIGTERM"]
+    attempt = Leaving(lambda: send("SIGINT"))
+    shut_down(noticed(clock), attempt)
+    assert attempt.done == ["signal SIGTERM", "ended at once", "closed at once, SIGTERM"]
 
 
 def test_a_notice_at_a_starts_end_is_not_lost(clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]) -> None:
     """The next start would follow."""
     agent = agent_of(clock)
-    round_ = Leaving(lambda: send("SIGTERM"))
-    round_.living = lambda: [] if "left" in round_.done else [0]  # type: ignore[method-assign]
+    attempt = Leaving(lambda: send("SIGTERM"))
+    attempt.living = lambda: [] if "left" in attempt.done else [0]  # type: ignore[method-assign]
     with pytest.raises(SignalException):
-        shut_down(agent, round_)
-    assert round_.done == ["left", "closed, SIGTERM"]
+        shut_down(agent, attempt)
+    assert attempt.done == ["left", "closed, SIGTERM"]
 
 
 def test_ctrl_c_twice_at_a_starts_end_ends_all_at_once(
@@ -278,13 +280,13 @@ def test_ctrl_c_twice_at_a_starts_end_ends_all_at_once(
         clock.now_s += 2 * SAME_S
         send("SIGINT")
 
-    round_ = Leaving(come)
+    attempt = Leaving(come)
     with pytest.raises(SignalException):
-        shut_down(agent_of(clock), round_)
-    assert round_.done == ["ended at once", "closed at once, SIGINT"]
+        shut_down(agent_of(clock), attempt)
+    assert attempt.done == ["ended at once", "closed at once, SIGINT"]
 
 
-def test_a_first_notice_before_the_workers_are_told_to_leave_kills_none(
+def test_a_first_signal_before_the_drain_kills_no_worker(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It raises before the launcher has said that it is leaving: the workers have their time still, and then it comes out."""
@@ -298,30 +300,30 @@ def test_a_first_notice_before_the_workers_are_told_to_leave_kills_none(
                 yield
 
     agent = agent_of(clock, Early(clock))
-    round_ = Leaving(lambda: None)
+    attempt = Leaving(lambda: None)
     with pytest.raises(SignalException) as raised:
-        shut_down(agent, round_)
-    assert raised.value.sigval is signal.SIGTERM and agent._round is None
-    assert round_.done == ["told to end by SIGTERM", "left", "closed, SIGTERM"] and "second signal" not in caplog.text
+        shut_down(agent, attempt)
+    assert raised.value.sigval is signal.SIGTERM and agent._attempt is None
+    assert attempt.done == ["signal SIGTERM", "left", "closed, SIGTERM"] and "second signal" not in caplog.text
 
 
 def test_a_first_notice_while_a_start_is_closed_comes_out_afterwards(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
 ) -> None:
-    """Other nodes' ranks may be writing under this node's controller, and none of its own are left to be asked."""
+    """Other nodes' ranks may be writing under this node's controller, and none of its own remain."""
 
     def come_late() -> None:
         send("SIGTERM")
-        round_.done.append("waited")
+        attempt.done.append("waited")
 
-    round_ = Leaving(lambda: None, come_late)
+    attempt = Leaving(lambda: None, come_late)
     with pytest.raises(SignalException) as raised:
-        shut_down(agent_of(clock), round_)
-    assert raised.value.sigval is signal.SIGTERM and round_.done == ["left", "waited", "closed, SIGTERM"]
+        shut_down(agent_of(clock), attempt)
+    assert raised.value.sigval is signal.SIGTERM and attempt.done == ["left", "waited", "closed, SIGTERM"]
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGQUIT"])
-def test_who_insists_while_a_start_is_closed_interrupts_that(
+def test_a_forcing_signal_interrupts_the_close_of_an_attempt(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None], second: str
 ) -> None:
     """Whether the notice came before or only now."""

@@ -105,7 +105,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_an_unbuffered_stream_writes_the_rest_of_what_was_taken_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal in the middle of a long write to a pipe: what is left follows, before the next text."""
+    """A signal in the middle of a long write to a pipe: the rest follows, before the next text."""
     written: list[bytes] = []
 
     class Small(streams._LastingFile):

@@ -44,8 +44,8 @@ SUMMARY = Summary(
 FAULT = replace(CALM, faults=1, ended_in_fault=True, last=None)
 TABLE = [
     (CALM, "nothing"),
-    (replace(CALM, protected=False), "not protected: no rank has called ttp.start"),
-    (replace(FAULT, protected=False, unknown_losses=1), "not protected: no rank has called ttp.start"),
+    (replace(CALM, protected=False), "not protected: no rank called ttp.start()"),
+    (replace(FAULT, protected=False, unknown_losses=1), "not protected: no rank called ttp.start()"),
     (replace(CALM, last=None), "unknown: no rank has reported its last step"),
     (
         replace(CALM, last=LastStep(60, None)),
@@ -56,8 +56,8 @@ TABLE = [
         replace(CALM, last=LastStep(60, 59)),
         "no checkpoint on disk of the last 1 step, up to step 60 (the newest is of step 59)",
     ),
-    (replace(CALM, untold_starts=(0, 1)), "unknown: how starts 0-1 ended is not known on this node"),
-    (replace(CALM, untold_starts=(1,)), "unknown: how start 1 ended is not known on this node"),
+    (replace(CALM, untold_starts=(0, 1)), "unknown: the end of starts 0-1 is not known on this node"),
+    (replace(CALM, untold_starts=(1,)), "unknown: the end of start 1 is not known on this node"),
     (FAULT, "0 steps; 31.2 s without training"),
     (replace(FAULT, steps_lost=3), "3 steps; 31.2 s without training"),
     (replace(FAULT, unknown_losses=1), "unknown after 1 fault; 31.2 s without training"),
@@ -77,7 +77,7 @@ TABLE = [
     ),
     (
         replace(CALM, steps_lost=4, steps_again=4),
-        "4 steps (4 to train again behind a checkpoint that was broken or not taken)",
+        "4 steps (4 repeated: their checkpoint was broken or not used)",
     ),
 ]
 
@@ -108,7 +108,7 @@ def test_nothing_is_said_only_of_a_protected_job_whose_last_step_is_on_disk() ->
         assert lost_text(known).startswith(("nothing", "0 steps")) == safe, known
 
 
-def test_the_summary_tells_the_whole_job() -> None:
+def test_the_summary_covers_the_entire_job() -> None:
     assert summary_lines(SUMMARY) == [
         "--- the job has ended ---",
         "result  succeeded",
@@ -120,11 +120,11 @@ def test_the_summary_tells_the_whole_job() -> None:
 
 
 def test_the_summary_does_not_hide_what_is_not_known() -> None:
-    """A job whose ranks all died never told how far they had come."""
+    """A job whose ranks all died has no report of their last step."""
     lines = summary_lines(replace(SUMMARY, unknown_losses=1, steps_lost=3, saved_steps=(), lasted_s=7200.0))
     assert "lost    3 steps, and unknown after 1 fault; 31.2 s without training" in lines
     stopped = summary_lines(replace(SUMMARY, faults=1, notices=1, unknown_losses=1))
-    assert "faults  0 faults, 1 notice to leave, 1 false alarm" in stopped
+    assert "faults  0 faults, 1 preemption notice, 1 false alarm" in stopped
     assert "lost    unknown after 1 notice; 31.2 s without training" in stopped
     assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
     calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
@@ -134,7 +134,7 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
 def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
     """The newest checkpoint was broken as the job began."""
     calm = replace(SUMMARY, faults=0, false_alarms=0, saved_steps=(), steps_lost=4, steps_again=4, lost_s=0.0)
-    lost = "lost    4 steps (4 to train again behind a checkpoint that was broken or not taken)"
+    lost = "lost    4 steps (4 repeated: their checkpoint was broken or not used)"
     assert summary_lines(calm)[-1] == lost
     both = summary_lines(replace(SUMMARY, steps_lost=7, steps_again=4))
     assert both[-1] == f"{lost.replace('4', '7', 1)}; 31.2 s without training"
@@ -142,17 +142,17 @@ def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:
 
 
 def test_the_summary_of_a_job_that_never_began_counts_no_time_without_training() -> None:
-    """Its script failed before `ttp.start`: nobody trained, or nobody knows."""
+    """Its script failed before `ttp.start`: whether it trained is not known."""
     failed = replace(SUMMARY, unknown_losses=2, false_alarms=0, saved_steps=(), protected=False)
-    assert summary_lines(failed)[3:] == ["faults  2 faults", "lost    not protected: no rank has called ttp.start"]
+    assert summary_lines(failed)[3:] == ["faults  2 faults", "lost    not protected: no rank called ttp.start()"]
     silent = summary_lines(replace(failed, protected=True))
     assert silent[-1] == "lost    unknown after 2 faults; 31.2 s without training"
 
 
-def test_a_notice_to_leave_is_not_told_as_a_fault() -> None:
-    """The summary of a job that was told to end says what befell it, and what it was told."""
+def test_a_preemption_notice_is_not_counted_as_a_fault() -> None:
+    """The summary of a preempted job has its faults and its notices."""
 
     one = replace(SUMMARY, faults=1, notices=1, false_alarms=0)
-    assert "faults  0 faults, 1 notice to leave" in summary_lines(one)
+    assert "faults  0 faults, 1 preemption notice" in summary_lines(one)
     four = replace(SUMMARY, faults=4, notices=3, false_alarms=1)
-    assert "faults  1 fault, 3 notices to leave, 1 false alarm" in summary_lines(four)
+    assert "faults  1 fault, 3 preemption notices, 1 false alarm" in summary_lines(four)

@@ -23,9 +23,9 @@ def test_the_line_names_the_root_cause_and_other_lines_pass(caplog: pytest.LogCa
         logger.warning("Sending process %s closing signal %s", 7, "SIGTERM")
         logger.error(LINE, 75, 0, 71, "python")
     assert [record.getMessage() for record in caplog.records] == ["Sending process 7 closing signal SIGTERM"]
-    line.say(failure(1, 72, -9))
+    line.write(failure(1, 72, -9))
     assert caplog.records[-1].getMessage() == "failed (exitcode: -9) local_rank: 1 (pid: 72) of binary: python"
-    line.say(failure(1, 72, -9))
+    line.write(failure(1, 72, -9))
     assert len(caplog.records) == 2 and logger.filters == []
 
 
@@ -33,5 +33,5 @@ def test_nothing_is_said_where_torch_said_nothing(caplog: pytest.LogCaptureFixtu
     """Another version may word the line in another way: then it has gone out already."""
     with end_line_kept() as line:
         logging.getLogger(LOGGER).error("worker %s failed", 0)
-    line.say(failure(1, 72, -9))
+    line.write(failure(1, 72, -9))
     assert [record.getMessage() for record in caplog.records] == ["worker 0 failed"]

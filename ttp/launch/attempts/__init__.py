@@ -1,1 +1,1 @@
-"""One attempt of this node's ranks, from their start to the last trace of them, and what all attempts share."""
+"""One attempt of this node's ranks, from their start until all their processes have ended, and what all attempts share."""

@@ -1,7 +1,7 @@
-"""One start of this node's workers, from their first moment to the last trace of them.
+"""One attempt: this node's workers from their start until all of their processes have ended.
 
-Owns what belongs to a single start: the death watch, the way to the controller, the fault and its one deadline, and
-the ending (workers, what they left in their sessions, controllers). Never restarts anything, never reaps a worker.
+Owns the death watch, the controller client, the fault with its one deadline, and the end of the workers, of leftover processes in their
+sessions, and of the controllers. Never restarts anything, never reaps a worker.
 """
 
 from __future__ import annotations
@@ -36,41 +36,40 @@ from ttp.text.wording import ranks_text
 log = logging.getLogger("ttp.launch")
 
 LEAVE_GRACE_S = 5.0
-"""Between the first worker that left with its state safe and the last: all are told at once."""
+"""Between the first and the last worker that exits with its state saved: all receive the order at the same time."""
 
 UNLED_S = 10.0
-"""How long workers without a controller are held: nobody can lead them to a checkpoint. A standby takes over within a second
-when the controller died, and within two leases when it was only silent."""
+"""How long the agent waits for workers that have lost their controller. A standby takes over within a second when the controller died, and
+within two leases when it was only silent."""
 
 UNPROTECTED_S = 3.0
-"""How long workers are held that have never had a controller: nothing can be saved, but those that fail for the same reason do so soon. Where
-one has refused its command line they have UNLED_S: they start at different speeds, and a restart is known to be useless when all refuse."""
+"""How long the agent waits for workers that never had a controller: nothing can be saved, but peers with the same failure exit soon. Where one
+has rejected its command line they have UNLED_S: a restart is known to be useless only when all reject it."""
 
 SHUTDOWN_S = 30.0
 """torchrun's time between SIGTERM and SIGKILL, for workers without a controller: their script may save at a signal."""
 
 EARLY_GRACE_S = 5.0
-"""Between another signal and SIGTERM for workers that are still starting: Ctrl-C is lost in an interpreter that imports a
-library which swallows it, or that waits in one."""
+"""Between another signal and SIGTERM for workers that are still starting: an interpreter that imports a library may lose Ctrl-C."""
 
 MEETING_S = 300.0
-"""So long after its beginning a start without a controller is taken for one whose ranks have yet to meet; later for one without a session."""
+"""Until so long after its begin, the ranks of an attempt without a controller are still connecting; later, the attempt has no session."""
 
 LOOK_S = 0.25
-"""Between two looks whether the held workers have a controller."""
+"""Between two checks whether the workers have a controller."""
 
 EXPIRED_GRACE_S = 5.0
-"""After the deadline, between SIGTERM and SIGKILL: survivors have had all their time."""
+"""Between SIGTERM and SIGKILL after the deadline: survivors have had all their time."""
 
 ASK_AGAIN_S = 1.0
-"""At a fault, how long the store is asked for what the ranks told a moment ago."""
+"""At a fault, how long the store is read once more for what the ranks have just published."""
 
 SETTLE_S = 10.0
-"""How long a worker that has begun to end may take to end altogether before torch is asked about it."""
+"""How long a worker may take from the first sign of its exit to the end of its process before torch is called."""
 
 
 class Attempt:
-    """The workers of one start on this node. Made when they run; `end` must follow, whatever happens."""
+    """The workers of one attempt on this node. Made when they run; `close` must follow, whatever happens."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class Attempt:
         begun_unix_s: float = 0.0,
         world_size: int = 0,
     ) -> None:
-        """`pids` by global rank. `nodes`: how many nodes take part, this one is number `node`. `start_id`, `attempt_dir`: TTP_START_ID and
-        TTP_ATTEMPT_DIR of these workers. `begun_unix_s`: before the first was started; older lines in its journals are another job's."""
+        """`pids`: by global rank. `nodes`: how many nodes take part; this one is number `node`. `start_id`, `attempt_dir`: TTP_START_ID and
+        TTP_ATTEMPT_DIR of these workers. `begun_unix_s`: before the first was started; older journal lines are another job's."""
         self._launching = launching
         self._start_id = start_id
         self._pids = dict(pids)
@@ -100,19 +99,19 @@ class Attempt:
         self._reporter = launching.reporter
         if self._reporter is not None:
             self._reporter.begin(hosts_rank_zero, self._start.number)
-        self._told_to_end = ""
-        """The signal after which nothing follows this start here."""
-        self._told_by: str | None = None
-        """The same, if the ranks were told to leave for it; empty: for another reason; None: they were not."""
+        self._signal = ""
+        """The signal that ends the agent after this attempt."""
+        self._drained_by: str | None = None
+        """The same, if the ranks were drained for it; empty: for another reason; None: they were not drained."""
         self._at_once = AtOnce()
         self._over_since_s: float | None = None
-        """Since when it is known here that the job has failed on another node."""
+        """Since when this agent knows that the job has failed on another node."""
         self.next = ""
-        """What follows this start, in words, once it is known."""
+        """What follows this attempt, for people, once it is known."""
         self.raised: dict[int, Recorded] = {}
-        """By rank, the exceptions that workers here recorded, once they were read."""
+        """By rank, the exceptions that workers on this node recorded, once they were read."""
         self._behind_shells = ShellRanks()
-        self._courier = ControllerClient(
+        self._controller = ControllerClient(
             job_store,
             pids,
             lambda address, ranks: launching.open_link(address, job_id, ranks, lambda: self._watch.running()),
@@ -121,18 +120,20 @@ class Attempt:
             processes_known=self._follow,
         )
         self._memory = OutOfMemory(pids.values())
-        self._watch = DeathWatch(pids, self._courier.report, poll_s=launching.poll_s, explain_kill=self._memory.explain)
-        self._neighbours = PeerAgents(job_store, node, nodes) if nodes > 1 else None
-        self._stragglers = LeftoverRanks(self._pids, self._behind_shells, self._watch, self._courier, self._ended)
+        self._watch = DeathWatch(
+            pids, self._controller.report, poll_s=launching.poll_s, explain_kill=self._memory.explain
+        )
+        self._peers = PeerAgents(job_store, node, nodes) if nodes > 1 else None
+        self._leftovers = LeftoverRanks(self._pids, self._behind_shells, self._watch, self._controller, self._ended)
         self._begun_monotonic_s = time.monotonic()
         self._watch.start()
-        self._courier.start()
-        if self._neighbours is not None:
-            self._neighbours.start()
+        self._controller.start()
+        if self._peers is not None:
+            self._peers.start()
 
-    def _follow(self, told: Mapping[int, str]) -> None:
-        """Take in which processes the ranks are (on the courier's thread): a worker may be a shell that has started its rank."""
-        for rank, pid in self._behind_shells.add(self._pids, told).items():
+    def _follow(self, published: Mapping[int, str]) -> None:
+        """Learn the ranks' own processes, on the client's thread: a worker may be a shell that has started its rank."""
+        for rank, pid in self._behind_shells.add(self._pids, published).items():
             self._watch.follow(rank, pid)
 
     @property
@@ -146,124 +147,126 @@ class Attempt:
 
     @property
     def has_controller(self) -> bool:
-        """Say whether an active controller leads the workers of this start now, as far as the launcher hears."""
-        return self._courier.connected
+        """Return whether the agent has a connection to an active controller of this attempt now."""
+        return self._controller.connected
 
     @property
     def had_controller(self) -> bool:
-        """Say whether the workers of this start ever published a controller."""
-        return self._courier.entry is not None
+        """Return whether the workers of this attempt ever published a controller."""
+        return self._controller.entry is not None
 
     def led_by_now(self) -> bool:
-        """Say whether the workers have a controller, looking once more where none was known: they may have told just now."""
+        """Return whether the workers have published a controller, by a fresh look where none was known."""
         if not self.had_controller:
-            self._courier.look_now(ASK_AGAIN_S)
+            self._controller.look_now(ASK_AGAIN_S)
         return self.had_controller
 
     @property
-    def neighbours(self) -> PeerAgents | None:
-        """The way to the other nodes' launchers; None where there is one node only."""
-        return self._neighbours
+    def peers(self) -> PeerAgents | None:
+        """The connection to the other nodes' agents; None: there is one node."""
+        return self._peers
 
     @property
     def lost_node(self) -> str:
-        """Say which node was lost while the ranks have yet to meet: nobody else notices, and they would wait for its ranks until
-        torch gives up. Empty: none, or there is a controller that sees to it, or the start is older than MEETING_S."""
-        if self._neighbours is None or self.had_controller or self.lasted_s() >= MEETING_S:
+        """Which node was lost while the ranks are still connecting: without it they would wait until torch's timeout. Empty: none, or a
+        controller handles it, or the attempt is older than MEETING_S."""
+        if self._peers is None or self.had_controller or self.lasted_s() >= MEETING_S:
             return ""
-        return self._neighbours.lost
+        return self._peers.lost
 
     @property
     def unreached_store(self) -> str:
-        """Say that the workers' store was never reached from this node; empty: it was, or the start is young."""
-        return "" if self._neighbours is None else self._neighbours.unreached
+        """Why the workers' store was never reached from this node; empty: it was, or the attempt has just begun."""
+        return "" if self._peers is None else self._peers.unreached
 
     def living(self) -> list[int]:
-        """Return the ranks here that have not ended altogether."""
+        """Return the ranks on this node whose processes have not ended."""
         return self._watch.living()
 
     def deaths(self) -> dict[int, Death]:
         return self._watch.deaths()
 
     def outcome(self) -> str:
-        """Say in words how the workers here have ended."""
+        """Return how the workers on this node ended, as text."""
         return outcome_text(self.deaths(), self._ended)
 
     def failed(self) -> bool:
-        """Say whether a worker here has failed."""
+        """Return whether a worker on this node has failed."""
         return first_failure(self.deaths()) is not None
 
     def lasted_s(self) -> float:
-        """Return how long this start ran until its first failure (until now, if there was none here)."""
+        """Return how long this attempt ran until its first failure (until now, if there was none on this node)."""
         first = first_failure(self.deaths())
         return (first.seen_monotonic_s if first is not None else time.monotonic()) - self._begun_monotonic_s
 
     def settling(self) -> bool:
-        """Say whether a worker has begun to end, and has not ended altogether: how is known in a moment, unless somebody reaps it.
-        One that takes longer than SETTLE_S (uninterruptible sleep) is not waited for."""
+        """Return whether a worker is exiting, and its status not known yet. One that takes longer than SETTLE_S (uninterruptible sleep) does not
+        count."""
         deaths, late_s = self.deaths(), time.monotonic() - SETTLE_S
         return any(rank not in deaths or deaths[rank].seen_monotonic_s > late_s for rank in self._watch.begun())
 
     def learn(self, statuses: Mapping[int, int], failed: bool) -> None:
-        """Take in what torch says of workers that it has reaped before this launcher has seen how they ended: when it speaks of no
-        failure, they have succeeded."""
+        """Take over torch's exit statuses of workers that it reaped before the death watch saw them. `failed` is False: they succeeded."""
         if failed:
-            self._watch.wait_all(ASK_AGAIN_S)  # torch has ended them all
+            self._watch.wait_all(ASK_AGAIN_S)  # torch has ended all workers
         lost = [rank for rank, death in self.deaths().items() if death.lost]
         for rank in lost:
             if not failed or rank in statuses:
                 self._watch.learn(rank, 0 if not failed else statuses[rank])
         if failed and lost:
             log.warning(
-                "torch has seen the end of %s first, and has ended the others: they were not held", ranks_text(lost)
+                "torchelastic detected the exit of %s first and killed its peers; no emergency checkpoint was possible",
+                ranks_text(lost),
             )
 
-    def told_to_leave(self) -> bool:
-        """Say whether a worker here left on a notice: that is nobody's failure."""
+    def preempted(self) -> bool:
+        """Return whether a worker on this node exited on a preemption notice, which is not a failure."""
         return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
 
     def end_given_up(self) -> None:
-        """Where the controller has sent all ranks away, for whatever happened on any node: end those here that cannot leave, once there are
-        no others. Where the job has failed on another node for good: the same for those that are stopped, after a fault's time."""
-        if (sent_s := self._courier.sent_away_monotonic_s) is not None:
-            self._stragglers.end_given_up(sent_s)
-        if self._neighbours is not None and self._neighbours.failed:
+        """Kill leftover ranks once all others here have exited: after the controller has ordered all ranks to exit, those that cannot; after the
+        job has failed on another node and a fault's time has passed, those that are stopped."""
+        if (sent_s := self._controller.sent_away_monotonic_s) is not None:
+            self._leftovers.end_given_up(sent_s)
+        if self._peers is not None and self._peers.failed:
             self._over_since_s = self._over_since_s or time.monotonic()
             if time.monotonic() - self._over_since_s >= self._launching.total_timeout_s:
-                self._stragglers.end_all_stopped()
+                self._leftovers.end_all_stopped()
 
     def left_for_others(self) -> bool:
-        """Say whether every worker here has ended, none in failure by itself, and some left on the controller's word: what
-        made them leave happened on another node, if it was not a notice."""
+        """Return whether every worker here has exited, none failed by itself, and some exited on the controller's order: the fault, if it is
+        one, is on another node."""
         deaths = self.deaths()
         statuses = {death.status for death in deaths.values() if death.failed}
         all_ended = all(rank in deaths and deaths[rank].settled for rank in self._pids)
         return self._nodes > 1 and all_ended and bool(statuses) and statuses <= set(SAVED_EXIT_CODES)
 
     def refusal(self) -> str:
-        """Say why a restart would end the same way: workers have refused what they were given. Empty: it may go better."""
+        """Return why a restart would fail the same way: workers reject their input. Empty: it may succeed."""
         statuses = {rank: death.status for rank, death in self.deaths().items() if death.failed}
         return refusal(statuses, self.raised, first_start=self._start.number == 0)
 
     def hold(self, why: str = "") -> None:
-        """Let survivors finish: return when every worker here has ended, or when there is nothing left to hold for.
+        """Wait for the survivors: return when every worker here has ended, or when waiting longer saves nothing.
 
-        That is: the fault's deadline has passed (the first call fixes it); a worker has left with its state safe, no controller
-        is on the line that has not sent the ranks away, and the others have not followed within LEAVE_GRACE_S (those that
-        cannot are ended at once); or for UNLED_S there has been no controller that could lead them (UNPROTECTED_S, if there
-        never was one). `why` names a cause that is not a death on this node. A signal to the launcher comes out as torch's
-        SignalException.
+        It stops waiting in three cases:
+        - the fault's deadline has passed, which the first call sets;
+        - a worker has exited with its state saved, no connected controller is undecided, and the others have not followed within
+          LEAVE_GRACE_S (those that cannot are killed at once);
+        - there was no controller for UNLED_S (for UNPROTECTED_S, if there never was one).
+
+        `why`: a cause that is not a death on this node. A signal to the agent is raised as torch's SignalException.
         """
         first_call = self._fault is None
         fault = self._begin(why)
         if first_call:
-            self._courier.look_now(ASK_AGAIN_S)
+            self._controller.look_now(ASK_AGAIN_S)
         if first_call and not self.had_controller:
-            if unanswered := self._courier.unanswered:
-                log.warning("whether a controller leads the ranks is not known: %s", unanswered)
+            if unanswered := self._controller.unanswered:
+                log.warning("cannot determine whether the ranks have a controller: %s", unanswered)
             else:
                 log.warning(
-                    "no rank has called ttp.start%s: nothing protects this start, and ranks are not held for a checkpoint",
+                    "no rank called ttp.start()%s; this attempt is unprotected and no emergency checkpoint will be written",
                     " so far" if self.lasted_s() < SHORT_START_S else "",
                 )
         if self._watch.wait_all(0.0):
@@ -272,20 +275,19 @@ class Attempt:
         reason = self._persist(fault)
         if not reason:
             held_s = time.monotonic() - fault.begun_monotonic_s
-            log.info("all workers here have ended, %.2f s after the fault", held_s)
+            log.info("all workers on this node exited %.2f s after the fault", held_s)
             return
-        log.error("%s: %s still here (fault: %s): ending them", reason, ranks_text(self.living()), fault.cause)
-        self._stragglers.ask_for_stacks(self.living())
-        if self.had_controller:  # else their script may save at SIGTERM, when somebody has them go on
-            self._stragglers.end_stopped()
+        log.error("%s; terminating %s (fault: %s)", reason, ranks_text(self.living()), fault.cause)
+        self._leftovers.ask_for_stacks(self.living())
+        if self.had_controller:  # else their script may save at SIGTERM once it is resumed
+            self._leftovers.end_stopped()
 
     def _persist(self, fault: RankFailure) -> str:
-        """Wait for the survivors, and have the beginning and the end of it in the story for machines. Return why not all have ended,
-        or empty."""
+        """Wait for the survivors, and write the begin and the end of the wait to story.jsonl. Return why not all have exited, or empty."""
         number, begun_s, left_s = self._start.number, time.monotonic(), self._patience_s(fault)
         if self._reporter is not None:
             self._reporter.hold(number, fault.cause, sorted(self.living()), left_s)
-        why = "the launcher got a signal"
+        why = "the agent received a signal"
         try:
             why = self._wait_for_survivors(fault)
         finally:
@@ -295,7 +297,7 @@ class Attempt:
         return why
 
     def _wait_for_survivors(self, fault: RankFailure) -> str:
-        """Return empty when all have ended, else why they are not waited for any longer."""
+        """Return empty when all have exited, else why the wait has ended."""
 
         def persisted(deaths: Mapping[int, Death]) -> bool:
             return any(death.status in SAVED_EXIT_CODES for death in deaths.values())
@@ -308,79 +310,79 @@ class Attempt:
         while (left_s := self._left_s(fault)) > 0:
             if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or only_shells(deaths)):
                 break
-            saving_alone = self._told_by is not None and self.had_controller and not self.failed()
+            saving_alone = self._drained_by is not None and self.had_controller and not self.failed()
             if self.has_controller or saving_alone:
                 led_s = time.monotonic()
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
-                return f"no controller has led the ranks for {unled_s:.0f} s"
+                return f"the ranks had no controller for {unled_s:.0f} s"
         grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
         if (
-            self._stragglers.wait_or_kill(grace_s, self._left_s(fault))
+            self._leftovers.wait_or_kill(grace_s, self._left_s(fault))
             if persisted(self.deaths())
             else self._watch.wait_all(grace_s)
         ):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
-            return f"the ranks have ended, and {LEAVE_GRACE_S:.0f} s have passed: the shells that started them are"
+            return f"the ranks exited {LEAVE_GRACE_S:.0f} s ago, but not the shells that started them"
         if persisted(self.deaths()) and self._left_s(fault) > 0:
-            return f"others here have left, {LEAVE_GRACE_S:.0f} s have passed"
-        return f"TTP_OT, {self._launching.total_timeout_s:.0f} s, has passed"
+            return f"other ranks on this node saved and exited {LEAVE_GRACE_S:.0f} s ago"
+        return f"TTP_OT ({self._launching.total_timeout_s:.0f} s) expired"
 
     def _patience_s(self, fault: RankFailure) -> float:
         left_s = max(0.0, self._left_s(fault))
         return left_s if self.had_controller else min(left_s, self._unled_s())
 
     def _unled_s(self) -> float:
-        """Return how long the workers are held without a controller."""
+        """Return how long to wait for workers without a controller."""
         refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
-        return UNLED_S if self.had_controller or refused or self._courier.unanswered else min(UNLED_S, UNPROTECTED_S)
+        return UNLED_S if self.had_controller or refused or self._controller.unanswered else min(UNLED_S, UNPROTECTED_S)
 
     def grace_s(self) -> float:
-        """Return the time between SIGTERM and SIGKILL for those that are still here after a hold."""
+        """Return the time between SIGTERM and SIGKILL for workers that still run after a hold."""
         if self.had_controller or self._fault is None:
             return EXPIRED_GRACE_S
         return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._left_s(self._fault)))
 
     def succeeded(self) -> bool:
-        """Say whether every worker here has ended, and well."""
+        """Return whether every worker on this node has exited with status 0."""
         deaths = self.deaths()
         return all(rank in deaths and deaths[rank].status == 0 for rank in self._pids)
 
-    def take_leave(self, why: str = "the launcher is told to end") -> None:
-        """SIGTERM is the workers' notice, and they have the time of a fault to persist.
+    def drain(self, why: str = "the agent is shutting down") -> None:
+        """Send the workers SIGTERM, their preemption notice, and give them a fault's time to save and exit.
 
-        They leave by themselves under their controller; what has not left when the others are done is killed. A shell that started
-        its rank gets no signal: it would die at once, and with it the rank's exit code.
+        Leftover ranks are killed when the others are done. A shell that started its rank gets no signal: it would die at once, and the rank's
+        exit code with it.
         """
         fault = self._begin(why)
-        self._told_by = self._told_to_end
-        self._courier.look_now(ASK_AGAIN_S)
-        told, left_s = ranks_text(self.living()), self._left_s(fault)
-        log.info("%s: telling %s to leave (SIGTERM); up to %.0f s to persist", why, told, left_s)
-        told_alone = self._behind_shells.signal(self.living(), signal.SIGTERM)
-        signal_workers((self._pids[rank] for rank in self.living() if rank not in told_alone), signal.SIGTERM)
+        self._drained_by = self._signal
+        self._controller.look_now(ASK_AGAIN_S)
+        living, left_s = ranks_text(self.living()), self._left_s(fault)
+        log.info("%s: sending SIGTERM to %s, which have up to %.0f s to save and exit", why, living, left_s)
+        signalled = self._behind_shells.signal(self.living(), signal.SIGTERM)
+        signal_workers((self._pids[rank] for rank in self.living() if rank not in signalled), signal.SIGTERM)
         if reason := self._persist(fault):
-            log.error("%s: %s still here: ending them", reason, ranks_text(self.living()))
-            self._stragglers.ask_for_stacks(self.living())
+            log.error("%s; killing %s", reason, ranks_text(self.living()))
+            self._leftovers.ask_for_stacks(self.living())
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
 
     def end_at_once(self) -> None:
-        """End every worker without a word: somebody insists."""
-        log.warning("second signal: ending the workers at once")
+        """Kill every worker: a second signal was received."""
+        log.warning("second signal received: killing the workers")
         self._at_once = AtOnce(frozenset(self.living()), time.time())
         self.end_workers(signal.SIGKILL, 0.0)
 
-    def told_to_end(self, name: str) -> None:
-        """Take in that nothing follows this start here: the launcher got that signal."""
-        self._told_to_end = name
-        self.next = f"none here: the launcher was told to end ({name})"
+    def note_signal(self, name: str) -> None:
+        """Note that the agent received that signal: no attempt follows on this node."""
+        self._signal = name
+        self.next = f"no restart on this node: the agent received {name}"
 
     def end_unled(self, death_signal: signal.Signals, grace_s: float) -> None:
-        """End workers that never had a controller: they are starting, and have nothing to save, or have no session.
+        """End workers that never had a controller: they are still starting, or their script has no session.
 
-        They get the launcher's signal and torch's grace, as under torchrun. Those that are starting and are still there a
-        little later are ended by SIGTERM, but for those that have a handler for it: they may be saving.
+        They receive the agent's signal and have torch's grace, as under torchrun. Those that are starting and ignore it receive SIGTERM soon
+        after, unless they have a handler for SIGTERM: they may be saving.
         """
         if death_signal == signal.SIGTERM or not self.living() or self.lasted_s() >= SHORT_START_S:
             self.end_workers(death_signal, grace_s)
@@ -392,16 +394,16 @@ class Attempt:
         if not self._watch.wait_all(min(EARLY_GRACE_S, grace_s)):
             starting = [rank for rank in self.living() if not catches(self._pids[rank], signal.SIGTERM)]
             if starting:
-                log.info("%s still here after %s: ending them by SIGTERM", ranks_text(starting), death_signal.name)
+                log.info("%s did not exit on %s; sending SIGTERM", ranks_text(starting), death_signal.name)
             signal_workers((self._pids[rank] for rank in starting), signal.SIGTERM)
         self.end_workers(None, max(0.0, begun_s + grace_s - time.monotonic()))
 
     def end_workers(self, death_signal: signal.Signals | None, grace_s: float) -> None:
-        """End every worker and what the workers left in their sessions, without reaping them. No signal: they have had it."""
-        name = death_signal.name if death_signal is not None else "their signal"
+        """End every worker and the leftover processes in the workers' sessions, without reaping them. No signal: they have received it."""
         living = self.living()
-        if told := [rank for rank in living if death_signal is None or rank not in self._ended]:
-            log.info("ending %s by %s%s", ranks_text(told), name, f", SIGKILL after {grace_s:.0f} s" if grace_s else "")
+        if ending := [rank for rank in living if death_signal is None or rank not in self._ended]:
+            action = "waiting for" if death_signal is None else f"sending {death_signal.name} to"
+            log.info("%s %s%s", action, ranks_text(ending), f"; SIGKILL after {grace_s:.0f} s" if grace_s else "")
         self._ended.update(living)
         until_s = time.monotonic() + grace_s
         if death_signal is not None:
@@ -411,17 +413,17 @@ class Attempt:
         self._behind_shells.wait(living, until_s)
         if killed and death_signal != signal.SIGKILL:
             names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
-            log.warning("%s did not leave on %s: killed", names, name)
+            log.warning("killed %s: no exit within %.0f s", names, grace_s)
         left = sweep_sessions(self._pids.values(), spare=is_controller)
         if left:
-            log.info("ended %d processes that the workers had left: %s", len(left), ", ".join(map(str, left)))
-        self._watch.wait_all(1.0)  # so that it reads the statuses before torch takes them
+            log.info("ended %d leftover processes of the workers: %s", len(left), ", ".join(map(str, left)))
+        self._watch.wait_all(1.0)  # so that it reads the statuses before torch reaps the workers
 
     def close(self, patient: bool = True, notice: Callable[[], str] = str) -> None:
-        """End the controllers of this start on this node, and the threads. The workers have been ended before.
+        """End the controllers of this attempt on this node, and the threads. The workers have ended before.
 
-        `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal that raises ends
-        that wait, not the rest; it comes out at last. `notice()` names the signal that the launcher got and that did not raise, if any.
+        `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal that raises ends only that
+        wait, and is raised again at the end. `notice()` names a signal that the agent received and that did not raise.
         """
         waits_for = self._fault if patient and self._nodes > 1 else None
         try:
@@ -429,36 +431,36 @@ class Attempt:
         except (SignalException, KeyboardInterrupt) as signalled:
             with signals_held_back():
                 name = signal_name(signalled)
-                log.warning("%s: ending this start's controllers on this node at once", name)
-                self.told_to_end(name)
+                log.warning("%s: ending this attempt's controllers on this node without waiting", name)
+                self.note_signal(name)
                 self._close_all(0.0)
-                self._tell()
+                self._report_end()
             raise
         if name := notice():
-            self.told_to_end(name)
-        self._tell()
+            self.note_signal(name)
+        self._report_end()
 
     def _close_all(self, patience_s: float) -> None:
-        """End the threads, then the controllers; done again where a signal came in between."""
+        """End the threads, then the controllers; called again where a signal interrupted it."""
         self._watch.stop()
         self._memory.close()
-        self._courier.close()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        self._controller.close()
+        if self._peers is not None:
+            self._peers.close()
         self._end_controllers(patience_s)
 
     def _end_controllers(self, patience_s: float) -> None:
-        published = self._courier.entry if self._hosts_rank_zero else None
+        published = self._controller.entry if self._hosts_rank_zero else None
         end_controllers(self._start_id, published, self._launching.request_shutdown, patience_s=patience_s)
 
-    def _tell(self) -> None:
-        """Tell this start's fault, if it had one: all that writes about it has ended here."""
+    def _report_end(self) -> None:
+        """Report this attempt's fault, if it had one: all that writes about it on this node has ended."""
         if self._reporter is None:
             return
         deaths = [death for death in self.deaths().values() if death.failed and death.rank not in self._ended]
         own = [death for death in deaths if death.status not in SAVED_EXIT_CODES or death.rank in self.raised]
         ending = AttemptEnd(
-            log_dir=self._courier.log_dir,
+            log_dir=self._controller.log_dir,
             exits={death.rank: death.text for death in own},
             left_saved=any(death.status in SAVED_EXIT_CODES for death in self.deaths().values()),
             raised=self.raised,
@@ -468,29 +470,29 @@ class Attempt:
             one_node=self._nodes == 1,
             elsewhere=self._elsewhere(),
             succeeded=self.succeeded(),
-            first_step=self._courier.first_step,
-            skipped=self._courier.skipped,
-            told_by=self._told_by or "",
+            first_step=self._controller.first_step,
+            skipped=self._controller.skipped,
+            drained_by=self._drained_by or "",
             at_once=self._at_once,
         )
         self._reporter.end(self._start, ending)
 
     def _elsewhere(self) -> str | None:
-        """Say what ended this start on another node; None: something must have, and it is not known what."""
-        if self._neighbours is None:
+        """Return what ended this attempt on another node; None: something has, and it is not known what."""
+        if self._peers is None:
             return ""
-        return self._neighbours.failure or ("" if self._told_to_end or self.succeeded() else None)
+        return self._peers.failure or ("" if self._signal or self.succeeded() else None)
 
     def _begin(self, why: str) -> RankFailure:
         if self._fault is None:
             first = first_failure(self.deaths())
             cause = why or (describe(first) if first is not None else "unknown cause")
             begun_s = first.seen_monotonic_s if first is not None else time.monotonic()
-            if self._neighbours is not None:
-                if (elsewhere_s := self._neighbours.fault_begun_monotonic_s) is not None and elsewhere_s < begun_s:
-                    log.info("the fault began %.0f s ago on another node: its deadline counts", begun_s - elsewhere_s)
+            if self._peers is not None:
+                if (elsewhere_s := self._peers.fault_begun_monotonic_s) is not None and elsewhere_s < begun_s:
+                    log.info("the fault began %.0f s ago on another node; its deadline applies", begun_s - elsewhere_s)
                     begun_s = elsewhere_s
-                self._neighbours.tell_fault(begun_s)
+                self._peers.publish_fault(begun_s)
             self._fault = RankFailure(cause, begun_s, begun_s + self._launching.total_timeout_s)
         return self._fault
 

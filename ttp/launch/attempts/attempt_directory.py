@@ -1,7 +1,7 @@
 """The directory of one attempt on one node, in which ranks write for their agent (`ttp.exchange.controller_file`).
 
-Owns its making and its removal. Never read by another user: it is made with mode 0700, under a new name each time. Where it cannot be made the
-agent asks the workers' store alone.
+Owns its creation and its removal. Never readable by another user: it is created with mode 0700, under a new name each time. Where it cannot be
+created the agent reads the workers' store only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "ttp_attempt_"
 
 
 class AttemptDirectory:
-    """The directory of the attempt that goes on; used on the agent's thread."""
+    """The directory of the current attempt; used on the agent's thread."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -27,13 +27,13 @@ class AttemptDirectory:
         return self._path
 
     def make(self) -> Path | None:
-        """Make the next attempt's directory in the place of the last one; None, with a warning: no place for temporary files takes it."""
+        """Replace the last attempt's directory by a new one; None, with a warning: no directory for temporary files is writable."""
         self.remove()
         try:
             self._path = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
         except OSError as error:
             log.warning(
-                "no directory for temporary files can be written (%s): controllers are found through the workers' store alone, which may be"
+                "no directory for temporary files is writable (%s): the agent finds controllers through the workers' store alone, which may be"
                 " too late for a fault in the first seconds. Free space there, or set TMPDIR",
                 error,
             )

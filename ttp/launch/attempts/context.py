@@ -1,6 +1,6 @@
-"""What every start of one job has in common: the launcher's settings, and its ways to the controllers and to people.
+"""What all attempts of one job share: the agent's settings, its connections to controllers, and its reporter.
 
-Made once, from the command line and the environment (`main.make_launching`); decides nothing.
+Made once, from the command line and the environment (`main.make_launching`). Never decides anything.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Running = Callable[[], Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """What every start of one job has in common. Times in seconds."""
+    """What all attempts of one job share. Times in seconds."""
 
     total_timeout_s: float
     """TTP_OT: a fault's deadline."""
     poll_s: float
     """Between two looks of the death watch."""
     open_link: Callable[[str, str, Mapping[int, int], Running], ControllerLink]
-    """`open_link(address, job_id, pids, running)`: connect to a controller as the launcher of these ranks (rank -> pid);
+    """`open_link(address, job_id, pids, running)`: connect to a controller as the agent of these ranks (rank -> pid);
     `running()` returns those of their processes that run now."""
     request_shutdown: RequestShutdown
     futile_starts: int = FUTILE_STARTS
-    """So many starts in a row that died before their first new step end the job; 0: no number does."""
+    """The crash loop's limit: after so many attempts in a row that failed before completing a step the job stops; 0: no limit."""
     script: str = ""
-    """The file that Python is to run; empty: a module, a program, or what comes on stdin."""
+    """The file that Python executes; empty: a module, a program, or stdin."""
     quotes_traces: bool = False
     """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
     reporter: Reporter | None = None

@@ -1,9 +1,8 @@
-"""Leftover ranks: those of one attempt on this node that still run when another has exited. They have time to exit, and are killed at once
-where they cannot.
+"""Leftover ranks: those on this node that still run after another rank has exited. Those that cannot exit by themselves are killed.
 
-A stopped process handles neither the controller's order nor SIGTERM. One whose interpreter is held by C code looks like any other to the
-system, and only the controller knows that it was silent, and that all is decided: a rank that has lost it may exit with the same code.
-Owns their end by SIGKILL, and that they write their stacks before it. Never judges whether all is decided.
+A stopped process handles neither the controller's order nor SIGTERM. A process whose interpreter is blocked in C code looks healthy to the
+operating system: only the controller knows that the rank was silent, and that the shutdown is decided.
+Owns their end by SIGKILL, and the stacks that they write before it. Never decides whether the shutdown is decided.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ttp.text.wording import ranks_text
 log = logging.getLogger("ttp.launch")
 
 LOOK_S = 0.25
-"""Between two looks who is still here."""
+"""Between two checks which ranks still run."""
 ANSWERS_S = 8.0
-"""So long after it has sent the ranks away a controller has gone (it waits 5 s for those that do not leave), or cannot be reached."""
+"""So long after its order to exit a controller has exited itself (it waits 5 s for leftover ranks), or is unreachable."""
 PATIENCE_S = 1.0
-"""How long ranks that are to leave do so by themselves before the controller is asked about them, and between two such questions:
-most are gone by then, and a controller with thousands of ranks is asked by few launchers."""
+"""How long ranks have to exit before the controller is asked about them, and between two such requests: most have exited by then, and a
+controller with thousands of ranks receives few requests."""
 
 STOPPED = "stopped"
 SILENT = "silent"
@@ -39,24 +38,24 @@ def stopped(processes: Mapping[int, int]) -> dict[int, str]:
     return {rank: STOPPED for rank, pid in processes.items() if is_stopped(pid)}
 
 
-class GivenUp:
-    """Looks again and again, from the moment when a rank has left on."""
+class StuckRanks:
+    """Finds the leftover ranks that cannot exit by themselves; polled once a rank has exited."""
 
     def __init__(self, ask: Callable[[], frozenset[int] | None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask()`: which ranks the controller has taken for dead because they were silent; None: it does not say that all is
-        decided. May block for a moment."""
+        """`ask()`: which ranks the controller has declared dead because they were silent; None: the shutdown is not decided, as far as is
+        known. May block briefly."""
         self._ask = ask
         self._clock = clock
         self._asked_s = clock()
         self._asked = False
         self.answered = False
-        """All is decided, and those that were silent are known."""
+        """The shutdown is decided, and the silent ranks are known."""
 
     def among(self, processes: Mapping[int, int], shells: Set[int] = frozenset()) -> dict[int, str]:
-        """Return those of these ranks (rank -> process) that are not waited for, each with the reason; none while the controller
-        does not say that all is decided: whoever is still here may be needed.
+        """Return those of these ranks (rank -> process) that may be killed, each with the reason. None while the shutdown is undecided: any
+        rank may still be needed.
 
-        `shells`: of these ranks only the shells are left that started them, which nobody has heard and nobody has missed.
+        `shells`: of these ranks only the shells that started them still run, which the controller never saw.
         """
         due = self._clock() - self._asked_s >= PATIENCE_S
         others = processes.keys() - shells
@@ -72,35 +71,34 @@ class GivenUp:
 
 
 class LeftoverRanks:
-    """Made with its round, and asked by it alone."""
+    """The leftover ranks of one attempt, used by that attempt only."""
 
     def __init__(
         self,
         pids: Mapping[int, int],
         behind_shells: ShellRanks,
         watch: DeathWatch,
-        courier: ControllerClient,
+        controller: ControllerClient,
         ended: set[int],
     ) -> None:
-        """`pids`: the workers, by rank. `ended`: the ranks that the launcher has ended, which the round keeps too."""
+        """`pids`: the workers, by rank. `ended`: the ranks that the agent has ended, shared with the attempt."""
         self._pids = dict(pids)
         self._behind_shells = behind_shells
         self._watch = watch
-        self._courier = courier
+        self._controller = controller
         self._ended = ended
-        self._given_up: GivenUp | None = None
+        self._given_up: StuckRanks | None = None
         self._asks = True
         self._stuck: dict[int, str] = {}
-        """Who cannot leave, as far as it was found, and why."""
+        """Ranks that were found unable to exit, with the reason."""
 
     def wait_or_kill(self, grace_s: float, left_s: float) -> bool:
-        """Let the ranks leave, as one has. Those that cannot are ended as soon as the controller says that all is decided. Say
-        whether all have ended in time.
+        """Wait for the ranks to exit after the first has; kill those that cannot once the shutdown is decided. Return whether all have exited.
 
-        The time is `grace_s`; while a controller is on the line that does not say so, it begins anew, up to `left_s`: the rank that
-        has left may have lost it, and the others may be what it needs.
+        The time is `grace_s`. It starts again, up to `left_s`, while a connected controller is undecided: the rank that has exited may have
+        lost its controller, which may still need the others.
         """
-        given_up = GivenUp(self._courier.given_up)
+        given_up = StuckRanks(self._controller.given_up)
         now_s = time.monotonic()
         until_s, deadline_s, undecided = now_s + min(grace_s, left_s), now_s + left_s, False
         while not self._watch.wait_all(min(LOOK_S, max(0.0, until_s - time.monotonic()))):
@@ -115,16 +113,16 @@ class LeftoverRanks:
         return True
 
     def end_given_up(self, sent_away_s: float) -> None:
-        """End those that cannot leave, while none has left or failed, once nobody else is here: the end of one is the end of its peers,
-        and those may have work of their own.
+        """Kill the ranks that cannot exit, before any has exited or failed, once no other rank runs here: to end one ends its peers, which may
+        still be working.
 
-        `sent_away_s`: since when (monotonic seconds) all is decided. The controller is asked who was silent to it, until it has
-        answered or, after ANSWERS_S, has not: then only those that are stopped are known to be stuck.
+        `sent_away_s`: since when (monotonic seconds) the shutdown is decided. The controller is asked which ranks were silent. Without an
+        answer after ANSWERS_S only stopped ranks count as unable to exit.
         """
         behind = self._behind_shells.running()
         standing = self._standing(behind)
         if self._asks:
-            self._given_up = self._given_up or GivenUp(self._courier.given_up)
+            self._given_up = self._given_up or StuckRanks(self._controller.given_up)
             late = time.monotonic() - sent_away_s > ANSWERS_S
             shells = self._behind_shells.pids.keys() - behind.keys()
             self._stuck |= stopped(standing) if late else self._given_up.among(standing, shells)
@@ -132,7 +130,7 @@ class LeftoverRanks:
         self._end_all(standing, self._stuck, behind)
 
     def end_all_stopped(self) -> None:
-        """End those that are stopped, if nobody else is here."""
+        """Kill the stopped ranks, if no other rank runs here."""
         behind = self._behind_shells.running()
         standing = self._standing(behind)
         self._end_all(standing, stopped(standing), behind)
@@ -142,30 +140,29 @@ class LeftoverRanks:
             self._end({rank: stuck[rank] for rank in standing}, behind)
 
     def end_stopped(self) -> None:
-        """End those that are stopped: no signal but SIGKILL reaches them."""
+        """Kill the stopped ranks: they handle no other signal."""
         behind = self._behind_shells.running()
         self._end(stopped(self._standing(behind)), behind)
 
     def _undecided(self) -> bool:
-        """Say whether a controller is on the line that has not sent the ranks away."""
-        return self._courier.connected and self._courier.given_up() is None
+        """Return whether a connected controller has not ordered the ranks to exit."""
+        return self._controller.connected and self._controller.given_up() is None
 
     def ask_for_stacks(self, ranks: Iterable[int]) -> None:
-        """Have these say where they stand, before they are ended."""
-        if (log_dir := self._courier.log_dir) is not None:
+        """Have these ranks write their stacks before they are ended."""
+        if (log_dir := self._controller.log_dir) is not None:
             processes = self._pids | self._behind_shells.pids
             ask(log_dir, {rank: processes[rank] for rank in ranks})
 
     def _standing(self, behind: Mapping[int, int]) -> dict[int, int]:
-        """By rank that has neither ended altogether nor been ended: its own process, or the shell's whose rank has ended.
-        `behind`: the ranks behind shells that run."""
+        """Return, by rank that has neither exited nor been ended, its own process, or that of the shell whose rank has exited.
+        `behind`: the ranks behind shells that still run."""
         processes = {**self._pids, **behind}
         return {rank: processes[rank] for rank in self._watch.living() if rank not in self._ended}
 
     def _end(self, found: Mapping[int, str], behind: Mapping[int, int]) -> None:
-        """End ranks that have nothing left to save, each for a reason, which must still hold. A shell that started one sees it end,
-        and leaves, unless it is stopped as well. `behind`: the ranks behind shells that ran when the reasons were found: one that has
-        ended since has left its shell, which may clean up."""
+        """Kill ranks that cannot exit, each for a reason, which must still hold. A shell that started one exits with it, unless it is stopped
+        as well. `behind`: the ranks behind shells that ran when the reasons were found. Where one has exited since, its shell may clean up."""
         if not found:
             return
         self.ask_for_stacks(found)  # takes up to `hang_stacks.ASK_S`
@@ -178,11 +175,11 @@ class LeftoverRanks:
         }
         if not reasons:
             return
-        told = "; ".join(
-            f"{ranks_text(rank for rank in reasons if reasons[rank] == reason)}: {reason}"
+        killed = ", ".join(
+            f"{ranks_text(rank for rank in reasons if reasons[rank] == reason)} ({reason})"
             for reason in dict.fromkeys(reasons.values())
         )
-        log.warning("%s, and can save nothing any more: killed", told)
+        log.warning("killed %s: these ranks have nothing more to save and cannot exit by themselves", killed)
         self._ended.update(reasons)
         self._behind_shells.signal([rank for rank in reasons if rank in behind], signal.SIGKILL)
         alone = [rank for rank in reasons if rank not in behind or is_stopped(self._pids[rank])]

@@ -1,7 +1,8 @@
-"""Signals to the launcher itself: what they mean, their names, and a short while in which they must not interrupt.
+"""Signals to the agent: the first starts a graceful shutdown, a later SIGINT or SIGQUIT forces it.
 
-torch's agent installs handlers as it starts workers, from which every signal comes out as an exception wherever the main thread is.
-Notices takes their place: schedulers send several signals for one end, and only a person who presses Ctrl-C again wants no more to be saved.
+torch's agent installs handlers when it starts workers, and each signal raises an exception wherever the main thread is. ShutdownSignals
+replaces them: schedulers send several signals for one shutdown, and only a second Ctrl-C means that nothing more is to be saved.
+Owns the meaning of signals and their names. Never ends a process.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 log = logging.getLogger("ttp.launch")
 
 SAME_S = 0.1
-"""Signals that come so soon after the first are the same notice: a wrapper hands on what the terminal has sent already."""
+"""Signals that come so soon after the first count as the same: a wrapper forwards what the terminal has sent already."""
 
 TAKEN_S = 1.0
-"""So soon after the first signal the launcher has begun to end, unless somebody has caught the exception: then the next raises again."""
+"""So soon after the first signal the agent has begun to shut down. If it has not, the exception was caught, and the next signal raises again."""
 
 AGAIN_S = 0.002
-"""A signal that finds the main thread half way into a lock comes again after this."""
+"""A signal that interrupts the main thread while it takes a lock is sent again after this."""
 
-INSISTENT = (signal.SIGINT, signal.SIGQUIT)
-"""What a person at a terminal sends. After a notice they end all at once; any other signal is the same notice once more."""
+FORCING = (signal.SIGINT, signal.SIGQUIT)
+"""Sent from a terminal. After the first signal they force the shutdown; other signals are ignored then."""
 
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -41,9 +42,9 @@ def signal_name(signalled: SignalException | KeyboardInterrupt) -> str:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Let no further signal interrupt what follows, which must be short: the launcher is ending already.
+    """Ignore signals during what follows, which must be short: the agent is shutting down already.
 
-    Only the main thread can be interrupted, and only it may change handlers: elsewhere this does nothing.
+    Only the main thread can be interrupted, and only it may change handlers: on another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -59,22 +60,22 @@ def signals_held_back() -> Iterator[None]:
 
 
 def without_ignored(names: str) -> str:
-    """Return a list of signals' names without SIGHUP where it is ignored (`nohup`): torch would have it end the job. One that names nothing
-    else is left as it is."""
+    """Return a list of signal names without SIGHUP where it is ignored (`nohup`): torch would end the job on it. A list of SIGHUP only is
+    returned unchanged."""
     kept = [name for name in names.split(",") if name.strip() != "SIGHUP"]
     return ",".join(kept) if kept and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else names
 
 
 class ShutdownSignals:
-    """The signals to one launcher: the first is a notice, SIGINT or SIGQUIT after it insists, and any other changes nothing."""
+    """The signals to one agent. The first starts a graceful shutdown; a later SIGINT or SIGQUIT forces it; other signals are ignored."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first: signal.Signals | None = None
         self._first_s = 0.0
-        self._taken = self._leaving = self._postponed = self._said = self._insisted = False
-        self._words: SimpleQueue[str | signal.Signals] = SimpleQueue()
-        self._speaker: threading.Thread | None = None
+        self._taken = self._leaving = self._postponed = self._logged = self._forced = False
+        self._queue: SimpleQueue[str | signal.Signals] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     @property
     def name(self) -> str:
@@ -82,25 +83,24 @@ class ShutdownSignals:
         return self._first.name if self._first is not None else ""
 
     @property
-    def insisted(self) -> bool:
-        """Say whether SIGINT or SIGQUIT has come after a notice that the launcher obeys already."""
-        return self._insisted
+    def forced(self) -> bool:
+        """Return whether SIGINT or SIGQUIT has come after the shutdown had begun."""
+        return self._forced
 
     def install(self) -> None:
-        """Take the place of torch's handlers, whichever it has installed. On another thread there are none."""
+        """Replace the handlers that torch has installed. On a thread other than the main one there are none."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signal.valid_signals():
             if getattr(signal.getsignal(number), "__module__", None) == SignalException.__module__:
-                if self._speaker is None:
-                    self._speaker = threading.Thread(target=self._speak, name="ttp-signals", daemon=True)
-                    self._speaker.start()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="ttp-signals", daemon=True)
+                    self._thread.start()
                 signal.signal(number, self._handle)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Let the workers leave: only who insists interrupts that. A first notice that comes meanwhile raises SignalException when
-        they have left."""
+        """Shut down: only a forcing signal interrupts it. A first signal that comes meanwhile raises SignalException at its end."""
         self._taken = self._first is not None
         self._leaving = True  # before all that takes time
         try:
@@ -116,50 +116,50 @@ class ShutdownSignals:
             raise _exception(self._first)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        told, now_s = signal.Signals(number), self._clock()
+        received, now_s = signal.Signals(number), self._clock()
         if _in_a_lock(frame):
-            self._words.put(told)
+            self._queue.put(received)
         elif self._first is None:
-            self._first, self._first_s = told, now_s
+            self._first, self._first_s = received, now_s
             if not self._leaving:
-                raise _exception(told)
-            self._postponed = self._taken = True  # it comes out when they have left, and the launcher ends
-            self._say(told)
+                raise _exception(received)
+            self._postponed = self._taken = True  # raised when the workers have exited, and the agent ends
+            self._log(received)
         elif now_s - self._first_s < SAME_S:
             return
-        elif told in INSISTENT:
-            self._insisted = self._insisted or self._taken or self._leaving
-            raise _exception(told)
+        elif received in FORCING:
+            self._forced = self._forced or self._taken or self._leaving
+            raise _exception(received)
         elif self._taken or self._leaving:
-            self._say(told)
+            self._log(received)
         elif now_s - self._first_s >= TAKEN_S:
-            raise _exception(told)
+            raise _exception(received)
 
-    def _say(self, told: signal.Signals) -> None:
-        """Have it logged, once, by another thread: the main one may be interrupted in the middle of a line."""
-        if not self._said:
-            self._said = True
-            self._words.put(
-                f"{told.name}: noted; the workers leave already, and keep their time. Ctrl-C ends all at once"
+    def _log(self, received: signal.Signals) -> None:
+        """Log it once, on another thread: the main one may be interrupted in the middle of a line."""
+        if not self._logged:
+            self._logged = True
+            self._queue.put(
+                f"{received.name} received: the workers are shutting down already. Press Ctrl-C to kill them"
             )
 
-    def _speak(self) -> None:
+    def _run(self) -> None:
         while True:
-            said = self._words.get()
-            if isinstance(said, signal.Signals):
+            queued = self._queue.get()
+            if isinstance(queued, signal.Signals):
                 time.sleep(AGAIN_S)
                 if (main := threading.main_thread().ident) is not None:
-                    signal.pthread_kill(main, said)
+                    signal.pthread_kill(main, queued)
             else:
-                log.info("%s", said)
+                log.info("%s", queued)
 
 
 def _in_a_lock(frame: FrameType | None) -> bool:
-    """Say whether the interrupted thread enters or leaves one of `threading`'s locks that are written in Python, as Condition's: an
-    exception there leaves it taken for good, and the threads that want it stand still, as does who waits for them."""
+    """Return whether the interrupted thread enters or leaves one of `threading`'s locks that are written in Python, as Condition's: an
+    exception there would leave the lock taken forever."""
     code = frame.f_code if frame is not None else None
     return code is not None and code.co_filename == threading.__file__ and code.co_name in ("__enter__", "__exit__")
 
 
-def _exception(told: signal.Signals) -> SignalException:
-    return SignalException(f"the launcher got signal: {told.value} ({told.name})", sigval=told)
+def _exception(received: signal.Signals) -> SignalException:
+    return SignalException(f"the agent received signal {received.value} ({received.name})", sigval=received)

@@ -1,1 +1,1 @@
-"""The agent's lines to others: the controller, the other agents, and the end of the controllers."""
+"""The agent's connections: to the controller, to other nodes' agents, and the shutdown of controllers."""

@@ -1,9 +1,8 @@
-"""The agent's way to the job's controller: finds it in a file of this node's ranks or in the workers' store, and reports to it which
-processes ended.
+"""The agent's client of the job's controller: finds its address in a file or in the workers' store, and reports the exits of processes.
 
-Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`; the first rank of each node writes the same
-into a file for its agent (`ttp.exchange.controller_file`), which is there where the store is slow or gone. Owns two threads per attempt, one for
-each of the two, so that neither the death watch nor the agent's loop ever waits for a store or a connection.
+Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`. The first rank of each node writes the same
+to a file for its agent (`ttp.exchange.controller_file`), for when the store is slow or lost. Owns two threads per attempt, one for each source,
+so that neither the death watch nor the agent's loop waits for a store or a connection.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from ttp.runtime.standby import listed
 log = logging.getLogger("ttp.launch")
 
 SEARCH_S = 0.05
-"""Between two looks for the controller while none is known."""
+"""Between two reads while no controller is known."""
 RECHECK_S = 1.0
-"""Between two looks for another controller in its place, and between two attempts to reach the store."""
+"""Between two reads once one is known, and between two connections to the store."""
 CONNECT_S = 3.0
 CALL = timedelta(seconds=30)
 NEWS_S = 3.0
-"""What the store said so long ago, or before, is no word about now."""
+"""An answer of the store is out of date after so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +57,36 @@ class ControllerLink(Protocol):
 
     @property
     def attached(self) -> bool:
-        """Say whether an active controller is on the line now."""
+        """Return whether an active controller is connected now."""
 
     @property
     def sent_away_monotonic_s(self) -> float | None:
-        """When it was heard that the controller sends the ranks away; None: it was not."""
+        """When the controller's order to exit was received; None: it was not."""
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
-        """Learn of standbys: where to go when the controller is gone."""
+        """Add standbys: where to connect when the controller is lost."""
 
     def given_up(self) -> frozenset[int] | None:
-        """Ask the controller which ranks it has taken for dead because they were silent, once it has sent the others away;
-        None when it does not say that it has. Takes `agent_link.ASK_S` at most."""
+        """Ask the controller which ranks it has declared dead because they were silent, once it has ordered the others to exit;
+        None: it has not, or does not answer. Takes `agent_link.ASK_S` at most."""
 
     def close(self) -> None: ...
 
 
 OpenLink = Callable[[str, Mapping[int, int]], ControllerLink]
-"""`open_link(address, pids)`: connect to a controller as the launcher of these workers (rank -> pid)."""
+"""`open_link(address, pids)`: connect to a controller as the agent of these workers (rank -> pid)."""
 
 WatchLogDir = Callable[[Path], bool]
-"""`watch_log_dir(path)`: look at the journals there, again and again until it returns True. Must not raise."""
+"""`watch_log_dir(path)`: read the journals there; called until it returns True. Must not raise."""
 
 ProcessesKnown = Callable[[Mapping[int, str]], None]
-"""`processes_known(told)`: the ranks of this node have said which processes they are (`ttp.exchange.discovery.process_text`). Must not raise."""
+"""`processes_known(published)`: this node's ranks have published their processes (`ttp.exchange.discovery.process_text`). Must not raise."""
 
 
 class ControllerClient:
-    """Tells the controller of every death, those before it was found included. `report` may be called from any thread."""
+    """Reports every death to the controller, also those before it was found. `report` may be called from any thread."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class ControllerClient:
         search_s: float = SEARCH_S,
         recheck_s: float = RECHECK_S,
     ) -> None:
-        """`attempt_dir`: where the first rank here writes the controllers' file; None: it has no place, and the store is all there is."""
+        """`attempt_dir`: where the first rank on this node writes the controllers' file; None: there is only the store."""
         self._job_store = job_store
         self._attempt_dir = attempt_dir
         self._pids = dict(pids)
@@ -117,22 +116,22 @@ class ControllerClient:
         self._log_dir: Path | None = None
         self._first_step: int | None = None
         self._skipped = ""
-        self._told: list[Death] = []
+        self._reported: list[Death] = []
         self._begun = self._done = 0
-        """The number of the last look into the store that has begun, and of the last one that was answered."""
+        """The number of the last read of the store that has begun, and of the last one that was answered."""
         self._file_begun = self._file_done = 0
-        """The same of the file."""
+        """The same for the file."""
         self._in_store: ControllerEntry | None = None
         self._in_file: controller_file.Controllers | None = None
-        """What the last look found there."""
+        """What the last read found there."""
         self._refused = ""
         self._answered_s = float("-inf")
         self._trouble = ""
-        """What the last call to the store has failed with."""
+        """The error of the last call to the store."""
         self._gone = False
-        """The store cannot be asked any more: its launcher has ended it."""
+        """The store is closed: its agent has exited."""
         self._closed = False
-        """A link that a thread opens from now on, which a slow store has held up, is closed at once."""
+        """A link that a delayed thread still opens is closed at once."""
         self._wake, self._file_wake = threading.Event(), threading.Event()
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, name="ttp-controller-search", daemon=True)]
@@ -152,37 +151,37 @@ class ControllerClient:
 
     @property
     def log_dir(self) -> Path | None:
-        """Where this start's journals are: as the first rank here has written, or else as rank 0 has published."""
+        """Where this attempt's journals are: from the file of the first rank here, or else from rank 0's entry in the store."""
         with self._lock:
             return self._log_dir
 
     @property
     def first_step(self) -> int | None:
-        """The first step that this start's ranks have finished; None: they have said of none."""
+        """The first step that this attempt's ranks have completed; None: they have reported none."""
         with self._lock:
             return self._first_step
 
     @property
     def skipped(self) -> str:
-        """The newest checkpoint that this start's ranks found broken before that step; empty: none, or they have said of none."""
+        """The newest checkpoint that this attempt's ranks found broken before that step; empty: they have reported none."""
         with self._lock:
             return self._skipped
 
     @property
     def connected(self) -> bool:
-        """Say whether an active controller is on the line now: not before one was found, nor after it was lost."""
+        """Return whether an active controller is connected now."""
         with self._lock:
             return self._link is not None and self._link.attached
 
     @property
     def sent_away_monotonic_s(self) -> float | None:
-        """When it was heard that the controller sends the ranks away; None: it was not."""
+        """When the controller's order to exit was received; None: it was not."""
         with self._lock:
             return self._link.sent_away_monotonic_s if self._link is not None else None
 
     @property
     def unanswered(self) -> str:
-        """Say why it is not known what the ranks have told: the store has not answered lately. Empty: it has."""
+        """Why the ranks' entries are not known: the store has not answered lately. Empty: it has."""
         with self._lock:
             if self._answered_s >= time.monotonic() - NEWS_S and not self._gone:
                 return ""
@@ -190,8 +189,7 @@ class ControllerClient:
             return f"the workers' store at {self._job_store.host}:{self._job_store.port} does not answer{error}"
 
     def look_now(self, timeout_s: float) -> None:
-        """Look into the file and the store once more, and wait so long at most for what they hold: the ranks may have written something
-        just now."""
+        """Read the file and the store once more, and wait so long at most: the ranks may have just written something."""
         with self._lock:
             asked, read = self._begun + 1, self._file_begun + (self._attempt_dir is not None)
             self._wake.set()
@@ -199,20 +197,20 @@ class ControllerClient:
             self._lock.wait_for(lambda: self._file_done >= read and (self._done >= asked or self._gone), timeout_s)
 
     def report(self, death: Death) -> None:
-        """Tell the controller, now or as soon as there is one."""
+        """Report a death to the controller, now or as soon as there is one."""
         with self._lock:
-            self._told.append(death)
+            self._reported.append(death)
             if self._link is not None:
-                self._tell(self._link, death)
+                self._send(self._link, death)
 
     def given_up(self) -> frozenset[int] | None:
-        """Ask the controller on the line, if there is one, which ranks were silent for too long; see Link."""
+        """Ask the connected controller, if there is one, which ranks were silent for too long; see ControllerLink."""
         with self._lock:
             link = self._link
         return link.given_up() if link is not None else None
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the search, after a last look into the file and the store, and the link."""
+        """Read the file and the store once more, then end the threads and the link."""
         self._stopping.set()
         self._wake.set()
         self._file_wake.set()
@@ -224,7 +222,7 @@ class ControllerClient:
             link.close()
 
     def _run(self) -> None:
-        """Look until told to stop, over a new connection where one has failed: an answer that was lost is not yet a lost store."""
+        """Read until stopped, over a new connection where one has failed: a lost answer does not mean a lost store."""
         reached = False
         while not self._gone:
             last = self._stopping.is_set()
@@ -240,25 +238,25 @@ class ControllerClient:
             self._pause(self._recheck_s)
 
     def _note(self, error: Exception, gone: bool) -> None:
-        """Keep what went wrong, and say it once: nothing is heard of a new controller meanwhile."""
+        """Keep the error, and log it once: a new controller is not found meanwhile."""
         with self._lock:
-            words = (str(error) or type(error).__name__).splitlines()[0]
+            text = (str(error) or type(error).__name__).splitlines()[0]
             new = gone or (not self._trouble and not self._stopping.is_set())
-            self._trouble, self._gone = words, gone
+            self._trouble, self._gone = text, gone
             self._lock.notify_all()
         if new:
-            what = "a new controller would not be found" if gone else "connecting anew"
-            log.warning("the workers' store at %s:%d is lost (%s): %s", self._job_store.host, self._job_store.port, words,
+            what = "a new controller will not be found" if gone else "reconnecting"
+            log.warning("lost the workers' store at %s:%d (%s); %s", self._job_store.host, self._job_store.port, text,
                         what)  # fmt: skip
 
     def _connect(self) -> Store:
-        """Look first whether the place takes connections: torch would try again and again by itself, and log each time."""
+        """Connect to the store, after a check that its port is open: torch would retry by itself, and log each time."""
         host, port = self._job_store.host, self._job_store.port
         socket.create_connection((host, port), CONNECT_S).close()
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CALL)
 
     def _attend(self, store: Store) -> None:
-        """Look again and again: an active controller may be replaced by a standby under the same key."""
+        """Read repeatedly: a standby may replace the active controller under the same key."""
         while True:
             last = self._stopping.is_set()
             with self._lock:
@@ -287,16 +285,14 @@ class ControllerClient:
         try:
             entry = ControllerEntry.decode(text)
         except ValueError:
-            log.error(
-                "the store's entry %s is %r: wanted `host:port pid`; the controller cannot be told of deaths", key, text
-            )
+            log.error("invalid store entry %s: got %r, expected `host:port pid`. Deaths cannot be reported", key, text)
             return
         if entry != self._in_store:
             self._in_store = entry
             self._take(entry, open_link)
 
     def _take(self, entry: ControllerEntry, open_link: bool) -> None:
-        """Connect to a controller unless it is the one that is known already; it is known before the connection is there."""
+        """Connect to a controller, unless it is the known one; `entry` is set before the connection is up."""
         with self._lock:
             if self._entry is not None and self._entry.address == entry.address:
                 self._entry = entry if entry.pid else self._entry
@@ -311,8 +307,8 @@ class ControllerClient:
                 self._link = link
                 if self._standbys:
                     link.add_controllers(self._standbys)
-                for death in self._told:
-                    self._tell(link, death)
+                for death in self._reported:
+                    self._send(link, death)
         if link is not None and superseded:
             link.close()
 
@@ -336,7 +332,7 @@ class ControllerClient:
             self._watch_log_dir = None
 
     def _look_for_processes(self, store: Store) -> None:
-        """Read which processes the ranks here are: all tell when they are protected, and nothing is asked any more then."""
+        """Read the processes of this node's ranks, until all have published theirs."""
         keys = {rank: process_key(self._job_store.round_number, rank) for rank in self._pids}
         if self._processes_known is None or not keys or not store.check(list(keys.values())):
             return
@@ -353,7 +349,7 @@ class ControllerClient:
     # --- the file of this node's ranks ---
 
     def _follow(self, attempt_dir: Path) -> None:
-        """Read it again and again: it is there before the ranks train, and written anew with the standbys."""
+        """Read it repeatedly: it is written before the ranks train, and again with the standbys."""
         while True:
             last = self._stopping.is_set()
             with self._lock:
@@ -373,9 +369,7 @@ class ControllerClient:
         except (OSError, ValueError) as error:
             if str(error) != self._refused:
                 self._refused = str(error)
-                log.warning(
-                    "the controllers' file in %s is refused: %s. The workers' store is asked alone", attempt_dir, error
-                )
+                log.warning("invalid controllers' file in %s: %s. Only the workers' store is read", attempt_dir, error)
             return
         if known is None or known == self._in_file:
             return
@@ -391,12 +385,12 @@ class ControllerClient:
     def _call(self, entry: ControllerEntry) -> ControllerLink | None:
         try:
             return self._open_link(entry.address, self._pids)
-        except Exception as error:  # whatever it is, the job goes on: broken streams and leases still tell of deaths
-            log.error("the controller at %s cannot be reached from the launcher: %s", entry.address, error)
+        except Exception as error:  # the job continues: broken streams and leases still show deaths
+            log.error("the agent cannot reach the controller at %s: %s", entry.address, error)
             return None
 
-    def _tell(self, link: ControllerLink, death: Death) -> None:
+    def _send(self, link: ControllerLink, death: Death) -> None:
         try:
             link.worker_exit(death.rank, death.pid, death.text)
         except Exception as error:  # as above
-            log.error("the controller could not be told that rank %d ended: %s", death.rank, error)
+            log.error("cannot report the exit of rank %d to the controller: %s", death.rank, error)

@@ -1,7 +1,7 @@
-"""The end of this start's controllers on this node: asked first, killed if they stay.
+"""Shutdown of this attempt's controllers on this node: by request first, then by SIGKILL.
 
-Never touches a process that it cannot prove to be a controller of this very start: the proof is its command line
-(`ttp.controller`) together with this start's unique id in the environment that it inherited from its rank.
+Owns the proof that a process is a controller of this attempt: its command line (`ttp.controller`), and the attempt's unique id in the
+environment that it inherited from its rank. Never signals a process without that proof.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ log = logging.getLogger("ttp.launch")
 
 MODULE = "ttp.controller"
 START_VARIABLE = "TTP_START_ID"
-"""Set by the launcher for its workers: unique to one start on one node of one job."""
+"""Set by the agent for its workers: unique to one attempt on one node of one job."""
 LEAVE_S = 5.0
-"""Time for a controller to leave when it is asked to: longer than the lease (3 s) that it waits, at SIGTERM, for ranks to come back."""
+"""Time for a controller to exit on request: longer than the lease (3 s) for which it waits, at SIGTERM, for ranks to reconnect."""
 
 RequestShutdown = Callable[[str], None]
-"""`request_shutdown(address)`: ask the controller at `host:port` to leave. May raise: it is killed then."""
+"""`request_shutdown(address)`: ask the controller at `host:port` to exit. May raise: it is killed then."""
 
 
 def is_controller(pid: int) -> bool:
-    """Say whether a process was started as a controller: `python -m ttp.controller...`, or its installed script."""
+    """Return whether a process was started as a controller: `python -m ttp.controller...`, or its installed script."""
     return any(word == MODULE or word.startswith(f"{MODULE}.") for word in command_line(pid))
 
 
 def controllers_of(start_id: str) -> list[int]:
-    """Find the controllers that this start's workers on this node have started, published or not, standbys included."""
+    """Find the controllers that this attempt's workers on this node have started, published or not, standbys included."""
     return [stat.pid for stat in all_processes() if not stat.gone and _proven(stat.pid, start_id)]
 
 
 def _proven(pid: int, start_id: str) -> bool:
-    """Say whether a process is a controller of this start now. Asked before every signal: a number may be another's by then."""
+    """Return whether a process is a controller of this attempt now. Called before every signal: the pid may have been reused."""
     return is_controller(pid) and f"{START_VARIABLE}={start_id}" in environment(pid)
 
 
@@ -51,10 +51,10 @@ def end_controllers(
     patience_s: float = 0.0,
     leave_s: float = LEAVE_S,
 ) -> list[int]:
-    """End every controller of this start on this node; called when all its workers have ended.
+    """End every controller of this attempt on this node; called when all its workers have ended.
 
     `patience_s`: how long they may first finish by themselves; other nodes' ranks may still be writing.
-    Returns the processes that had to be killed. Does nothing without `/proc`: a controller leaves by itself in the end.
+    Returns the processes that were killed. Does nothing without `/proc`: a controller exits by itself in the end.
     """
     running = controllers_of(start_id)
     found = _await_their_end(running, start_id, patience_s) if patience_s > 0 else running
@@ -62,15 +62,15 @@ def end_controllers(
         _ask(pid, start_id, published, request_shutdown)
     stayed = _remaining(found, start_id, leave_s)
     for pid in stayed:
-        log.warning("controller (pid %d) did not leave within %.0f s of being asked: killed", pid, leave_s)
+        log.warning("killed controller (pid %d): no exit within %.0f s of the shutdown request", pid, leave_s)
         _signal(pid, start_id, signal.SIGKILL)
     _remaining(stayed, start_id, leave_s)
     return stayed
 
 
 def _await_their_end(pids: list[int], start_id: str, patience_s: float) -> list[int]:
-    """Wait for controllers to finish with other nodes' ranks; return those that have not in time. Says so when it takes long."""
-    _dismiss_idle_standbys(pids, start_id)
+    """Wait for controllers to finish with other nodes' ranks, with a log line when it takes long; return those that have not in time."""
+    _release_idle_standbys(pids, start_id)
     soon_s = min(LEAVE_S, patience_s)
     left = _remaining(pids, start_id, soon_s)
     if left and patience_s > soon_s:
@@ -88,15 +88,15 @@ def _named(pids: list[int]) -> str:
     return f"controller{several} (pid{several} {', '.join(map(str, pids))})"
 
 
-def _dismiss_idle_standbys(pids: list[int], start_id: str) -> None:
-    """Let those go that no rank has come to; one that has taken over ignores this, and is waited for like any other."""
+def _release_idle_standbys(pids: list[int], start_id: str) -> None:
+    """Release the standbys that lead no ranks; one that has taken over ignores the signal."""
     for pid in pids:
         if "--standby" in command_line(pid):
             _signal(pid, start_id, signal.SIGUSR1)
 
 
 def _remaining(pids: list[int], start_id: str, timeout_s: float) -> list[int]:
-    """Wait for all of these to go; return those that have not in time. A number that has become another's has gone."""
+    """Wait for these to end; return those that have not in time. A reused pid counts as ended."""
     deadline = time.monotonic() + timeout_s
 
     def stays(pid: int) -> bool:
@@ -107,15 +107,15 @@ def _remaining(pids: list[int], start_id: str, timeout_s: float) -> list[int]:
 
 
 def _ask(pid: int, start_id: str, published: ControllerEntry | None, request_shutdown: RequestShutdown) -> None:
-    """Ask by message where the address is known, by SIGTERM otherwise; a standby whose launcher runs knows only SIGUSR1 for one."""
+    """Ask by message where the address is known, by SIGTERM otherwise; an idle standby whose agent runs handles SIGUSR1 only."""
     if published is not None and pid == published.pid:
         try:
             request_shutdown(published.address)
             return
         except Exception as error:  # any transport error: the signal below does as well
             log.debug("controller at %s does not answer (%s): sending SIGTERM", published.address, error)
-    _dismiss_idle_standbys([pid], start_id)
-    _signal(pid, start_id, signal.SIGTERM)  # one that has taken over: it leaves when its ranks have gone
+    _release_idle_standbys([pid], start_id)
+    _signal(pid, start_id, signal.SIGTERM)  # one that has taken over exits when its ranks have
 
 
 def _signal(pid: int, start_id: str, number: signal.Signals) -> None:

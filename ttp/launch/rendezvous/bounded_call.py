@@ -1,7 +1,7 @@
-"""Calls that may hang for good, on a thread of their own: a store behind a pulled cable never answers.
+"""Calls with a time limit: a call to a store behind a broken network may never return, so it runs in a thread.
 
-Never ends such a call: it is left to itself. An interpreter that ends unwinds its thread in the middle of torch's C++, which aborts
-the process: `end_despite_calls` is for that.
+Owns those threads, and the process's exit despite them: when the interpreter ends it unwinds such a thread within torch's C++, which aborts the
+process. Never ends such a call: its thread is abandoned.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ T = TypeVar("T")
 _MAY_HANG = (
     "ttp-rendezvous",
     "ttp-waiting-nodes",
-    "ttp-waiting-words",
+    "ttp-waiting-log",
     "ttp-controller-search",
-    "ttp-neighbours",
+    "ttp-peer-agents",
     "RendezvousKeepAlive",
 )
-"""The names of threads that ask a store or a name server begin so: the launcher's own, and torch's heartbeats to a rendezvous. Not those
-that only wait, as one for signals does for as long as the process lives: a launcher ends as any Python program does."""
+"""The first letters of the names of threads that call a store or a name server: the agent's own, and torch's heartbeats to a rendezvous. Not
+those that only wait, as the thread for signals does."""
 
 
 class BoundedCall(Generic[T]):
-    """A call on a thread of its own, which is left to itself when it hangs."""
+    """A call in a thread, which is abandoned when it hangs."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -53,7 +53,7 @@ class BoundedCall(Generic[T]):
 
     @property
     def trouble(self) -> str:
-        """What the call has failed with, in a line; empty while it is under way, and when it has not failed."""
+        """The call's error in one line; empty while it is under way, and when it has not failed."""
         return (str(self._error) or type(self._error).__name__).splitlines()[0] if self._error is not None else ""
 
     def result(self) -> T:
@@ -64,18 +64,18 @@ class BoundedCall(Generic[T]):
 
 
 def calls_under_way() -> bool:
-    """Say whether a call may still be under way on another thread."""
+    """Return whether a call may still be under way in another thread."""
     return any(thread.daemon and thread.name.startswith(_MAY_HANG) for thread in threading.enumerate())
 
 
 def end_despite_calls(code: int) -> None:
-    """End the process at once, with this code, if a call may still be under way on another thread; else return."""
+    """End the process at once, with this code, if a call may still be under way in another thread; else return."""
     if not calls_under_way():
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed, or nobody reads it: the code still counts
+        except (OSError, ValueError):  # closed, or without a reader: the exit code still counts
             continue
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Which rendezvous a command line asks for: torch's handler for its backend, in what TTP puts around it.
+"""Makes the rendezvous that a command line asks for: torch's handler for its backend, in TTP's wrapper.
 
-A c10d job whose nodes meet in a TCP store at a named place may move to another place (`multi_endpoint.py`, `store_failover.py`). All other
-handlers are torch's own, as torchrun makes them: static, etcd, c10d in a file, and one node by itself.
+A c10d job with a TCP store at a named endpoint can fail over to another endpoint (`multi_endpoint.py`, `store_failover.py`). All other
+handlers are torch's own, as torchrun makes them: static, etcd, c10d in a file, and one node alone. Owns that choice. Never joins anything.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from ttp.errors import ConfigError
 from ttp.inputs import checked
 from ttp.launch.rendezvous.fresh_store import JOIN_S, FreshStoreRendezvous, no_trouble
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
-from ttp.launch.rendezvous.store_failover import MovingRendezvous
+from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 log = logging.getLogger("ttp.launch")
 
 
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
-    """Make torch's handler for the chosen backend, in the wrapper that gives each start a fresh store. Raises ConfigError,
-    ValueError (torch's, for values that it does not take), RendezvousError."""
+    """Make torch's handler for the chosen backend, in the wrapper that gives each attempt a fresh store. Raises ConfigError, ValueError
+    (torch's, for values that it rejects), RendezvousError."""
     if has_places(config.rdzv_backend, config.rdzv_endpoint, str(config.rdzv_configs.get("store_type", "tcp"))):
-        moving = make_moving(config)
+        failover = make_failover(config)
         return FreshStoreRendezvous(
-            moving,
+            failover,
             store_host(config),
             same_keys_every_round=False,
             waits_for=_nodes_text(config),
-            trouble=moving.trouble,
+            trouble=failover.trouble,
         )
     static = config.rdzv_backend == "static"
     try:
         inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
     except ImportError as error:
         raise ConfigError(
-            f"--rdzv-backend is {config.rdzv_backend!r}, and its client cannot be loaded ({error}): install that (for etcd, the"
-            " package python-etcd), or take --rdzv-backend c10d, which needs none"
+            f"invalid --rdzv-backend: got {config.rdzv_backend!r}, whose client cannot be imported ({error}). Install it (for etcd, the"
+            " package python-etcd), or use --rdzv-backend c10d, which needs none"
         ) from error
     return FreshStoreRendezvous(
         inner,
@@ -66,48 +66,48 @@ def _seconds(config: LaunchConfig, name: str, default: float) -> float:
         value = math.nan
     if not LEAST_S <= value <= MOST_S:
         raise ConfigError(
-            f"--rdzv-conf has {name}={checked.shown(given)}: wanted seconds from {LEAST_S:g}, at most {MOST_S:g}"
+            f"invalid --rdzv-conf {name}: got {checked.shown(given)}, expected {LEAST_S:g} to {MOST_S:g} seconds"
         )
     return value
 
 
 def _static_trouble(endpoint: str) -> str:
-    """Say why node 0's store takes no connection; empty when it does."""
+    """Return why node 0's store accepts no connection; empty when it does."""
     place = Endpoint(*parse_rendezvous_endpoint(endpoint, default_port=-1))
     why = why_not_reached(place, CONNECT_S)
     return f"{place}: {why}" if why else ""
 
 
 def _nodes_text(config: LaunchConfig) -> str:
-    """Say for how many nodes a rendezvous waits, and where they meet; empty for one node by itself."""
+    """Return for how many nodes a rendezvous waits, and at which endpoint, as text; empty for one node alone."""
     least, most = config.min_nodes, config.max_nodes
     if most == 1:
         return ""
     count = f"{most} nodes" if least == most else f"{least} to {most} nodes"
-    return f"{count} to meet at {config.rdzv_endpoint} (this is one of them)"
+    return f"{count}, this one included, to join at {config.rdzv_endpoint}"
 
 
 def has_places(backend: str, endpoint: str, store_type: str) -> bool:
-    """Say whether the nodes meet in a c10d store at a place that all know. One node by itself has a free port, `:0`; with the
-    store type `file` the endpoint is a path."""
+    """Return whether the nodes meet in a c10d store at endpoints that all know. One node alone has a free port, `:0`; with the store type
+    `file` the endpoint is a path."""
     return backend == "c10d" and store_type.strip().lower() == "tcp" and bool(endpoint) and not endpoint.endswith(":0")
 
 
 def plain_endpoint(args: Namespace) -> str:
-    """Return the endpoint for torchrun alone, which knows one place: the first of several. Raises ConfigError."""
+    """Return the endpoint for plain torchrun, which accepts one only: the first of several. Raises ConfigError."""
     endpoint = str(args.rdzv_endpoint)
     options = dict(part.split("=", 1) for part in args.rdzv_conf.split(",") if "=" in part)
     store_type = {key.strip(): value for key, value in options.items()}.get("store_type", "tcp")
     if "," not in endpoint or not has_places(args.rdzv_backend, endpoint, store_type):
         return endpoint
     first = str(parse_endpoints(endpoint)[0])
-    log.warning("with ENABLE_TTP=False the nodes meet at %s alone: torchrun knows one place", first)
+    log.warning("ENABLE_TTP=False: only the first endpoint, %s, is used, as torchrun accepts one", first)
     return first
 
 
-def make_moving(config: LaunchConfig) -> MovingRendezvous:
-    """Make the handler that survives the loss of its store. Raises ConfigError for a bad list of endpoints, ValueError for a bad
-    value in --rdzv-conf."""
+def make_failover(config: LaunchConfig) -> FailoverRendezvous:
+    """Make the handler that survives the loss of its store. Raises ConfigError for invalid endpoints, ValueError for an invalid value in
+    --rdzv-conf."""
     hosting = _parameters(config, config.rdzv_endpoint).get_as_bool("is_host")
     stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting)
 
@@ -115,7 +115,7 @@ def make_moving(config: LaunchConfig) -> MovingRendezvous:
         return get_rendezvous_handler(_parameters(config, str(place), is_host="0"))
 
     join_timeout_s = _seconds(config, "join_timeout", 600)
-    return MovingRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
+    return FailoverRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
 
 
 def _parameters(config: LaunchConfig, endpoint: str, **changed: str) -> RendezvousParameters:
@@ -131,7 +131,7 @@ def _parameters(config: LaunchConfig, endpoint: str, **changed: str) -> Rendezvo
 
 
 def store_host(config: LaunchConfig) -> str:
-    """Return the name under which the workers reach a store in this process, should this node get rank 0."""
+    """Return the host name under which the workers reach a store in this process, in case this node gets rank 0."""
     if config.local_addr:
         return config.local_addr
     if config.rdzv_backend == "static":

@@ -1,12 +1,12 @@
-"""Where the agents of a job meet: one of several rendezvous stores, so that the loss of its node does not end the job.
+"""Several rendezvous endpoints, one of them in use, so that the loss of its node does not end the job.
 
-`--rdzv-endpoint node-a:29400,node-b:29400` names the places in order. The agent on a named node keeps a store there as
-long as it lives; all are empty but the one in use, which carries a number (its *epoch*). When that one is gone, the agents
-that are left open the first one that they can reach, under a higher number; whoever looks for the job takes the highest. A
-place may be a machine that does not train: `python -m ttp.launch.stores --port 29400` keeps a store and nothing else.
+`--rdzv-endpoint node-a:29400,node-b:29400` lists the endpoints in order. The agent on a listed node serves a store there while it runs. All are
+empty but the one in use, which has a number (its *epoch*). When that one is lost, the remaining agents open the first one that they reach, with
+a higher epoch; a joining node uses the highest. An endpoint may be a host that does not train: `python -m ttp.launch.stores --port 29400`
+serves a store only.
 
-What a store holds is soft: the agents bring all of it to the next one (`store_failover.py`). Owns the choice of the store only. A store's
-calls can hang when a cable is cut, so none is made on the agent's own thread without a limit.
+A store's content is soft state: the agents publish all of it again in the next one (`store_failover.py`). Owns the choice of the store. Never
+calls a store on the agent's own thread without a time limit: such a call can hang when the network breaks.
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ DEFAULT_PORT = 29400
 """torch's, for c10d."""
 EPOCH_KEY = "ttp/store_epoch"
 CONNECT_S = 3.0
-"""How long a place has to take a connection."""
+"""How long an endpoint has to accept a connection."""
 ANSWER_S = 30.0
-"""How long a place that takes connections has to answer: a client looks its own name up first, and a name server that does
-not answer costs it five seconds, again and again."""
+"""How long an endpoint that accepts connections has to answer: a client looks up its own name first, and each DNS timeout takes five seconds."""
 LEAST_S = 1.0
-"""A question has at least so long, however little is left."""
+"""The least time for a call, however little remains."""
 ROUND_S = 1.0
-"""Between two looks at all places while a rendezvous waits."""
+"""Between two polls of all endpoints while a rendezvous waits."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A place for a store, as every node reaches it."""
+    """The address of a store, as every node reaches it."""
 
     host: str
     port: int
@@ -71,33 +70,33 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             found.append(Endpoint(*parse_rendezvous_endpoint(part, DEFAULT_PORT)))
         except ValueError as error:
             raise ConfigError(
-                f"--rdzv-endpoint is {text!r}: wanted host[:port], or several with commas, got {part!r} ({error})"
+                f"invalid --rdzv-endpoint: got {part!r} in {text!r} ({error}), expected host[:port], or several separated by commas"
             ) from None
     if len(set(found)) != len(found):
-        raise ConfigError(f"--rdzv-endpoint is {text!r}: wanted each place once")
+        raise ConfigError(f"invalid --rdzv-endpoint: got {text!r}, expected each endpoint once")
     return tuple(found)
 
 
 class Stores:
-    """The job's places for a store, seen from one agent."""
+    """The job's endpoints, seen from one agent."""
 
     def __init__(self, endpoints: Sequence[Endpoint], *, hosting: bool | None = None) -> None:
-        """`hosting`: keep a store at the places that have this machine's address (None), at the first one as well whatever its
-        address (True), or at none (False)."""
+        """`hosting`: serve a store at the endpoints with this host's address (None), at the first one as well whatever its address (True), or
+        at none (False)."""
         self.endpoints = tuple(endpoints)
         self.epoch = 0
-        """The highest number that this agent has met under; 0: none yet."""
+        """The highest epoch that this agent has joined; 0: none yet."""
         self._hosting = hosting
         self._servers: dict[Endpoint, TCPStore] = {}
         self._refused: set[Endpoint] = set()
-        """Where this agent has said that it can keep no store."""
+        """Where this agent cannot serve a store, which is logged once."""
         self._serve()
         self._windows = {place: Window(place) for place in self.endpoints}
 
     def find(self, patient: bool, within_s: float = math.inf) -> Endpoint | None:
-        """Return where the job meets, opening a place if none is in use; None: look again later.
+        """Return the endpoint in use, after opening one if there is none; None: try again later.
 
-        `patient`: where nothing is in use, wait for the first place of the list. within_s: ask no longer than this.
+        `patient`: where none is in use, wait for the first one of the list. within_s: the time limit.
         """
         until_s = time.monotonic() + within_s
         found = {place: self.look(place, until_s - time.monotonic()) for place in self.endpoints}
@@ -109,7 +108,7 @@ class Stores:
             return chosen
         reachable = [place for place in self.endpoints if place in epochs]
         if patient or not reachable:
-            self._serve()  # a name server may know this machine's name later than this agent begins
+            self._serve()  # DNS may learn this host's name after this agent has begun
         if not reachable or (patient and reachable[0] != self.endpoints[0]):
             return None
         opened = self._windows[reachable[0]].open(epochs[reachable[0]], self.epoch + 1)
@@ -118,44 +117,44 @@ class Stores:
         return reachable[0] if opened is not None else None
 
     def _serve(self) -> None:
-        """Keep a store at the places that are here, where there is none yet."""
+        """Serve a store at this host's endpoints where there is none yet."""
         for place in self.endpoints if self._hosting is not False else ():
-            told = bool(self._hosting) and place == self.endpoints[0]
-            if place in self._servers or not (told or is_own_address(place.host)):
+            forced = bool(self._hosting) and place == self.endpoints[0]
+            if place in self._servers or not (forced or is_own_address(place.host)):
                 continue
             try:
-                # A store listens on all addresses. Its own client goes to the one given, and may not get there where it is not ours.
-                host = "127.0.0.1" if told else place.host
+                # A store listens on all addresses. Its own client connects to the one given, which may not be this host's.
+                host = "127.0.0.1" if forced else place.host
                 self._servers[place] = TCPStore(host, place.port, is_master=True, wait_for_workers=False)
             except RuntimeError as error:
                 if place not in self._refused:
                     self._refused.add(place)
                     why = str(error).splitlines()[0]
-                    log.info("no store of this agent's own at %s (%s): another one's is used", place, why)
+                    log.info("this agent cannot serve a store at %s (%s); it uses another agent's", place, why)
 
     def look(self, place: Endpoint, within_s: float = math.inf) -> int | None:
-        """Return a place's number, 0 where it is not in use, None where no store answers in time."""
+        """Return an endpoint's epoch, 0 where it is not in use, None where no store answers in time."""
         return self._windows[place].look(within_s)
 
     def ask(self, place: Endpoint, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
-        """Ask the store at a place anything; None where it does not answer in time."""
+        """Call the store at an endpoint; None where it does not answer in time."""
         return self._windows[place].ask(question, within_s)
 
     def hangs(self, place: Endpoint) -> bool:
-        """Say whether the last question there was left without an answer, though the place takes connections."""
+        """Return whether the last call there had no answer, though the endpoint accepts connections."""
         return self._windows[place].hangs
 
     def trouble(self) -> str:
-        """Say which places do not answer, and why; empty when all do, or none was asked yet."""
+        """Return which endpoints do not answer, and why; empty when all do, or none was called yet."""
         return "; ".join(f"{place}: {window.trouble}" for place, window in self._windows.items() if window.trouble)
 
     def linger(self, place: Endpoint) -> None:
-        """Where the store is this agent's own, keep it until the others have looked: what they are told goes with it."""
+        """Where the store is this agent's own, wait until the others have read it: its content is lost with it."""
         if place in self._servers:
             time.sleep(3 * ROUND_S)
 
     def newer_than(self, place: Endpoint, within_s: float = math.inf) -> Endpoint | None:
-        """Return a place that the job meets in rather than in `place`, if there is one."""
+        """Return the endpoint that the job uses instead of `place`, if there is one."""
         mine = (self.epoch, -self.endpoints.index(place))
         for number, other in enumerate(self.endpoints):
             if other != place and (epoch := self.look(other, within_s)) and (epoch, -number) > mine:
@@ -167,43 +166,43 @@ class Stores:
 
 
 def why_not_reached(place: Endpoint, within_s: float) -> str:
-    """Try to connect to a place; say why it takes no connection, empty when it does."""
+    """Try to connect to an endpoint; return why it accepts no connection, empty when it does."""
     try:
         socket.create_connection((place.host, place.port), within_s).close()
     except socket.gaierror as error:
         return f"the name {place.host!r} does not resolve ({error.strerror})"
     except ConnectionRefusedError:
-        return "connection refused: nothing listens there"
+        return "connection refused"
     except TimeoutError:
         return f"no connection within {within_s:.0f} s"
     except OSError as error:
         return error.strerror or str(error)
     except UnicodeError as error:
-        return f"no name of a host: {error}"
+        return f"invalid host name: {error}"
     return ""
 
 
 class Window:
-    """Looks at one place, through a connection that is kept. Used by one thread."""
+    """A client of one endpoint, over a connection that is kept. Used by one thread."""
 
     def __init__(self, place: Endpoint) -> None:
         self._place = place
         self._client: TCPStore | None = None
         self.hangs = False
-        """Whether the last question was left without an answer, though the place took a connection."""
+        """Whether the last call had no answer, though the endpoint accepted a connection."""
         self.trouble = ""
-        """Why the last question was not answered; empty when it was."""
+        """Why the last call had no answer; empty when it had one."""
 
     def look(self, within_s: float = math.inf) -> int | None:
-        """Return the place's number, 0 where it is not in use, None where no store answers."""
+        """Return the endpoint's epoch, 0 where it is not in use, None where no store answers."""
         return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0, within_s)
 
     def open(self, before: int, epoch: int) -> int | None:
-        """Take the place into use under a number; return the number that it has now: another agent may have been faster."""
+        """Set the endpoint's epoch; return the one that it has now: another agent may have been faster."""
         return self.ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
 
     def ask(self, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
-        """Ask the store; None where none answers. A question that hangs is left to itself."""
+        """Call the store; None where none answers. A call that hangs is abandoned."""
         answer_s = max(LEAST_S, min(ANSWER_S, within_s))
         self.hangs = False
         if trouble := why_not_reached(self._place, min(CONNECT_S, answer_s)):
@@ -215,12 +214,12 @@ class Window:
             (self._client, answer), self.trouble = asked.result(), ""
             return answer
         self.hangs = not asked.trouble
-        silence = f"it takes connections, but no store has answered within {answer_s:.0f} s"
+        silence = f"it accepts connections, but no store answered within {answer_s:.0f} s"
         self._client, self.trouble = None, asked.trouble or silence
         return None
 
     def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], T], within_s: float) -> tuple[TCPStore, T]:
-        """Ask through the kept connection, or through a new one: the store may have been started again."""
+        """Call over the kept connection, or over a new one: the store may have been restarted."""
         if kept is not None:
             with contextlib.suppress(RuntimeError):
                 return kept, question(kept)
@@ -230,7 +229,7 @@ class Window:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Keep a store at a port until told to end."""
+    """Serve a rendezvous store at a port until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m ttp.launch.stores", description=main.__doc__)
     parser.add_argument("--port", type=whole(most=65535), default=DEFAULT_PORT)
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`--rank_table_file hccl.json`: who takes part in a job, read from the file that Ascend clusters describe themselves with.
+"""`--rank_table_file hccl.json`: the nodes and devices of a job, read from the file that Ascend clusters use.
 
 Two forms of the file are in use, and both are read:
 
@@ -8,8 +8,7 @@ Two forms of the file are in use, and both are read:
     {"status": "completed", "group_count": "1", "group_list": [{"group_name": "", "server_num": "2", "instance_list": [
         {"rank_id": "0", "server_id": "10.0.0.1", "devices": [{"device_id": "0", "device_ip": "192.1.0.1"}]}, ...]}]}
 
-Numbers may be written as text. Owns reading and checking; never touches the network but to see which addresses are this
-host's own.
+Numbers may be strings. Owns reading and checking. Never uses the network, except to find which addresses are this host's own.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ttp.inputs import checked
 from ttp.inputs.input_file import read_json
 
 VERSIONS = ("1.0", "1.2")
-"""Of the form with `server_list`; 1.2 adds fields for super pods, which are not needed here."""
+"""Of the form with `server_list`; 1.2 adds fields for super pods, which are ignored."""
 
 _LONGEST = 300
 _MOST_DIGITS = 18
@@ -54,15 +53,15 @@ class RankTable:
         if len(found) == 1:
             return found[0]
         addresses = ", ".join(server.address for server in self.servers)
-        what = f"servers {' and '.join(map(str, found))} are" if found else "no server_id is"
+        what = f"servers {' and '.join(map(str, found))}" if found else "none"
         raise ConfigError(
-            f"{self.path}: {what} an address of this host (servers: {addresses}): say which one it is with --node-rank"
+            f"invalid {self.path}: got {what} with an address of this host (servers: {addresses}), expected one. Set --node-rank"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """One entry for a device, and where it stands in the file."""
+    """One entry for a device, and its place in the file."""
 
     place: str
     server_id: str
@@ -72,24 +71,24 @@ class _Device:
 
 
 def read_rank_table(path: str) -> RankTable:
-    """Read and check a rank table. Raises ConfigError naming the file, the field, its value and what was wanted."""
+    """Read and check a rank table. Raises ConfigError naming the file, the field, its value and what was expected."""
     try:
         table = read_json(path)
     except OSError as error:
-        raise ConfigError(f"--rank_table_file {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot read --rank_table_file {path}: {error.strerror}") from None
     except ValueError as error:  # a number of thousands of digits, too
-        raise ConfigError(f"--rank_table_file {path} is not JSON: {error}") from None
+        raise ConfigError(f"invalid --rank_table_file {path}: expected JSON ({error})") from None
     try:
         devices = list(_devices(table))
         servers = _servers(devices)
         _check_counts(table, servers)
     except _FieldError as error:
-        raise ConfigError(f"--rank_table_file {path}: {error}") from None
+        raise ConfigError(f"invalid --rank_table_file {path}: {error}") from None
     return RankTable(path, servers)
 
 
 def is_own_address(address: str) -> bool:
-    """Say whether an address or name belongs to this host: a socket can be bound to it."""
+    """Return whether an address or name belongs to this host: a socket can be bound to it."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -105,19 +104,19 @@ def is_own_address(address: str) -> bool:
 
 
 class _FieldError(ValueError):
-    """A field is missing or wrong; the message names it."""
+    """A field is missing or invalid; the message names it."""
 
 
 def _devices(table: Any) -> Iterator[_Device]:
     if not isinstance(table, Mapping):
-        raise _FieldError(f"wanted an object, got {type(table).__name__}")
+        raise _FieldError(f"got {type(table).__name__}, expected an object")
     if table.get("status", "completed") != "completed":
         raise _FieldError(
-            f"status is {checked.shown(table['status'])}: wanted 'completed'; the table is still being written"
+            f"status: got {checked.shown(table['status'])}, expected 'completed'. The table is still being written"
         )
     if "server_list" in table:
         if str(table.get("version", "1.0")) not in VERSIONS:
-            raise _FieldError(f"version is {checked.shown(table['version'])}: wanted {' or '.join(VERSIONS)}")
+            raise _FieldError(f"version: got {checked.shown(table['version'])}, expected {' or '.join(VERSIONS)}")
         for place, server in _objects(table, "server_list", ""):
             name = _text(server, "server_id", place)
             address = _address(server, place) or name
@@ -129,24 +128,28 @@ def _devices(table: Any) -> Iterator[_Device]:
                 name, rank = _text(instance, "server_id", place), _number(instance, "rank_id", place)
                 devices = _objects(instance, "devices", place)
                 if len(devices) != 1:
-                    raise _FieldError(f"{place}.devices has {len(devices)} entries: wanted 1, a rank has one device")
+                    raise _FieldError(f"{place}.devices: got {len(devices)} entries, expected 1: a rank has one device")
                 yield _Device(place, name, name, rank, _number(devices[0][1], "device_id", devices[0][0]))
     else:
-        raise _FieldError(f"wanted server_list or group_list, got {checked.shown(sorted(table))}")
+        raise _FieldError(f"got the keys {checked.shown(sorted(table))}, expected server_list or group_list")
 
 
 def _servers(devices: Sequence[_Device]) -> tuple[Server, ...]:
-    """Put the devices together by server, in the order of their ranks, which must be numbered server by server."""
+    """Group the devices by server, in the order of their ranks, which must be numbered server by server."""
     seen: dict[int, str] = {}
     by_server: dict[str, list[_Device]] = {}
     used: dict[tuple[str, int], str] = {}
     for device in devices:
         if device.rank in seen:
-            raise _FieldError(f"{device.place}.rank_id is {device.rank}, which {seen[device.rank]} has already")
+            raise _FieldError(
+                f"{device.place}.rank_id: got {device.rank}, which {seen[device.rank]} has already, expected a unique rank"
+            )
         seen[device.rank] = device.place
         key = (device.server_id, device.device_id)
         if key in used:
-            raise _FieldError(f"{device.place}.device_id is {device.device_id}, which {used[key]} has already")
+            raise _FieldError(
+                f"{device.place}.device_id: got {device.device_id}, which {used[key]} has already, expected one unique in its server"
+            )
         used[key] = device.place
         by_server.setdefault(device.server_id, []).append(device)
     _check_addresses(by_server)
@@ -156,7 +159,7 @@ def _servers(devices: Sequence[_Device]) -> tuple[Server, ...]:
         for device in group:
             if device.rank != rank:
                 raise _FieldError(
-                    f"{device.place}.rank_id is {device.rank}: wanted {rank}; ranks are numbered from 0 without gaps, server by"
+                    f"{device.place}.rank_id: got {device.rank}, expected {rank}: ranks are numbered from 0 without gaps, server by"
                     " server"
                 )
             rank += 1
@@ -167,25 +170,25 @@ def _servers(devices: Sequence[_Device]) -> tuple[Server, ...]:
 
 
 def _check_addresses(by_server: Mapping[str, Sequence[_Device]]) -> None:
-    """See that every server has one address, and no two the same."""
+    """Check that every server has one address, and no two the same."""
     places: dict[str, _Device] = {}
     for server_id, devices in by_server.items():
         first = devices[0]
         for device in devices:
             if device.address != first.address:
                 raise _FieldError(
-                    f"{device.place} belongs to server {checked.shown(server_id)} at {checked.shown(device.address)}, and {first.place} to the same one at"
-                    f" {checked.shown(first.address)}: wanted one address for a server"
+                    f"server {checked.shown(server_id)}: got the addresses {checked.shown(first.address)} in {first.place} and"
+                    f" {checked.shown(device.address)} in {device.place}, expected one address"
                 )
         if (other := places.setdefault(first.address, first)) is not first:
             raise _FieldError(
-                f"{first.place} and {other.place} belong to servers {checked.shown(server_id)} and {checked.shown(other.server_id)}, both at"
-                f" {checked.shown(first.address)}: wanted another address for each server"
+                f"servers {checked.shown(other.server_id)} in {other.place} and {checked.shown(server_id)} in {first.place}: got"
+                f" {checked.shown(first.address)} for both, expected different addresses"
             )
 
 
 def _check_counts(table: Mapping[str, Any], servers: Sequence[Server]) -> None:
-    """Compare the numbers that the table states with what it lists."""
+    """Compare the table's counts with its lists."""
     groups = [group for _, group in _objects(table, "group_list", "")] if "group_list" in table else []
     counts = [(table, "server_count", "", len(servers)), (table, "group_count", "", len(groups))]
     if len(groups) == 1:
@@ -195,7 +198,9 @@ def _check_counts(table: Mapping[str, Any], servers: Sequence[Server]) -> None:
         counts += [(groups[0], name, place, total) for name in ("device_num", "instance_count")]
     for fields, name, place, count in counts:
         if name in fields and _number(fields, name, place) != count:
-            raise _FieldError(f"{_at(place, name)} is {checked.shown(fields[name])}, but the table lists {count}")
+            raise _FieldError(
+                f"{_at(place, name)}: got {checked.shown(fields[name])}, expected {count}, as many as the table lists"
+            )
 
 
 def _objects(fields: Mapping[str, Any], name: str, place: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -203,22 +208,22 @@ def _objects(fields: Mapping[str, Any], name: str, place: str) -> list[tuple[str
     at = _at(place, name)
     value = fields.get(name)
     if not isinstance(value, list) or not value:
-        raise _FieldError(f"{at} is {_shown(fields, name)}: wanted a list with one object or more")
+        raise _FieldError(f"{at}: got {_shown(fields, name)}, expected a list of at least one object")
     for index, item in enumerate(value):
         if not isinstance(item, Mapping):
-            raise _FieldError(f"{at}[{index}] is {checked.shown(item)}: wanted an object")
+            raise _FieldError(f"{at}[{index}]: got {checked.shown(item)}, expected an object")
     return [(f"{at}[{index}]", item) for index, item in enumerate(value)]
 
 
 def _text(fields: Mapping[str, Any], name: str, place: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value.strip() or not value.strip().isprintable() or len(value) > _LONGEST:
-        raise _FieldError(f"{_at(place, name)} is {_shown(fields, name)}: wanted an address or a host's name")
+        raise _FieldError(f"{_at(place, name)}: got {_shown(fields, name)}, expected an address or a host name")
     return value.strip()
 
 
 def _address(fields: Mapping[str, Any], place: str) -> str:
-    """Return where a server says that it is reached; empty if it does not."""
+    """Return a server's own address field; empty: it has none."""
     for name in ("host_ip", "server_ip"):
         if fields.get(name) not in (None, ""):
             return _text(fields, name, place)
@@ -229,7 +234,7 @@ def _number(fields: Mapping[str, Any], name: str, place: str) -> int:
     value = fields.get(name)
     text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
-        raise _FieldError(f"{_at(place, name)} is {_shown(fields, name)}: wanted a whole number from 0")
+        raise _FieldError(f"{_at(place, name)}: got {_shown(fields, name)}, expected an integer >= 0")
     return int(text)
 
 
@@ -239,5 +244,5 @@ def _at(place: str, name: str) -> str:
 
 def _shown(fields: Mapping[str, Any], name: str) -> str:
     if name not in fields:
-        return "missing"
+        return "nothing"
     return checked.shown(fields[name])

@@ -1,7 +1,7 @@
-"""The rendezvous of several nodes, wherever the job meets: torch's handler on the store in use, and another on the next when that is lost.
+"""Failover of the rendezvous: torch's handler on the store in use, and a new handler on the next store when that is lost.
 
-Owns joining, what nodes say that leave or end the job, and the question who waits. torch's handler does the rendezvous itself. No
-call that may hang is made on the agent's own thread without a limit.
+Owns joining, the reasons of nodes that leave or end the job, and the number of waiting nodes. torch's handler does the rendezvous itself. Never
+makes a call that may hang on the agent's own thread without a time limit.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Wind
 log = logging.getLogger("ttp.launch")
 
 LOST_LOOKS = 3
-"""So many looks in a row without an answer: the place is lost."""
+"""After so many reads in a row without an answer an endpoint is lost."""
 FIRST_PATIENCE_S = 30.0
-"""How long the first place of the list is waited for, at a job's start, before another one is opened."""
+"""How long a new job waits for the first endpoint of the list before it opens another one."""
 CLOSE_S = 10.0
-"""How long the store may take for each of the last words; one that has not answered is asked no more."""
+"""How long the store may take for each of the last calls; after one without an answer there are no more."""
 
 
-class MovingRendezvous(RendezvousHandler):
+class FailoverRendezvous(RendezvousHandler):
     """Runs torch's handler on the store in use, and makes a new one on the next when that is lost."""
 
     def __init__(
         self, stores: Stores, make: Callable[[Endpoint], RendezvousHandler], run_id: str, *, join_timeout_s: float
     ) -> None:
-        """`make(place)`: torch's handler, as a client of the store at `place`."""
+        """`make(place)`: torch's handler, as a client of the store at endpoint `place`."""
         self._stores = stores
         self._make = make
         self._run_id = run_id
@@ -47,27 +47,26 @@ class MovingRendezvous(RendezvousHandler):
         self._place: Endpoint | None = None
         self._inner: RendezvousHandler | None = None
         self._waiting: _Waiting | None = None
-        self._heard: dict[Endpoint, int] = {}
-        """At each place, how many of the nodes that have left this one has heard; those before its own time, too."""
-        self._heard_before = 0
-        """The same, when it began to join: one that has left since may have been counted in."""
-        self._news = False
+        self._departed: dict[Endpoint, int] = {}
+        """By endpoint, how many departures this node has read there, those before its own time included."""
+        self._departed_before = 0
+        """The same when it began to join: a node that has left since may be counted in the rendezvous."""
+        self._departure_seen = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round wherever the job meets. Raises RendezvousTimeoutError, RendezvousClosedError (the job is over,
-        and why)."""
-        words = self._waiting.over if self._waiting is not None else ""
-        self._stop_asking()
-        if words:
-            raise RendezvousClosedError(f"the job {self._run_id!r} is over: {words}")
+        """Join the next round at the endpoint in use. Raises RendezvousTimeoutError, RendezvousClosedError (why the job is over)."""
+        why = self._waiting.over if self._waiting is not None else ""
+        self._stop_polling()
+        if why:
+            raise RendezvousClosedError(f"the job {self._run_id!r} is over: {why}")
         began = time.monotonic()
         while True:
             left_s = began + self._join_timeout_s - time.monotonic()
             if left_s <= 0:
                 where = ", ".join(map(str, self._stores.endpoints))
-                why = self._stores.trouble() or "all of these answer; were as many nodes started?"
+                why = self._stores.trouble() or "all endpoints answer. Check that every node was started"
                 raise RendezvousTimeoutError(
-                    f"too few nodes met within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}"
+                    f"too few nodes joined within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}"
                 )
             first = self._stores.epoch == 0
             place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
@@ -75,78 +74,80 @@ class MovingRendezvous(RendezvousHandler):
             if joined is not None:
                 assert self._inner is not None
                 assert place is not None
-                self._waiting = _Waiting(self._inner, Window(place), self._run_id, self._heard_before, self._drop)
+                self._waiting = _Waiting(self._inner, Window(place), self._run_id, self._departed_before, self._drop)
                 return joined
             time.sleep(ROUND_S)
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
-        """Try at one place; None when it is lost, or the job has moved on from it."""
+        """Try to join at one endpoint; None: it is lost, or the job uses another one."""
         if place != self._place or self._inner is None:
             if self._place is not None:
-                log.warning("the rendezvous moves from %s to %s", self._place, place)
+                log.warning("moving the rendezvous from %s to %s", self._place, place)
             self._place, self._inner = place, None
         kept, until = self._inner, time.monotonic() + left_s
-        self._hear(place, left_s)
-        self._heard_before = self._heard.get(place, 0)
+        self._read_departures(place, left_s)
+        self._departed_before = self._departed.get(place, 0)
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
             inner = kept or self._make(place)
             return inner, inner.next_rendezvous()
 
-        attempt = BoundedCall(run)
+        call = BoundedCall(run)
         unanswered = 0
-        while not attempt.wait(ROUND_S):
+        while not call.wait(ROUND_S):
             left_s = until - time.monotonic()
             unanswered = unanswered + 1 if self._stores.look(place, left_s) is None else 0
-            self._hear(place, left_s)
+            self._read_departures(place, left_s)
             if unanswered >= LOST_LOOKS:
                 why = f"is lost ({self._stores.trouble()})"
             elif (other := self._stores.newer_than(place, left_s)) is not None:
-                why = f"is left: the job meets at {other}"
+                why = f"is out of use: the job meets at {other}"
             elif time.monotonic() > until:
                 why = "had too few nodes in time"
             else:
                 continue
             log.warning("the rendezvous at %s %s", place, why)
-            self._inner = None  # its calls may hang for good: they are left to themselves
+            self._inner = None  # its calls may hang forever: they are abandoned
             return None
         try:
-            inner, joined = attempt.result()  # only here: an attempt that was left may end later, and changes nothing
+            inner, joined = call.result()  # only here: an abandoned call may end later, without effect
             self._inner = inner
             return joined
         except RendezvousClosedError:
-            words = self.failed_elsewhere() or "nobody said why"
-            raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {words}") from None
+            why = self.failed_elsewhere() or "no node has reported why"
+            raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {why}") from None
         except (RendezvousConnectionError, RendezvousTimeoutError, RuntimeError) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None
             return None
 
     def _drop(self, lost: RendezvousHandler) -> None:
-        """Let go of a handler whose store is lost: its heartbeats, which nobody hears, end with it."""
+        """Drop a handler whose store is lost; its heartbeats end with it."""
         if self._inner is lost:
             self._inner = None
 
-    def _hear(self, place: Endpoint, within_s: float = math.inf) -> None:
-        """Log what nodes say that have left, but for those that had done so before this one came."""
-        before = self._heard.get(place)
-        words = self._stores.ask(place, lambda store: departures.left_after(store, self._run_id, before or 0), within_s)
-        if words is None:
+    def _read_departures(self, place: Endpoint, within_s: float = math.inf) -> None:
+        """Log why nodes have left, except for those that left before this one joined."""
+        before = self._departed.get(place)
+        reasons = self._stores.ask(
+            place, lambda store: departures.departures_after(store, self._run_id, before or 0), within_s
+        )
+        if reasons is None:
             return
-        self._heard[place] = (before or 0) + len(words)
+        self._departed[place] = (before or 0) + len(reasons)
         if before is not None:
-            _log_left(words)
-            self._news = self._news or bool(words)
+            _log_departures(reasons)
+            self._departure_seen = self._departure_seen or bool(reasons)
 
-    def heard_of_a_parting(self) -> bool:
-        """Say whether a node has told since the last question that it leaves."""
+    def saw_departure(self) -> bool:
+        """Return whether a node has left since the last call."""
         if self._place is not None:
-            self._hear(self._place)
-        news, self._news = self._news, False
-        return news
+            self._read_departures(self._place)
+        seen, self._departure_seen = self._departure_seen, False
+        return seen
 
     def failed_elsewhere(self) -> str:
-        """Return why another node has ended the job, as far as it was heard; empty if none has."""
+        """Return why another node has ended the job, as far as is known; empty: none has."""
         if self._waiting is not None and self._waiting.over:
             return self._waiting.over
         if self._place is None:
@@ -154,15 +155,15 @@ class MovingRendezvous(RendezvousHandler):
         return self._stores.ask(self._place, lambda store: departures.over(store, self._run_id), CLOSE_S) or ""
 
     def trouble(self) -> str:
-        """Say which places do not answer, and why."""
+        """Return which endpoints do not answer, and why."""
         return self._stores.trouble()
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes want to join; a node that has left without its ranks' word makes the others meet again as well. 0
-        while the store is lost: the workers do not need it."""
+        """Return how many nodes wait to join. A departed node counts too: the others must join a new rendezvous. 0 while the store is lost: the
+        workers do not need it."""
         return self._waiting.count if self._waiting is not None else 0
 
-    def _stop_asking(self) -> None:
+    def _stop_polling(self) -> None:
         if self._waiting is not None:
             self._waiting.stop()
             self._waiting = None
@@ -186,23 +187,23 @@ class MovingRendezvous(RendezvousHandler):
         return self._run_id
 
     def leave(self, why: str) -> None:
-        """Tell the others, if the store can be reached, why this node goes, and leave the rendezvous open for them."""
-        self._stop_asking()
+        """Publish why this node leaves, if the store is reachable, and keep the rendezvous open for the others."""
+        self._stop_polling()
         if self._place is not None and not self._stores.hangs(self._place):
-            self._stores.ask(self._place, lambda store: departures.tell_left(store, self._run_id, why), CLOSE_S)
+            self._stores.ask(self._place, lambda store: departures.publish_departure(store, self._run_id, why), CLOSE_S)
             self._stores.linger(self._place)
         self._inner = None
 
     def shutdown(self, why: str = "") -> bool:
-        """Close the rendezvous for all, if its store can be reached, and say why it failed (empty: it has not); end this agent's
-        own store."""
-        self._stop_asking()
+        """Close the rendezvous for all, if its store is reachable, and publish why the job failed (empty: it has not); end this agent's own
+        store."""
+        self._stop_polling()
         inner, self._inner = self._inner, None
         closed = False
         place = self._place
         if place is not None and not self._stores.hangs(place) and self._stores.look(place, CLOSE_S) is not None:
             if why:
-                self._stores.ask(place, lambda store: departures.tell_over(store, self._run_id, why), CLOSE_S)
+                self._stores.ask(place, lambda store: departures.publish_over(store, self._run_id, why), CLOSE_S)
             if inner is not None:
                 closing = BoundedCall(inner.shutdown)
                 closed = closing.wait(CLOSE_S) and closing.succeeded
@@ -212,29 +213,29 @@ class MovingRendezvous(RendezvousHandler):
         return closed
 
 
-def _log_left(words: Sequence[str]) -> None:
-    for text in words:
-        log.warning("a node has left: %s", text)
+def _log_departures(reasons: Sequence[str]) -> None:
+    for why in reasons:
+        log.warning("a node has left: %s", why)
 
 
 class _Waiting:
-    """Asks, now and then, how many nodes want to join or have left, so that the agent need not wait for a store that is gone."""
+    """Polls how many nodes wait to join or have left, in a thread, so that the agent never waits for a lost store."""
 
     def __init__(
         self,
         inner: RendezvousHandler,
         window: Window,
         run_id: str,
-        heard: int,
+        departed: int,
         give_up: Callable[[RendezvousHandler], None],
     ) -> None:
-        """`heard`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost."""
+        """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost."""
         self.count = 0
         self.over = ""
-        """Why the job is over, once another node has said so."""
+        """Why the job is over, once another node has published it."""
         self._window = window
         self._run_id = run_id
-        self._heard = heard
+        self._departed = departed
         self._inner: RendezvousHandler | None = inner
         self._give_up = give_up
         self._stopping = threading.Event()
@@ -242,13 +243,13 @@ class _Waiting:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more: the handler is for one thread at a time. A question that hangs is not waited for."""
+        """Stop polling: only one thread at a time may use the handler. A call that hangs is abandoned."""
         self._stopping.set()
         self._thread.join(ROUND_S)
 
     def _run(self) -> None:
-        """Ask until told to stop. The handler's connection is never made again, and torch writes a backtrace for each question
-        on one that is broken: the window, which looks before it asks, goes first, and a loss ends the handler."""
+        """Poll until stopped. The handler never reconnects, and torch logs a backtrace for each call on a broken connection: the window, which
+        checks the port first, is asked before it, and a loss ends the handler."""
         unanswered = 0
         while not self._stopping.wait(ROUND_S):
             left = self._left()
@@ -265,18 +266,20 @@ class _Waiting:
         self._inner = None
 
     def _lose(self, why: str) -> None:
-        """Let go of the handler, and with it of its heartbeats."""
+        """Drop the handler, and its heartbeats with it."""
         inner, self._inner = self._inner, None
         if inner is not None and not self._stopping.is_set():
-            log.warning("the rendezvous' store is lost (%s); training goes on, the next start looks for another", why)
+            log.warning(
+                "the rendezvous store is lost (%s); training continues, the next attempt uses another store", why
+            )
             self._give_up(inner)
 
     def _left(self) -> int | None:
-        """Return how many nodes have left since the rendezvous (their ranks will not come, or not come back), and hear whether
-        the job is over. None: no store answers."""
+        """Return how many nodes have left since the rendezvous (without their ranks the attempt cannot run), and read whether the job is over.
+        None: no store answers."""
         found = self._window.ask(
             lambda store: (
-                departures.left_after(store, self._run_id, self._heard),
+                departures.departures_after(store, self._run_id, self._departed),
                 departures.over(store, self._run_id),
             )
         )

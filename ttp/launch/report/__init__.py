@@ -1,1 +1,1 @@
-"""What ttprun reports of its job: to people on stderr, to programs in `story.jsonl`."""
+"""What ttprun reports: to people on stderr, to programs in `story.jsonl`."""

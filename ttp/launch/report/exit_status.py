@@ -1,6 +1,6 @@
-"""How workers ended, for people: one line each, the exceptions that they recorded, and the root cause first.
+"""How workers ended, as text: one line each, the exceptions that they recorded, and the root cause first.
 
-Text and order only: no waiting, no signals, no files but the workers' own error files, which torch's `@record` writes.
+Owns wording and order. Never waits, never signals, reads no files but the workers' error files, which torch's `@record` writes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TRACEBACK_LINES = 60
 LONGEST_LINE = 400
 
 _LEFT: dict[int | None, str] = {
-    EXIT_CODE_PERSISTED: "left for the restart",
-    EXIT_CODE_PREEMPTED: "told to leave, and left",
+    EXIT_CODE_PERSISTED: "exited for the restart",
+    EXIT_CODE_PREEMPTED: "exited on a preemption notice",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why the workers are held, and until when: one deadline, however many stages the fault has."""
+    """A fault's cause and its one deadline, however many stages the fault has."""
 
     cause: str
     begun_monotonic_s: float
@@ -39,7 +39,7 @@ class RankFailure:
 
 
 def first_failure(deaths: Mapping[int, Death]) -> Death | None:
-    """Return the failed worker that was first seen to end; a survivor that persisted only if there is no other."""
+    """Return the failed worker that was first seen to exit; a survivor that saved only if there is no other."""
     failed = [death for death in deaths.values() if death.failed]
     if not failed:
         return None
@@ -47,26 +47,26 @@ def first_failure(deaths: Mapping[int, Death]) -> Death | None:
 
 
 def describe(death: Death) -> str:
-    """`rank 2 (pid 71) ended: signal SIGKILL`; of one that is not at fault `rank 0 (pid 70) left for the restart (exit code 75)`."""
-    return f"rank {death.rank} (pid {death.pid}) {_left_text(death) or f'ended: {death.text}'}"
+    """`rank 2 (pid 71) ended: signal SIGKILL`; of one that is not at fault `rank 0 (pid 70) exited for the restart (exit code 75)`."""
+    return f"rank {death.rank} (pid {death.pid}) {_saved_text(death) or f'ended: {death.text}'}"
 
 
 def outcome_text(deaths: Mapping[int, Death], ended: Collection[int] = ()) -> str:
-    """Sum up how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: left for the restart (exit code 75)`.
+    """Summarize how workers ended: `rank 2: signal SIGKILL; ranks 0-1, 3: exited for the restart (exit code 75)`.
 
-    `ended`: those that the launcher itself has ended.
+    `ended`: those that the agent itself has ended.
     """
     groups: dict[str, list[Death]] = {}
     for death in sorted(deaths.values(), key=lambda d: (d.status == EXIT_CODE_PERSISTED, d.seen_monotonic_s, d.rank)):
-        text = _left_text(death) or death.text
+        text = _saved_text(death) or death.text
         if death.rank in ended:
             text = f"ended by ttprun ({death.text})"
         groups.setdefault(text, []).append(death)
     return "; ".join(f"{ranks_text(d.rank for d in group)}: {text}" for text, group in groups.items())
 
 
-def _left_text(death: Death) -> str:
-    """Say of a worker that left with its state safe that it did; empty: it ended otherwise."""
+def _saved_text(death: Death) -> str:
+    """Return the text for a worker that exited with its state saved; empty: it ended otherwise."""
     return f"{_LEFT[death.status]} ({death.text})" if death.status in _LEFT else ""
 
 
@@ -86,7 +86,7 @@ class Recorded:
 
     @property
     def line(self) -> str:
-        """What it said, in a line for people."""
+        """Its message, in one line."""
         first = next((line.strip() for line in self.text.splitlines() if line.strip()), "")
         return first if len(first) <= LONGEST_LINE else f"{first[:LONGEST_LINE]}..."
 
@@ -102,44 +102,44 @@ def recorded(failure: ProcessFailure) -> Recorded | None:
     return Recorded(text.strip(), trace if isinstance(trace, str) else "")
 
 
-def is_peer_error(told: Recorded) -> bool:
-    """Say whether the exception is what a collective raises when another rank has gone."""
-    return classify(told.text, told.name) is CauseKind.PEER_ERROR
+def is_peer_error(error: Recorded) -> bool:
+    """Return whether the exception is what a collective raises when another rank is gone."""
+    return classify(error.text, error.name) is CauseKind.PEER_ERROR
 
 
 def recorded_by(failures: Mapping[int, ProcessFailure]) -> dict[int, Recorded]:
-    """Return by rank what failed workers recorded. The first of `failures` is the root cause; of the others, one that left with its
-    state safe tells of another rank's failure."""
-    told = {rank: recorded(failure) for rank, failure in failures.items()}
+    """Return by rank what failed workers recorded. The first of `failures` is the root cause; of the others, one that exited with its state
+    saved recorded another rank's failure, and is omitted."""
+    errors = {rank: recorded(failure) for rank, failure in failures.items()}
     root = next(iter(failures), None)
     return {
         rank: each
-        for rank, each in told.items()
+        for rank, each in errors.items()
         if each is not None and (rank == root or failures[rank].exitcode not in SAVED_EXIT_CODES)
     }
 
 
 def summarize(failure: ProcessFailure) -> ProcessFailure:
-    """Return a copy of which torch's report quotes the exception in brief, without its traceback: the worker has printed that. The
-    error file stays as it is."""
-    told = recorded(failure)
-    if told is None:
+    """Return a copy for torch's report with the exception in brief, without the traceback that the worker has printed. The error file is not
+    changed."""
+    error = recorded(failure)
+    if error is None:
         return failure
     brief = copy.copy(failure)
-    brief.message = f"{in_brief(told.text)} (in the error file)"
+    brief.message = f"{in_brief(error.text)} (in the error file)"
     return brief
 
 
 def exception_text(failure: ProcessFailure) -> str:
-    """Quote in brief the exception that a worker recorded in its error file; empty if it recorded none."""
-    told = recorded(failure)
-    return f"{in_brief(told.text)} (traceback: {failure.error_file})" if told is not None else ""
+    """Return in brief the exception that a worker recorded in its error file; empty if it recorded none."""
+    error = recorded(failure)
+    return f"{in_brief(error.text)} (traceback: {failure.error_file})" if error is not None else ""
 
 
 def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback that a worker recorded in its error file, indented, its middle left out when it is very long."""
-    told = recorded(failure)
-    lines = told.trace.rstrip().splitlines() if told is not None else []
+    """Return the traceback that a worker recorded in its error file, indented, without its middle when it is very long."""
+    error = recorded(failure)
+    lines = error.trace.rstrip().splitlines() if error is not None else []
     if len(lines) > TRACEBACK_LINES:
         half = TRACEBACK_LINES // 2
         lines = [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]
@@ -151,9 +151,9 @@ def sort_root_cause_first(
 ) -> dict[int, ProcessFailure]:
     """Order failures (by global rank) so that torch reports the true root cause, and make its timestamps agree.
 
-    torch takes the smallest timestamp, in whole seconds, and the first of equals; after a hold it would have read them
-    all at the same moment. A survivor that persisted is never the cause while there is another. The moment of a failure
-    is that of its error file, if that came before the process's end.
+    torch takes the smallest timestamp, in full seconds, and the first of equals; after a hold it reads all of them at the same moment. A
+    survivor that saved is the cause only if there is no other failure. The time of a failure is that of its error file, if that is older than
+    the process's end.
     """
 
     def moment(rank: int) -> float:

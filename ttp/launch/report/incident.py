@@ -1,4 +1,4 @@
-"""One attempt's fault: the controller's `incident` event, and what only the launcher knows beside it.
+"""One attempt's fault: the controller's `incident` event, completed by what only the agent knows.
 
 Owns how the two become one report. Pure: journal lines and the attempt's end in, a Report out.
 """
@@ -20,14 +20,14 @@ Line = Mapping[str, Any]
 
 NOTICE = CauseKind.PREEMPTED.value
 ENDED = (CauseKind.EXITED.value, CauseKind.SILENT.value)
-"""Kinds that say that a rank is gone, and not why."""
+"""Kinds that show that a rank is gone, but not why."""
 _SIGNS = frozenset({"suspect", "hung", "death_seen", "fault_reported", "takeover_began"})
 _EXITING = "exiting"
-_NO_TIME = "a second signal left no time for it"
+_NO_TIME = "a second signal killed the ranks before"
 _UNDECIDED = "not known on this node: its journal ends before a decision"
 _NEVER_DECIDED = "the controllers ended before a decision"
 _UNLED = "no controller on this node led the ranks"
-_SAVED_UNKNOWN = "not known on this node: ranks left as a controller orders once the state is saved, and no journal here records which step"
+_SAVED_UNKNOWN = "not known on this node: ranks exited with their state saved, and no journal here records the step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,20 @@ class AttemptEnd:
     pids: Mapping[int, int]
     """Of this node's workers, by rank."""
     left_saved: bool = False
-    """Workers here exited as a controller orders once the state is saved."""
+    """Workers on this node exited on a controller's order, state saved."""
     raised: Mapping[int, Recorded] = field(default_factory=dict)
     """The exceptions that some of them recorded."""
     one_node: bool = True
     elsewhere: str | None = ""
-    """What ended the attempt on another node, as that one's launcher reported it; None: something has, and it is not known what."""
+    """What ended the attempt on another node, as its agent reported it; None: something has, and it is not known what."""
     succeeded: bool = False
     """All workers on this node have ended with status 0."""
     first_step: int | None = None
-    """The first step that the attempt has finished; None: not known, or none."""
+    """The first step that the attempt has completed; None: not known, or none."""
     skipped: str = ""
     """The newest checkpoint that its ranks found broken before that; empty: none."""
-    told_by: str = ""
-    """The signal for which the launcher sent the ranks SIGTERM; empty: none came."""
+    drained_by: str = ""
+    """The signal on which the agent sent the ranks SIGTERM; empty: none came."""
     at_once: AtOnce = field(default_factory=AtOnce)
 
 
@@ -82,15 +82,15 @@ class Report:
     """The file with the stacks of all ranks, suspects first."""
     next: str = ""
     elsewhere: str = ""
-    """What another node's launcher reported of a fault that no journal on this node has."""
+    """What another node's agent reported of a fault that no journal on this node has."""
 
 
 def report_fields(report: Report) -> dict[str, Any]:
     """Return a report as the fields of a `fault` line of `story.jsonl`."""
     known = asdict(report.incident)
-    told = ("rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached")
+    shown = ("rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached")
     culprits = [
-        {name: report.stood.get(each["rank"], ()) if name == "stood" else each[name] for name in told}
+        {name: report.stood.get(each["rank"], ()) if name == "stood" else each[name] for name in shown}
         for each in known["culprits"]
     ]
     first = {"start": report.start, "began_unix_s": report.began_unix_s, "kind": known["kind"], "culprits": culprits}
@@ -123,9 +123,9 @@ def report_of(
         _completed(each, incident.suspected, exits, named, processes.get(each.rank, {}), ending.raised.get(each.rank))
         for each in incident.culprits
     )
-    if ending.told_by and kind == NOTICE and not ending.at_once.ranks:
-        said = f"ttprun got {ending.told_by}, and told the ranks to leave (SIGTERM)"
-        culprits = tuple(replace(each, cause=each.cause.replace("SIGTERM", said, 1)) for each in culprits)
+    if ending.drained_by and kind == NOTICE and not ending.at_once.ranks:
+        cause = f"ttprun received {ending.drained_by} and sent SIGTERM to the ranks"
+        culprits = tuple(replace(each, cause=each.cause.replace("SIGTERM", cause, 1)) for each in culprits)
     found = replace(found, incident=replace(incident, kind=kind, culprits=culprits))
     signs = [line["unix_s"] for line in _since_thaw(lines) if line["event"] in _SIGNS and incident.took_over]
     first = [ending.first_exit_unix_s] if ending.first_exit_unix_s is not None and ranks & exits.keys() else []
@@ -144,20 +144,20 @@ def leading_lines(lines: Sequence[Line]) -> list[Line]:
 
 
 def false_alarms(lines: Sequence[Line]) -> int:
-    """Count the freezes of an attempt after which training went on."""
+    """Count the freezes of an attempt after which training continued."""
     return sum(line["event"] == "thawed" for line in leading_lines(lines))
 
 
 def _since_thaw(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the lines since the last false alarm; none where all ranks have finished: a controller that was stopped meanwhile takes
-    them for dead."""
+    """Return the lines since the last false alarm; none where all ranks have finished: a controller that was stopped meanwhile declares them
+    dead."""
     if any(line["event"] == "finished" for line in lines):
         return []
     return lines[max((number + 1 for number, line in enumerate(lines) if line["event"] == "thawed"), default=0) :]
 
 
 def _ended(start: int, lines: Sequence[Line]) -> Report | None:
-    """Return what the controller reported that ended the fault: one that saved it, where others could not."""
+    """Return the report of the controller that ended the fault; of several, one that saved the state."""
     found = [(line, read_incident(line["fields"])) for line in _since_thaw(lines) if line["event"] == EVENT]
     chosen = next((each for each in found if each[1].saved is not None), found[0] if found else None)
     if chosen is None:
@@ -168,7 +168,7 @@ def _ended(start: int, lines: Sequence[Line]) -> Report | None:
 
 
 def _unended(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | None:
-    """Return what is known of a fault that no controller lived to end: the first signs, and why the gates were shut."""
+    """Return what is known of a fault whose controllers were all lost: the first signs, and why the gates were shut."""
     lines = [line for line in _since_thaw(lines) if line["unix_s"] < ending.at_once.unix_s]
     end = next((number + 1 for number, line in enumerate(lines) if line["event"] == "exit_sent"), len(lines))
     lines = lines[:end]  # the ends that follow were ordered
@@ -202,7 +202,7 @@ def _unled(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | No
     if not exits and not ending.elsewhere:
         return None
     causes_first = sorted(exits, key=lambda rank: (rank in raised and is_peer_error(raised[rank]), rank))
-    why = "the journal tells of no fault" if lines else _UNLED
+    why = "the journal has no fault" if lines else _UNLED
     incident = Incident(
         kind="unled" if exits else "elsewhere",
         culprits=tuple(
@@ -216,15 +216,15 @@ def _unled(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | No
 
 
 def _ended_at_once(start: int, found: Report | None, ending: AttemptEnd) -> Report:
-    """Report an attempt that a second signal ended: a fault that was there before it, or the notice itself, after which it is not known how
-    many steps the ranks had finished. What the controller noticed of their end is chance."""
+    """Report an attempt that a second signal ended: a fault from before the signal, or else the preemption notice, after which the number of
+    completed steps is not known. What the controller saw of the end does not count."""
     at_once, incident = ending.at_once, found.incident if found is not None else Incident(kind=NOTICE)
     began = min(found.began_unix_s if found is not None else math.inf, at_once.unix_s)
     end = began + (incident.took_ms or {}).get("total", 0.0) / 1e3
     before = tuple(each for each in incident.culprits if end - each.age_s < at_once.unix_s)
     if began == at_once.unix_s or incident.kind == NOTICE or (incident.culprits and not before):
-        said = f"ttprun got {ending.told_by}, and ended the ranks at once (SIGKILL) at a second signal"
-        before = tuple(Culprit(rank=rank, cause=said) for rank in sorted(at_once.ranks))
+        cause = f"ttprun received {ending.drained_by}, and killed the ranks (SIGKILL) at a second signal"
+        before = tuple(Culprit(rank=rank, cause=cause) for rank in sorted(at_once.ranks))
         incident = replace(incident, kind=NOTICE, survivors=(), took_ms=None, took_over=0)
     saved = incident.saved
     incident = replace(
@@ -251,7 +251,7 @@ def _completed(
     process: Mapping[str, Any],
     raised: Recorded | None,
 ) -> Culprit:
-    """Add what this node's launcher knows of a rank: the status it ended with, the exception it recorded, its process."""
+    """Add what this node's agent knows of a rank: its exit status, the exception it recorded, its process."""
     cause, own = culprit.cause, exits.get(culprit.rank, "")
     if cause == _EXITING:
         cause = own or named.get(culprit.rank, "exited")
@@ -265,7 +265,7 @@ def _completed(
 
 
 def _begun_by(report: Report, unix_s: float) -> Report:
-    """Return the report of a fault whose first sign this launcher, or a lost controller, saw at that time."""
+    """Return the report of a fault whose first sign this agent, or a lost controller, saw at that time."""
     before_ms = 1e3 * (report.began_unix_s - unix_s)
     if before_ms <= 0:
         return report

@@ -1,6 +1,6 @@
-"""What other launchers have reported of this job: rank 0 comes to another node when its own is lost, and the summary is of them all.
+"""What other agents have reported of this job: rank 0 moves to another node when its own is lost, and the summary covers all reports.
 
-Pure: lines of a story file in, what they add to a summary out. A file may hold several jobs, one after the other.
+Pure: lines of a story.jsonl in, what they add to a summary out. A file may contain several jobs, one after the other.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-StoryLine = Mapping[str, Any]
+ReportLine = Mapping[str, Any]
 """`{"unix_s", "event", ...}`: `start` and `fault` lines have the number of their attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Earlier:
-    """What a story file adds to what one launcher has reported itself."""
+    """What a story.jsonl adds to one agent's own reports."""
 
-    faults: tuple[StoryLine, ...] = ()
+    faults: tuple[ReportLine, ...] = ()
     lost_s: float = 0.0
     """From each of these faults until the next attempt, where there was one."""
     again: int = 0
-    """Steps that attempts trained again which others reported, though the fault before had left them whole."""
+    """Repeated steps that others reported, though the fault before had kept them."""
     begun_unix_s: float | None = None
     """When attempt 0 was reported; None: it was not."""
 
 
-def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int, compared: Collection[int] = ()) -> Earlier:
-    """Gather from a file's lines what others reported of the job whose newest attempt is `last`. `own`: attempts reported here. `compared`:
-    those of which it was reported here whether they went back, though perhaps not how they ended."""
+def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compared: Collection[int] = ()) -> Earlier:
+    """Collect from a file's lines what others reported of the job whose newest attempt is `last`. `own`: attempts reported here. `compared`:
+    those whose resumed step was compared here, though perhaps not their end."""
     job = of_this_job(lines, last)
     if not job:
         return Earlier()
@@ -44,12 +44,12 @@ def earlier(lines: Sequence[StoryLine], own: Collection[int], last: int, compare
     return Earlier(faults=faults, lost_s=lost_s, again=again, begun_unix_s=begun)
 
 
-def of_this_job(lines: Sequence[StoryLine], last: int) -> list[StoryLine]:
+def of_this_job(lines: Sequence[ReportLine], last: int) -> list[ReportLine]:
     """Return the `start` and `fault` lines at the file's end that belong together: every job begins with attempt 0 again.
 
-    An `end` is that of a launcher: the job of one that exited went on, unless the next line is of an attempt 0.
+    An `end` line is one agent's: the job may have continued without it, unless the next line is of an attempt 0.
     """
-    job: list[StoryLine] = []
+    job: list[ReportLine] = []
     place = (last, 1)
     for line in reversed(lines):
         if line["event"] == "end" and place[0] == 0:

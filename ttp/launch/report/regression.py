@@ -1,6 +1,6 @@
-"""An attempt that has not resumed from where a fault before it, or an earlier job, had left off.
+"""Attempts that resumed from an older step than the fault before them, or an earlier job, had kept.
 
-Pure: reports and a few facts in, what is trained again out.
+Pure: reports and a few facts in, the repeated steps out.
 """
 
 from __future__ import annotations
@@ -16,36 +16,30 @@ from ttp.text.wording import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoneBack:
-    """Steps that are trained again."""
+    """Steps that are repeated."""
 
     first_step: int
-    """The first that the attempt has finished."""
+    """The first that the attempt has completed."""
     kept_step: int
-    """What a fault had left whole, or an earlier job in a checkpoint that is broken."""
+    """What a fault had kept, or an earlier job in a broken checkpoint."""
     steps: int
     skipped: str = ""
-    """The checkpoint of that step, if the ranks found it broken; empty: they have not reported it."""
+    """The checkpoint of that step, if the ranks reported it as broken; empty: they have not."""
 
     def text(self, first_step: int) -> str:
-        """Say it, for people."""
-        why = (
-            f"as {self.skipped} was skipped" if self.skipped else f"though a fault had left step {self.kept_step} whole"
-        )
-        return (
-            f"went on with step {first_step}, {why}: {counted(self.steps, 'step')} to train again; what its ranks have logged as they"
-            " began may say why"
-        )
+        """Return it as text, for people."""
+        why = f"because {self.skipped} was skipped" if self.skipped else f"although step {self.kept_step} was saved"
+        return f"resumed at step {first_step}, {why}: {counted(self.steps, 'step')} to repeat; the ranks' log of their start may show why"
 
 
 def gone_back(
     reports: Sequence[Report], start: int, first_step: int, progressed: Collection[int], skipped: str = ""
 ) -> GoneBack | None:
-    """Compare an attempt's first finished step with what the faults before it had left whole; None: it has resumed from there, or that is
-    not known.
+    """Compare an attempt's first completed step with what the faults before it had kept; None: it has resumed from there, or that is not known.
 
-    progressed: attempts that have finished a step. Behind the newest of those, no fault has changed what there is to resume from.
-    skipped: the newest checkpoint that the ranks found broken. Before any attempt of the job has finished a step, an earlier job had
-    come so far; later it may be the same one again.
+    progressed: attempts that have completed a step. No fault before the newest of those affects where to resume from.
+    skipped: the newest checkpoint that the ranks found broken. It is an earlier job's if no attempt of this job has completed a step; later it
+    may be the same one again.
     """
     since = max(progressed, default=-1)
     known = (

@@ -18,26 +18,26 @@ from ttp.text.wording import counted, ranks_text, size_text
 
 NAMED = 8
 _QUOTED = 4
-"""Suspects of a hang whose frames are quoted; the others' are in the gathered file."""
+"""Suspects of a hang whose frames are quoted; the others' are in the file of stacks."""
 _LABEL = 8
 """Columns of the labels."""
 
 _KINDS = {
-    "exited": "a process ended",
+    "exited": "a process exited",
     "silent": "a rank fell silent",
     "exception": "an exception",
     "hung": "a hang",
-    "preempted": "a notice to leave",
-    "agent_lost": "a launcher was lost",
+    "preempted": "a preemption notice",
+    "agent_lost": "an agent was lost",
     "controller_lost": "the controllers were lost",
-    "peer_error": "a failed collective, nobody known to be at fault",
+    "peer_error": "a failed collective, root cause unknown",
     "unled": "workers failed",
     "elsewhere": "another node failed",
 }
 
 
 def labelled(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Lay out labels and texts; a label without a text is left out."""
+    """Lay out labels and texts; a label without a text is omitted."""
     return [f"{label:<{_LABEL}}{text}" for label, text in found if text]
 
 
@@ -57,7 +57,7 @@ def start_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> T
 
 
 def fault_lines(report: Report) -> list[str]:
-    """Say a fault in labelled lines, under a heading."""
+    """Return a fault as labelled lines, under a heading."""
     incident = report.incident
     culprits = incident.culprits
     found = [
@@ -102,7 +102,7 @@ def _grouped(culprits: Iterable[Culprit], texts: Iterable[str]) -> str:
 
 
 def _where(incident: Incident) -> str:
-    """Say where the culprits were, and where the others were when they were frozen."""
+    """Return where the culprits were, and where the others were when they were frozen."""
     alone = len(incident.culprits) == 1
     own = _grouped(incident.culprits, (_place(culprit, alone) for culprit in incident.culprits))
     others = "; ".join(f"{ranks_text(p.ranks)} in {p.phase} of step {p.step}" for p in incident.survivors[:NAMED])
@@ -110,8 +110,8 @@ def _where(incident: Incident) -> str:
 
 
 def _place(culprit: Culprit, alone: bool) -> str:
-    """Say where a rank was: by its own report, or for certain and in its last heartbeat. `alone`: also how old that was, which differs
-    from rank to rank."""
+    """Return where a rank was: by its own report, or by its last heartbeat. `alone`: also that heartbeat's age, which differs from rank to
+    rank."""
     if not culprit.phase:
         return ""
     place = f"{culprit.phase} of step {culprit.step}"

@@ -1,7 +1,7 @@
 """Reports the job: a table at each attempt, each fault, a summary at the end; and the same as JSON lines.
 
-Owns what is reported, and where: the launcher on the node of rank 0 reports, another one a fault that a standby on its node has led when
-rank 0's launcher cannot read it. Never decides anything; a journal that cannot be read costs a line of warning, no more.
+Owns what is reported, and by which agent: the one on rank 0's node. Another agent reports a fault that a standby on its node led, when rank 0's
+agent cannot read that journal. Never decides anything; an unreadable journal costs a warning only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.regression import gone_back
 from ttp.launch.report.render import fault_lines, start_table
 from ttp.launch.report.saved_alone_report import report_of_save
-from ttp.launch.report.story_file import StoryFile, read_journals, read_story
+from ttp.launch.report.story_file import ReportFile, read_events, read_journals
 from ttp.launch.report.summary import Summary, summary_lines
 from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.text.console import open_console
@@ -44,22 +44,21 @@ from ttp.text.wording import counted
 log = logging.getLogger("ttp.launch")
 
 UNANNOUNCED = (
-    "the ranks ended with exit code 0, and never told their controller that training was over: it took them for dead. No fault is"
-    " counted; whether the weights are on disk, only the trainer knows. Decorate the training function with ttp.ttp_to_persist, or call"
-    " close() on all ranks at its end"
+    "the ranks exited with code 0 without calling close(), and the controller declared them dead. No fault is counted. Only the trainer knows"
+    " whether the weights are on disk. Decorate the training function with ttp.ttp_to_persist, or call close() on every rank at its end"
 )
 CLOSE_ON_ALL = (
-    "none: all workers here have succeeded. A rank that ends without close() is taken for dead by those that wait in theirs: call"
-    " close() on all ranks, or decorate the training function with ttp.ttp_to_persist"
+    "none: all workers on this node succeeded. A rank that exits without calling close() is reported as failed by ranks still waiting in"
+    " close(). Call close() on every rank, or decorate the training function with ttp.ttp_to_persist"
 )
-_NEVER_ASSEMBLED = "no journal on this node says that all ranks were protected"
+_NEVER_ASSEMBLED = "no journal on this node shows that all ranks were protected"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """What a journal that is missing, cut off or altered may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One attempt, as the launcher on rank 0's node knows it."""
+    """One attempt, as the agent on rank 0's node knows it."""
 
     number: int
     begun_unix_s: float
@@ -68,46 +67,46 @@ class Start:
 
 
 class Reporter:
-    """Reports one job. `watch` runs on the courier's thread of an attempt, the rest on the agent's."""
+    """Reports one job. `watch` runs on the thread of an attempt's controller client, the rest on the agent's."""
 
     def __init__(
-        self, story_path: Path | None = None, clock: Callable[[], float] = time.time, *, launch: str = ""
+        self, report_path: Path | None = None, clock: Callable[[], float] = time.time, *, launch: str = ""
     ) -> None:
-        """`story_path`: where the JSON lines go (default: `story.jsonl` beside the journals of the first attempt, or of a later one
-        whose journals are elsewhere, when it can be written no more). `launch`: names this launcher in each: others append."""
+        """`report_path`: the file of the JSON lines (default: `story.jsonl` beside the journals of the first attempt; once that is not writable,
+        beside those of a later one). `launch`: names this agent in each line: other agents append to the same file."""
         self._clock = clock
         self._begun_unix_s = clock()
         self._lock = threading.Lock()  # guards all below
-        self._file = StoryFile(story_path, self._lock, launch)
+        self._file = ReportFile(report_path, self._lock, launch)
         self._here = False
         self._starts = 0
         self._first = 0
-        """The first attempt that this launcher took part in."""
+        """The first attempt that this agent took part in."""
         self._number = -1
-        """Of the attempt that goes on."""
+        """Of the current attempt."""
         self._reported: set[int] = set()
-        """Attempts whose end this launcher has reported, one without a fault too."""
+        """Attempts whose end this agent has reported, with or without a fault."""
         self._unreported: tuple[Start, AttemptEnd] | None = None
-        """An attempt that the launcher on another node reports, unless that node is lost: then rank 0 comes to another one."""
+        """An attempt that another node's agent reports, unless that node is lost: then rank 0 moves to another node."""
         self._ended_in_fault = False
-        """So has the newest attempt that was reported here."""
+        """Whether the newest attempt that was reported here ended in a fault."""
         self._last: LastStep | None = None
-        """Where its training ended, if that was no fault."""
+        """Where its training ended, unless in a fault."""
         self._protected = False
         """A rank has called `ttp.start`: it has reported where its journals are."""
         self._introduced = -1
         self._rows: Any = None
         self._reports: list[Report] = []
         self._again = 0
-        """Steps that attempts have trained again though the fault before had left them whole."""
+        """Steps that attempts have repeated though the fault before had kept them."""
         self._first_steps: list[int] = []
-        """Attempts that have finished a step."""
+        """Attempts that have completed a step."""
         self._false_alarms = 0
         self._lost_s = 0.0
         self._down_since_unix_s: float | None = None
 
     def begin(self, here: bool, number: int | None = None) -> None:
-        """An attempt begins; `here`: rank 0 is on this node. number: of this attempt in its job (None: the next one)."""
+        """Note the begin of an attempt. `here`: rank 0 is on this node. number: of this attempt in its job (None: the next one)."""
         with self._lock:
             self._here = here
             self._starts += 1
@@ -123,13 +122,13 @@ class Reporter:
         try:
             lines = read_journals(log_dir, start.number, start.begun_unix_s)
         except _UNREADABLE as error:
-            log.warning("start %d: what the job survives cannot be shown: %s", start.number, error)
+            log.warning("start %d: cannot read the table of shards: %s", start.number, error)
             return True
         with self._lock:
             return self._introduce(start, log_dir, lines)
 
     def end(self, start: Start, ending: AttemptEnd) -> None:
-        """All of an attempt's workers and controllers on this node have ended: report its fault, if it had one."""
+        """Report an attempt's fault, if it had one, after its workers and controllers on this node have ended."""
         with self._lock:
             if self._here or _known_only_here(start, ending):
                 self._guarded_end(start, ending, introduce=True)
@@ -137,20 +136,20 @@ class Reporter:
                 self._unreported = (start, ending)
 
     def hold(self, start: int, cause: str, ranks: Sequence[int], up_to_s: float) -> None:
-        """Write for programs that these ranks of this node have so long to persist and exit, and why."""
-        if self._here:  # read without the lock, which a disk that hangs may hold
+        """Write to story.jsonl that these ranks of this node have so long to save and exit, and why."""
+        if self._here:  # read without the lock, which a hanging disk may hold
             fields = {"start": start, "cause": cause, "ranks": list(ranks), "up_to_s": round(up_to_s, 3)}
-            self._file.write_aside(self._clock(), "hold", fields)
+            self._file.write_in_thread(self._clock(), "hold", fields)
 
     def held(self, start: int, held_s: float, why: str, ranks: Sequence[int]) -> None:
-        """Write for programs that this node's ranks are held no longer; `ranks` still run, and are ended because of `why`."""
+        """Write to story.jsonl that the wait for this node's ranks has ended; `ranks` still run, and are ended because of `why`."""
         if self._here:
             fields = {"start": start, "held_s": round(held_s, 3), "why": why, "ranks": list(ranks)}
-            self._file.write_aside(self._clock(), "held", fields)
+            self._file.write_in_thread(self._clock(), "held", fields)
 
     def finish(self, result: str, why: str = "") -> None:
-        """The job has ended on this node, for a reason that is in `why` if it is not in `result`. A launcher that is not rank 0's
-        has a line for programs only, and none of a success."""
+        """Report the end of the job on this node. `why`: the reason, if `result` does not have it. An agent that is not on rank 0's node only
+        writes to story.jsonl, and nothing after a success."""
         with self._lock:
             if not self._here:
                 if not result.startswith("succeeded"):
@@ -162,7 +161,7 @@ class Reporter:
                 self._lost_s += now - self._down_since_unix_s
                 self._down_since_unix_s = None
             summary = self._sum_up(result, now)
-            if summary is None:  # who waits for the end must still see it
+            if summary is None:  # readers that wait for the end must still see it
                 self._write("end", {"result": result, "starts": self._first + self._starts, "why": why})
                 return
             summary = replace(summary, why=why)
@@ -172,16 +171,16 @@ class Reporter:
     # --- with the lock held ---
 
     def _sum_up(self, result: str, now: float) -> Summary | None:
-        """Sum the job up; where others' lines were altered, from what was reported here alone. None: that cannot be summed up either."""
-        for others, without in ((self._earlier(), ""), (Earlier(), ", not even without what other launchers told")):
+        """Summarize the job; where other agents' lines are malformed, from this agent's reports only. None: that fails too."""
+        for others, without in ((self._earlier(), ""), (Earlier(), ", also without the other agents' reports")):
             try:
                 return self._summary(result, now, others)
             except _UNREADABLE as error:
-                log.warning("how the job went cannot be summed up%s: %s: %s", without, type(error).__name__, error)
+                log.warning("cannot summarize the job%s: %s: %s", without, type(error).__name__, error)
         return None
 
     def _summary(self, result: str, now: float, others: Earlier) -> Summary:
-        """Sum the job up from what was reported here, and by the launchers of other nodes before and in between."""
+        """Summarize the job from this agent's reports, and from those of other nodes' agents before and in between."""
         faults = sorted([*map(report_fields, self._reports), *others.faults], key=lambda fault: int(fault["start"]))
         known = {*self._reported, *(int(fault["start"]) for fault in others.faults)}
         whole = self._first == 0 or others.begun_unix_s is not None
@@ -207,15 +206,15 @@ class Reporter:
         )
 
     def _earlier(self) -> Earlier:
-        """Read what other launchers reported of the attempts that were not reported here; nothing where their file is not on this node."""
+        """Read other agents' reports of the attempts that were not reported here; nothing where their file is not on this node."""
         path = self._file.path
         if path is not None and not self._reported.issuperset(range(self._number + 1)):
             try:
-                return earlier(read_story(path), self._reported, self._number, self._first_steps)
+                return earlier(read_events(path), self._reported, self._number, self._first_steps)
             except FileNotFoundError:
                 pass
             except _UNREADABLE as error:
-                log.warning("what other launchers told of the job cannot be read from %s: %s", path, error)
+                log.warning("cannot read the other agents' reports from %s: %s", path, error)
         return Earlier()
 
     def _guarded_end(self, start: Start, ending: AttemptEnd, *, introduce: bool) -> None:
@@ -223,14 +222,14 @@ class Reporter:
             if self._end(start, ending, introduce):
                 self._reported.add(start.number)
         except _UNREADABLE as error:
-            log.warning("the story of start %d cannot be told from %s: %s", start.number, ending.log_dir, error)
+            log.warning("cannot report the end of start %d from %s: %s", start.number, ending.log_dir, error)
 
     def _introduce(self, start: Start, log_dir: Path, lines: Sequence[Line]) -> bool:
         assembled = next((line for line in lines if line["event"] == "assembled"), None)
         if assembled is None or self._introduced == start.number:
             return assembled is not None
         self._introduced = start.number
-        self._story_beside(log_dir)
+        self._write_beside(log_dir)
         if self._down_since_unix_s is not None:
             self._lost_s += max(0.0, float(assembled["unix_s"]) - self._down_since_unix_s)
             self._down_since_unix_s = None
@@ -240,8 +239,8 @@ class Reporter:
         behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
         shown = ("world_size", "survives", "standbys", "warnings", "rows")
         self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
-        if report_of(start.number, lines, _NOTHING_KNOWN) is not None:  # it came between two of the courier's looks
-            self._print([f"start {start.number} as it was before its fault, which came before this could be told:"])
+        if report_of(start.number, lines, _NOTHING_KNOWN) is not None:  # the fault came between two reads
+            self._print([f"start {start.number} as it was before its fault:"])
         ranks = counted(fields["world_size"], "rank")
         survives = f"the job survives: {fields['survives']}"
         self._print([f"--- start {start.number}: {ranks}, a controller with {behind}; {survives} ---"])
@@ -256,9 +255,9 @@ class Reporter:
         log_dir = ending.log_dir
         lines = read_journals(log_dir, start.number, start.begun_unix_s) if log_dir is not None else []
         if log_dir is not None:
-            if introduce:  # a short attempt, that ended before the courier looked
+            if introduce:  # a short attempt, which ended before the journals were read
                 self._introduce(start, log_dir, lines)
-            self._story_beside(log_dir)
+            self._write_beside(log_dir)
         if introduce and self._introduced != start.number:
             self._write_unprotected(start, ending)
         self._false_alarms += false_alarms(lines)
@@ -289,7 +288,7 @@ class Reporter:
         return True
 
     def _compare(self, start: int, first_step: int, skipped: str) -> None:
-        """Report an attempt that has not resumed where the fault before it, or an earlier job, had left off."""
+        """Report an attempt that resumed from an older step than the fault before it, or an earlier job, had kept."""
         known = self._reported.issuperset(range(start))
         back = gone_back(self._reports, start, first_step, self._first_steps, skipped if known else "")
         self._first_steps.append(start)
@@ -304,12 +303,12 @@ class Reporter:
             self._show("\n".join(lines))
 
     def _show(self, what: str | Table, *, soft_wrap: bool = True) -> None:
-        """Print on stderr, after the same was written for programs. A console that is lost costs what is printed, no more."""
+        """Print on stderr, after the same was written to story.jsonl. A lost console loses only what is printed."""
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             open_console(sys.stderr, soft_wrap=soft_wrap, ends_program=False).print(what, markup=False)
 
     def _write_unprotected(self, start: Start, ending: AttemptEnd) -> None:
-        """Write the line of an attempt of which no journal here says that all ranks were protected: nothing was reported as it began."""
+        """Write the line of an attempt whose ranks were never all protected, as far as this node's journals show: its begin was not reported."""
         self._introduced = start.number
         pids = {str(rank): pid for rank, pid in ending.pids.items()}
         nothing = {"survives": "", "standbys": [], "warnings": [_NEVER_ASSEMBLED], "rows": []}
@@ -319,7 +318,7 @@ class Reporter:
     def _write(self, event: str, fields: Mapping[str, Any]) -> None:
         self._file.write(self._clock(), event, fields)
 
-    def _story_beside(self, log_dir: Path) -> None:
+    def _write_beside(self, log_dir: Path) -> None:
         self._protected = True
         self._file.beside(log_dir)
 
@@ -328,8 +327,7 @@ _NOTHING_KNOWN = AttemptEnd(log_dir=None, exits={}, first_exit_unix_s=None, next
 
 
 def _known_only_here(start: Start, ending: AttemptEnd) -> bool:
-    """Return whether a standby on this node led the ranks and its journal is on this node's own disk, so that the launcher
-    on rank 0's node cannot read it."""
+    """Return whether a standby on this node led the ranks and its journal is on this node's own disk, where rank 0's agent cannot read it."""
     if ending.log_dir is None:
         return False
     try:
@@ -341,15 +339,15 @@ def _known_only_here(start: Start, ending: AttemptEnd) -> bool:
 
 
 def _unannounced(report: Report, ending: AttemptEnd) -> bool:
-    """Return whether all workers here have succeeded, and the culprits are ranks here that exited without a word. Where nothing was saved
-    for a restart, it was no fault."""
+    """Return whether all workers here have succeeded, and the culprits are ranks here that exited without calling close(). Unless something
+    was saved for a restart, there was no fault."""
     ranks = {culprit.rank for culprit in report.incident.culprits}
     known = not report.elsewhere and report.incident.kind in ENDED
     return ending.succeeded and known and bool(ranks) and ranks <= set(ending.pids)
 
 
 def _with_stacks(report: Report, lines: Sequence[Line], log_dir: Path) -> Report:
-    """Gather the stacks that the ranks saved for a hang, or were asked for before they were killed, and quote the culprits'.
+    """Collect the stacks that the ranks wrote for a hang, or on request before they were killed, and quote the culprits'.
     Raises OSError."""
     culprits = report.incident.culprits
     suspects: Sequence[int] = [culprit.rank for culprit in culprits]

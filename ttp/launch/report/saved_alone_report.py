@@ -1,6 +1,6 @@
 """The report of ranks that saved a step without a controller.
 
-Owns what is believed of rank 0's account: a checkpoint only if its manifest is on disk. Never writes.
+Owns the check of rank 0's account: a checkpoint counts only if its manifest is on disk. Never writes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _DONE = "DONE"
 
 
 def report_of_save(start: int, account: SavedAlone) -> Report:
-    """Return the report of a save. The controllers were all lost before: what they made of it does not count."""
-    began_unix_s = min(account.began_unix_s, account.unix_s)  # a clock that was set back meanwhile
+    """Return the report of a save. All controllers were lost before: their journals do not count."""
+    began_unix_s = min(account.began_unix_s, account.unix_s)  # the clock may have gone back meanwhile
     took_ms = round(1e3 * (account.unix_s - began_unix_s), 1)
     ranks, text = range(account.world_size), f"SIGTERM; {cause_text(account.step)}"
     noticed = account.noticed or tuple(ranks)

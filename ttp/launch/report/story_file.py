@@ -1,6 +1,6 @@
-"""`story.jsonl`: the lines for programs, and the journals' lines that they are made of.
+"""`story.jsonl`, the report for programs, and the reader of the controllers' journals.
 
-Owns the file's place and what could not be written yet. A disk that fails costs lines, one that hangs no time of a fault.
+Owns the file's path and the lines that could not be written yet. A failing disk loses lines; a hanging one never delays a fault.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ttp.launch.report.incident import Line, leading_lines
 
 log = logging.getLogger("ttp.launch")
 
-STORY_NAME = "story.jsonl"
+REPORT_NAME = "story.jsonl"
 WRITE_S = 1.0
-"""How long the launcher waits, while it holds ranks, for a line to be written."""
+"""How long the agent waits for a line to be written while ranks save."""
 
 
-class StoryFile:
-    """Appended to by one launcher; others may append to the same file."""
+class ReportFile:
+    """One agent's lines in a story.jsonl; other agents may append to the same file."""
 
     def __init__(self, path: Path | None, lock: threading.Lock, launch: str) -> None:
-        """`path`: None: beside the journals, once there are any. `lock`: held by whoever calls `write`. `launch`: names this launcher in each
+        """`path`: None: beside the journals, once there are any. `lock`: held by the caller of `write`. `launch`: names this agent in each
         line."""
         self.path = path
         self._next_path: Path | None = None
@@ -38,20 +38,20 @@ class StoryFile:
         self._launch = launch
         self._unwritten: list[str] = []
         self._late: deque[str] = deque()
-        """Lines of a hold, in order, that a thread of their own is to write."""
+        """Lines to be written in another thread, in order."""
 
     def beside(self, log_dir: Path) -> None:
-        """An attempt has its journals there: lines go there if they have no other place, or cannot go on where they are."""
-        self._next_path = log_dir / STORY_NAME
+        """Write beside an attempt's journals if there is no other path yet, or once the current one is not writable."""
+        self._next_path = log_dir / REPORT_NAME
         self.path = self.path or self._next_path
 
     def write(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> None:
-        """Append a line; one that cannot be written waits for the next."""
+        """Append a line; one that cannot be written is kept until the next."""
         self._unwritten.append(self._text(unix_s, event, fields))
         self._write_out()
 
-    def write_aside(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> None:
-        """Append a line in the middle of a fault, on a thread of its own: a disk that hangs may hold the lock."""
+    def write_in_thread(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> None:
+        """Append a line during a fault, in a thread: a hanging disk may hold the lock."""
         self._late.append(self._text(unix_s, event, fields))
 
         def write() -> None:
@@ -60,7 +60,7 @@ class StoryFile:
                     self._unwritten.append(self._late.popleft())
                 self._write_out()
 
-        with suppress(RuntimeError):  # no thread can be started: the line goes out with the next one
+        with suppress(RuntimeError):  # no thread can be started: the line is written with the next one
             BoundedCall(write).wait(WRITE_S)
 
     def _text(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> str:
@@ -74,14 +74,14 @@ class StoryFile:
                 _append(self.path, self._unwritten[0])
                 self._unwritten.pop(0)
         except OSError as error:
-            log.warning("the story could not be written to %s: %s", self.path, error)
+            log.warning("cannot write events to %s: %s", self.path, error)
             if self._next_path not in (None, self.path):
                 self.path, self._next_path = self._next_path, None
                 self._write_out()
 
 
 def _append(path: Path, text: str) -> None:
-    """Append a line, after the end of one that was cut off: the disk was full, or its writer was lost."""
+    """Append a line. If the last one was cut off (full disk, lost writer), begin a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         file.write((b"\n" if _is_cut_off(path) else b"") + text.encode())
@@ -94,8 +94,8 @@ def _is_cut_off(path: Path) -> bool:
         return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
 
 
-def read_story(path: Path) -> list[Line]:
-    """Return a story file's lines but for those that were cut off. Raises OSError."""
+def read_events(path: Path) -> list[Line]:
+    """Return a story.jsonl's lines, without those that were cut off. Raises OSError."""
     found: list[Line] = []
     with open_text(path) as file:
         for line in file:
@@ -105,9 +105,9 @@ def read_story(path: Path) -> list[Line]:
 
 
 def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
-    """Return the lines that count of an attempt's journals, in order of time; a line that was cut off is left out.
+    """Return the lines of an attempt's leading controllers, in order of time, without lines that were cut off.
 
-    An earlier job may have appended to files of the same names: what is older than the attempt is not the attempt's.
+    An earlier job may have appended to files of the same names: lines older than the attempt are not the attempt's.
     Raises OSError and ValueError.
     """
     lines: list[Line] = []

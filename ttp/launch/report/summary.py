@@ -1,6 +1,6 @@
 """The job's summary at its end, and what it has lost.
 
-Pure: facts in, lines out. Never claims that nothing was lost unless the job was protected and its last step is on disk.
+Pure: facts in, lines out. Never reports that nothing was lost unless the job was protected and its last step is on disk.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ttp.exchange.last_step import LastStep
 from ttp.launch.report.render import NAMED, labelled
 from ttp.text.wording import counted, ranks_text
 
-NOT_PROTECTED = "not protected: no rank has called ttp.start"
+NOT_PROTECTED = "not protected: no rank called ttp.start()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The whole job, as this node's launcher and those before it have reported it."""
+    """The entire job, as this node's agent and those before it have reported it."""
 
     result: str
     starts: int
@@ -35,30 +35,30 @@ class Summary:
     """From each fault's first sign until all ranks were registered again, or until the job's end."""
     lasted_s: float
     untold_starts: tuple[int, ...] = ()
-    """Attempts of which it is not known on this node how they ended: another node's launcher was to report them."""
+    """Attempts whose end is not known on this node: another node's agent was to report them."""
     why: str = ""
     """Why the job failed, where `result` does not say it."""
     lasted_since: int = 0
-    """The attempt with which `lasted_s` begins: this launcher was not there before, and no report is."""
+    """The attempt with which `lasted_s` begins: this agent did not run before, and there is no report."""
     protected: bool = True
     """A rank has called `ttp.start` in some attempt."""
     steps_again: int = 0
-    """Steps that an attempt trained again though a checkpoint of them was there: it was broken, or not taken."""
+    """Steps that an attempt repeated although there was a checkpoint of them: it was broken, or not used."""
     ended_in_fault: bool
     """The last attempt ended in a fault or a notice."""
     last: LastStep | None
-    """Where the last attempt's training ended, if that was no fault and rank 0 has reported it."""
+    """Where the last attempt's training ended, unless in a fault, if rank 0 has reported it."""
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """Say how the job went."""
+    """Return the summary as labelled lines, under a heading."""
     faults = counted(summary.faults - summary.notices, "fault")
     if summary.notices:
-        faults += f", {summary.notices} notice{'' if summary.notices == 1 else 's'} to leave"
+        faults += f", {counted(summary.notices, 'preemption notice')}"
     if summary.false_alarms:
         faults += f", {counted(summary.false_alarms, 'false alarm')}"
     if summary.untold_starts:
-        faults += f"; how {_starts(summary.untold_starts)} ended is not known on this node"
+        faults += f"; the end of {_starts(summary.untold_starts)} is not known on this node"
     saved = ", ".join(map(str, summary.saved_steps[-NAMED:]))
     more = "..., " if len(summary.saved_steps) > NAMED else ""
     since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
@@ -74,11 +74,11 @@ def summary_lines(summary: Summary) -> list[str]:
 
 
 def lost_text(known: Summary) -> str:
-    """Say what was lost: `nothing`, `3 steps`, `not protected`, `no checkpoint on disk`, `unknown`, or what of them is true."""
+    """Return what was lost: `nothing`, `3 steps`, `not protected`, `no checkpoint on disk`, `unknown`, or a combination."""
     if not known.protected:
         return NOT_PROTECTED
     if known.untold_starts:
-        return f"unknown: how {_starts(known.untold_starts)} ended is not known on this node"
+        return f"unknown: the end of {_starts(known.untold_starts)} is not known on this node"
     end = "" if known.ended_in_fault else _end(known.last)
     own = "" if known.ended_in_fault else _saves_itself(known.last)
     certain = not (known.unknown_losses or end or own)
@@ -92,12 +92,12 @@ def lost_text(known: Summary) -> str:
 
 
 def _steps(known: Summary) -> str:
-    again = f" ({known.steps_again:,} to train again behind a checkpoint that was broken or not taken)"
+    again = f" ({known.steps_again:,} repeated: their checkpoint was broken or not used)"
     return counted(known.steps_lost, "step") + (again if known.steps_again else "")
 
 
 def _end(last: LastStep | None) -> str:
-    """Say why the last step may be lost though the job ended without a fault; empty: it is on disk."""
+    """Return why the last step may be lost though the job ended without a fault; empty: it is on disk."""
     if last is None:
         return "unknown: no rank has reported its last step"
     if last.saved_step is None or last.saved_step >= last.step:

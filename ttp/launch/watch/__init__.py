@@ -1,1 +1,1 @@
-"""What the operating system says about this node's ranks: deaths, exit statuses, memory, shells, stacks."""
+"""The state of this node's ranks by the operating system: deaths, exit statuses, memory, shells, stacks."""

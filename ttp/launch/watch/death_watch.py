@@ -1,8 +1,8 @@
-"""The death watch: sees within milliseconds that a worker of this node begins to end.
+"""The death watch: detects within milliseconds that a worker of this node is exiting.
 
-Owns one thread that polls each worker's kernel flags. Waiting for the process itself is slow for a big one: the kernel
-frees its memory first (0.6 s at 4 GiB), and only then are sockets closed and the parent woken. The flag PF_EXITING is
-set before all that. Never reaps, never signals, never decides what a death means.
+Owns one thread that polls each worker's kernel flags. Waiting for the process is slow for a large one: the kernel first frees its memory (0.6 s
+at 4 GiB), and only then closes sockets and wakes the parent. The flag PF_EXITING is set before that. Never reaps, never signals, never decides
+what a death means.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PF_EXITING = 0x4
 POLL_S = 0.002
 """Default time between two looks at every worker."""
 LONGEST_POLL_S = 1.0
-"""With a longer one every other sign of a death would come earlier than the watch's."""
+"""With a longer interval every other sign of a death would come first."""
 
 _SHORT_S = 0.05
-"""So long `stop` may wait for the next look: a sleep costs a sixth less of the processor than an event that may end it."""
+"""Up to this interval the thread sleeps, and `stop` waits for it: a sleep takes a sixth less processor time than a wait on an event."""
 
 _RUNNING = (b"R", b"S", b"D")
 """States of a process that runs, or sleeps until something happens; T and t: it is stopped or traced."""
@@ -37,23 +37,23 @@ _GONE = (errno.ENOENT, errno.ESRCH)
 
 _WHOLE_LINE = 1024
 _EXIT_CODE = 49
-"""Field 52 of the line, counted from the state, which is field 3. The kernel sets it a moment before PF_EXITING or after, and tells it to
-whoever may trace the process; others read 0."""
+"""Field 52 of the line, counted from the state, which is field 3. The kernel sets it shortly before or after PF_EXITING, and shows it to
+processes that may trace this one; others read 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A worker that ends. `status` is as `Popen.returncode`; None while the kernel still frees the process, or if it is lost."""
+    """A worker that exits. `status` is as `Popen.returncode`; None while the kernel still frees the process, or if it is lost."""
 
     rank: int
     pid: int
     seen_unix_s: float
     seen_monotonic_s: float
     text: str
-    """`signal SIGKILL` or `exit code 1`, with the reason of a kill where it is known; `exiting` as long as the kernel does not tell."""
+    """`signal SIGKILL` or `exit code 1`, with the reason of a kill where it is known; `exiting` while the status is not known."""
     status: int | None
     settled: bool
-    """The process has ended altogether: nothing more will be learnt."""
+    """The process has ended: its status will not change."""
 
     @property
     def failed(self) -> bool:
@@ -61,24 +61,24 @@ class Death:
 
     @property
     def lost(self) -> bool:
-        """Say whether it is not known how the process has ended: somebody else has reaped it."""
+        """Return whether the status is lost: another process or library has reaped this one."""
         return self.settled and self.status is None
 
 
 class Probe(Protocol):
-    """Looks at one process, often."""
+    """Reads the state of one process, often."""
 
     def ending(self) -> bool:
-        """Say whether the process begins to end, or has ended."""
+        """Return whether the process is exiting or has ended."""
 
     def gone(self) -> bool:
-        """Say whether the process has ended altogether. It need not be a child."""
+        """Return whether the process has ended. It need not be a child."""
 
     def running(self) -> bool:
-        """Say whether the process is seen to run: neither ending nor stopped nor traced. False where that cannot be seen."""
+        """Return whether the process runs: neither exiting nor stopped nor traced. False where that is not visible."""
 
     def status(self) -> int | None:
-        """Return the status with which a process that begins to end will have ended; None: it is not told, or 0."""
+        """Return the status of an exiting process; None: not known, or 0."""
 
     def close(self) -> None: ...
 
@@ -86,8 +86,8 @@ class Probe(Protocol):
 class FlagsProbe:
     """Reads the flags of the process's first thread on an open descriptor (Linux).
 
-    `/proc/<pid>/task/<pid>/stat`, not `/proc/<pid>/stat`: the latter adds up the times of all threads at every read. Where there is
-    no descriptor to be had, the exit status is asked for until there is one: only a missing process is taken for an ended one.
+    It reads `/proc/<pid>/task/<pid>/stat`: `/proc/<pid>/stat` sums the times of all threads at every read. Without a free descriptor it polls the
+    exit status until there is one: only a missing process counts as ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -156,7 +156,7 @@ class FlagsProbe:
 
 
 class StatusProbe:
-    """Asks for the exit status, without reaping: late for a big process, but works without `/proc`."""
+    """Polls the exit status, without reaping: late for a large process, but works without `/proc`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -186,8 +186,8 @@ def default_probe(pid: int) -> Probe:
 class DeathWatch:
     """Watches the workers of one node from `start` to `stop`.
 
-    `report(death)` is called on the watch's own thread, once when a worker begins to end and once more when it is known
-    how it ended (one call if both are seen at once). It must not block: it delays the next look.
+    `report(death)` is called on the watch's own thread: once when a worker begins to exit, and again when its status is known (one call if both
+    are seen at once). It must not block: it delays the next poll.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class DeathWatch:
         probe: Callable[[int], Probe] = default_probe,
         explain_kill: Callable[[int], str] = lambda pid: "",
     ) -> None:
-        """`explain_kill(pid)` says more of a worker that ended by SIGKILL, if there is more; asked once, like `report`."""
+        """`explain_kill(pid)`: the reason of a worker's SIGKILL, or empty; called once for each, on the watch's thread."""
         self._pids = dict(pids)
         self._explain_kill = explain_kill
         self._report = report
@@ -227,29 +227,29 @@ class DeathWatch:
             probe.close()
 
     def follow(self, rank: int, pid: int) -> None:
-        """Watch process `pid` for this rank from now on: the worker is a shell that has started it. It ends when the rank's own
-        process does, and how is read from the shell's status; a shell that ends before is no death."""
+        """Watch process `pid` for this rank from now on: the worker is a shell that has started it. The death begins when that process exits, and
+        its status is the shell's; a shell that exits first is not a death."""
         with self._changed:
             if rank not in self._deaths and not self._stopping.is_set():
                 self._followed[rank] = (pid, self._probe(pid))
 
     def deaths(self) -> dict[int, Death]:
-        """Return what is known by now, by rank."""
+        """Return the deaths so far, by rank."""
         with self._changed:
             return dict(self._deaths)
 
     def living(self) -> list[int]:
-        """Return the ranks whose processes have not ended altogether, sorted. Raises RuntimeError if the watch has failed."""
+        """Return the ranks whose processes have not ended, sorted. Raises RuntimeError if the watch has failed."""
         with self._changed:
             return self._living()
 
     def begun(self) -> list[int]:
-        """Return the ranks that have begun to end, and have not ended altogether, by a look that is made now."""
+        """Return the ranks that are exiting now, by a fresh read."""
         with self._changed:
             return [rank for rank in self._living() if rank in self._deaths or self._ending(rank)]
 
     def running(self) -> dict[int, int]:
-        """Return the processes that run, by rank, by a look that is made now: neither ending nor stopped. Never raises."""
+        """Return the processes that run now, by rank, by a fresh read: neither exiting nor stopped. Never raises."""
         with self._changed:
             if self._error is not None or self._stopping.is_set():
                 return {}
@@ -257,7 +257,7 @@ class DeathWatch:
             return {rank: pid for rank, (pid, probe) in probes.items() if rank not in self._deaths and probe.running()}
 
     def learn(self, rank: int, status: int) -> None:
-        """Take in how a worker has ended that somebody else has reaped."""
+        """Set the status of a worker that another process or library has reaped."""
         with self._changed:
             death = self._deaths.get(rank)
             if death is not None and death.lost:
@@ -265,17 +265,17 @@ class DeathWatch:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float, until: Callable[[dict[int, Death]], bool]) -> bool:
-        """Wait until `until(deaths)` holds; say whether it does. Asked again at every change."""
+        """Wait until `until(deaths)` is true; return whether it is. Called again at every change."""
         with self._changed:
             return self._changed.wait_for(lambda: until(dict(self._deaths)), timeout_s)
 
     def wait_all(self, timeout_s: float) -> bool:
-        """Wait until every worker has ended altogether; say whether they have."""
+        """Wait until every worker has ended; return whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._living(), timeout_s)
 
     def _living(self) -> list[int]:
-        if self._error is not None:  # better an ended job than one that waits for deaths that nobody looks for
+        if self._error is not None:  # a job that fails is better than one whose deaths are not detected
             raise RuntimeError(f"the death watch has failed: {self._error}") from self._error
         return sorted(rank for rank in self._pids if rank not in self._deaths or not self._deaths[rank].settled)
 
@@ -300,7 +300,7 @@ class DeathWatch:
     def _ending(self, rank: int) -> bool:
         return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).ending()
 
-    def _told(self, rank: int) -> int | None:
+    def _early_status(self, rank: int) -> int | None:
         with self._changed:
             return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).status()
 
@@ -314,8 +314,8 @@ class DeathWatch:
         if followed is not None and not followed.gone():
             status = None
         if before is None:
-            told = status if status is not None else self._told(rank)
-            text = "exiting" if told is None else status_text(told)
+            early = status if status is not None else self._early_status(rank)
+            text = "exiting" if early is None else status_text(early)
             death = Death(rank, pid, time.time(), time.monotonic(), text, None, False)
         elif status is None:
             return

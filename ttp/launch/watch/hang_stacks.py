@@ -1,6 +1,7 @@
-"""The stacks of ranks that hang: asked for by a signal, gathered into one file, suspects first, and where a suspect stood.
+"""The stacks of hanging ranks: requested by a signal, collected in one file, suspects first, with a suspect's innermost frames.
 
-Reads what `processor/stacks.py` wrote under the journals' folder: of ranks on other nodes only where that folder is shared.
+Owns the request and the file. Reads what `processor/stacks.py` wrote in the journals' directory: of ranks on other nodes only where that
+directory is shared.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ttp.launch.watch.processes import catches, is_stopped
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, process_text
 
 ASK_S = 2.0
-"""How long a rank that is asked for its stacks has to write them."""
+"""How long a rank has to write its stacks on request."""
 _LOOK_S = 0.02
 _STACK = "(most recent call first)"
 
 FRAMES = 5
-"""Innermost frames that a story quotes."""
+"""Innermost frames that a report quotes."""
 _BLOCK = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.M)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
@@ -50,7 +51,7 @@ def main_frames(block: str) -> tuple[str, ...]:
 
 
 def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
-    """Return what each rank has saved for a hang's reason, by rank. Raises OSError."""
+    """Return the stacks that each rank wrote for a hang's reason, by rank. Raises OSError."""
     found = {}
     for path in log_dir.glob("rank_*/stacks.log"):
         rank = path.parent.name.removeprefix("rank_")
@@ -61,15 +62,15 @@ def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
 
 
 def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None:
-    """Have the ranks of this node that can (rank -> pid) write their stacks, before they are ended. Works also on one whose
-    interpreter is held by C code; one that is stopped cannot, and is not waited for."""
+    """Have these ranks of this node (rank -> pid) write their stacks before they are ended. Works also while C code blocks the interpreter; a
+    stopped rank is skipped."""
     asked: dict[Path, int] = {}
     for rank, pid in pids.items():
         if is_stopped(pid):
             continue
         path = log_dir / f"rank_{rank}" / ASKED_NAME
         with contextlib.suppress(OSError):
-            # The file may be an earlier start's: the handler of a process that has not opened it is its script's own.
+            # The file may be an earlier attempt's: a process that has not opened it may have its script's own handler.
             if STACKS_SIGNAL and catches(pid, STACKS_SIGNAL) and process_text(pid) in path.read_text(errors="replace"):
                 asked[path] = path.stat().st_size
                 os.kill(pid, STACKS_SIGNAL)
@@ -79,15 +80,15 @@ def ask(log_dir: Path, pids: Mapping[int, int], within_s: float = ASK_S) -> None
         time.sleep(_LOOK_S)
         sizes = {}
         for path in asked:
-            with contextlib.suppress(OSError):  # its folder may be taken away meanwhile
+            with contextlib.suppress(OSError):  # its directory may be removed meanwhile
                 sizes[path] = path.stat().st_size
         if sizes == before and all(size > asked[path] for path, size in sizes.items()):
-            return  # all have begun, and written no more since the last look
+            return  # all have begun, and have written nothing since the last check
         before = sizes
 
 
 def read_asked(log_dir: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """Return the stacks that these ranks (rank -> pid) were asked for and have written, by rank. Raises OSError."""
+    """Return the stacks that these ranks (rank -> pid) have written on request, by rank. Raises OSError."""
     found = {}
     for rank, pid in pids.items():
         path = log_dir / f"rank_{rank}" / ASKED_NAME

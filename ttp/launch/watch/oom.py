@@ -1,9 +1,8 @@
-"""Out of memory: tells a worker that the kernel killed for want of memory from one that got SIGKILL from somebody.
+"""Detects out-of-memory kills: distinguishes a worker that the OOM killer ended from one that another process sent SIGKILL.
 
-Two sources, where this process may read them: the counter of such kills that the workers' memory cgroup keeps (version 2:
-`oom_kill` in `memory.events`; version 1: in `memory.oom_control`; it counts kills for any limit, the machine's own
-included), and the kernel's log, which names the process. The counter says how many, not whom: each kill explains one
-worker that ended by SIGKILL. Only reads; works with neither.
+It has two sources, where they are readable. The workers' memory cgroup counts OOM kills for any limit, the host's included (version 2:
+`oom_kill` in `memory.events`; version 1: in `memory.oom_control`). The kernel's log names the process. The counter has no pids: each kill
+explains one worker that ended by SIGKILL. Owns both readers; never writes. Without both, no kill is explained.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ log = logging.getLogger("ttp.launch")
 PROC = Path("/proc")
 KERNEL_LOG = Path("/dev/kmsg")
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the machine's own pid namespace (PROC_PID_INIT_INO): only there are the log's process numbers ours."""
+"""Inode of the host's own pid namespace (PROC_PID_INIT_INO): only there do the log's pids match this process's."""
 
 _KILLED = re.compile(rb"[Kk]illed process (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Where a cgroup counts its out-of-memory kills: a line `oom_kill N` in `path`."""
+    """A cgroup's counter of out-of-memory kills: a line `oom_kill N` in `path`."""
 
     path: Path
 
     def read(self) -> int | None:
-        """Return the count; None when it cannot be read, or the kernel keeps none."""
+        """Return the count; None when it is not readable, or the kernel has none."""
         with contextlib.suppress(OSError, ValueError):
             for line in self.path.read_text().splitlines():
                 name, _, value = line.partition(" ")
@@ -43,7 +42,7 @@ class Counter:
 
 
 def counter_of(pid: int | str, proc: Path = PROC) -> Counter | None:
-    """Find the counter of a process's memory cgroup; None where there is none that can be read."""
+    """Find the counter of a process's memory cgroup; None: there is no readable one."""
     try:
         groups = (proc / str(pid) / "cgroup").read_text().splitlines()
         mounts = (proc / "self" / "mountinfo").read_text().splitlines()
@@ -89,7 +88,7 @@ class KernelLog:
                 os.lseek(self._file, 0, os.SEEK_END)
 
     def has_killed(self, pid: int) -> bool:
-        """Say whether the log tells that this process was killed for want of memory."""
+        """Return whether the log has an out-of-memory kill of this process."""
         while self._file is not None:
             try:
                 record = os.read(self._file, 8192)
@@ -103,22 +102,22 @@ class KernelLog:
         return pid in self._killed
 
     def close(self) -> None:
-        file, self._file = self._file, None  # first: a signal may have it closed again
+        file, self._file = self._file, None  # first: after a signal it may be closed again
         if file is not None:
             os.close(file)
 
 
 class OutOfMemory:
-    """Explains SIGKILLs of one start's workers. Made when they run; asked and closed from one thread at a time."""
+    """Explains SIGKILLs of one attempt's workers. Made when they run; used by one thread at a time."""
 
     def __init__(self, pids: Iterable[int], *, proc: Path = PROC, kernel_log: Path = KERNEL_LOG) -> None:
         self._log = KernelLog(kernel_log, proc)
-        launchers = counter_of("self", proc)  # what a worker inherited, when it is too late to ask for its own
-        self._counters = {pid: counter_of(pid, proc) or launchers for pid in pids}
+        inherited = counter_of("self", proc)  # of a worker that has ended before its own could be found
+        self._counters = {pid: counter_of(pid, proc) or inherited for pid in pids}
         self._explained = {counter: counter.read() or 0 for counter in self._counters.values() if counter is not None}
 
     def explain(self, pid: int) -> str:
-        """Return why the kernel killed this worker, or empty: somebody sent the signal. Called once for each that ended by
+        """Return why the kernel killed this worker, or empty: another process sent the signal. Called once for each worker that ended by
         SIGKILL, in the order of their ends."""
         counter = self._counters.get(pid)
         counted = counter.read() if counter is not None else None

@@ -1,8 +1,7 @@
-"""What the operating system says about processes: running, ended how, and who is left of a session.
+"""The state of processes by the operating system: running, exit status, and the processes of a session.
 
-Owns the reading of `/proc` (Linux) and the ending of workers. Never reaps a process: the status stays for the
-launcher's own `Popen`, and as long as a worker is not reaped its number cannot be given to another process, so that
-signals sent from here cannot hit a stranger.
+Owns the reading of `/proc` (Linux) and the ending of workers. Never reaps a process: the status is for the agent's own `Popen`, and the pid of
+a worker that is not reaped cannot be reused, so that a signal never reaches another process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 
 class Lost(enum.Enum):
-    """The exit status of a process that somebody else has reaped."""
+    """The exit status of a process that another process or library has reaped."""
 
     LOST = "gone, its status is lost"
 
@@ -39,17 +38,17 @@ class ProcessStat:
 
     @property
     def gone(self) -> bool:
-        """The process has ended; only its status is left."""
+        """The process has ended; only its status remains."""
         return self.state in "ZXx"
 
     @property
     def stopped(self) -> bool:
-        """The process stands still (SIGSTOP): no signal but SIGKILL and SIGCONT reaches it. A debugger's hold does not count."""
+        """The process is stopped (SIGSTOP): it handles no signal but SIGKILL and SIGCONT. Stopped by a debugger does not count."""
         return self.state == "T"
 
 
 def exit_status(pid: int) -> int | Lost | None:
-    """Say how the child `pid` ended, without reaping it.
+    """Return how the child `pid` ended, without reaping it.
 
     Returns None while it runs (or is still being freed), else what `Popen.returncode` would be: the exit code, or
     minus the signal's number; `LOST` if it is not (or no longer) a child of this process.
@@ -64,19 +63,19 @@ def exit_status(pid: int) -> int | Lost | None:
 
 
 def status_of(code: int) -> int | None:
-    """Return the exit status in the kernel's word for it (`exit_code`, as of wait(2)); None: 0 may say as well that it is not told."""
+    """Return the exit status that the kernel's `exit_code` encodes, as for wait(2); None for 0, which also means that it is not visible."""
     number, exited = code & 0x7F, (code >> 8) & 0xFF
     return -number if number else exited or None
 
 
 def status_text(status: int | Lost) -> str:
-    """Name an exit status for people: `signal SIGKILL`, `exit code 1`."""
+    """Return an exit status as text: `signal SIGKILL`, `exit code 1`."""
     if isinstance(status, Lost):
         return status.value
     if status < 0:
         return f"signal {_signal_name(-status)}"
     if 128 < status <= 128 + signal.SIGRTMAX:
-        return f"exit code {status} (what a shell makes of {_signal_name(status - 128)})"
+        return f"exit code {status} (a shell's code for {_signal_name(status - 128)})"
     return f"exit code {status}"
 
 
@@ -99,13 +98,13 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a process is stopped now; False if it is gone, or there is no `/proc`."""
+    """Return whether a process is stopped now; False if it has ended, or there is no `/proc`."""
     stat = read_stat(pid)
     return stat is not None and stat.stopped
 
 
 def all_processes() -> list[ProcessStat]:
-    """Read every process that this one may see; empty where there is no `/proc`."""
+    """Read every visible process; empty where there is no `/proc`."""
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -114,12 +113,12 @@ def all_processes() -> list[ProcessStat]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Read the arguments of a process; empty if it is gone."""
+    """Read the arguments of a process; empty if it has ended."""
     return _nul_list(f"/proc/{pid}/cmdline")
 
 
 def environment(pid: int) -> list[str]:
-    """Read the `NAME=value` entries that a process was started with; empty if it is gone or another user's."""
+    """Read the `NAME=value` entries that a process was started with; empty if it has ended or is another user's."""
     return _nul_list(f"/proc/{pid}/environ")
 
 
@@ -132,7 +131,7 @@ def _nul_list(path: str) -> list[str]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Say whether a process has a handler for a signal, or ignores it; False if it is gone, or there is no `/proc`."""
+    """Return whether a process has a handler for a signal, or ignores it; False if it has ended, or there is no `/proc`."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = dict(line.split(":", 1) for line in file if line.startswith(("SigIgn:", "SigCgt:")))
@@ -144,10 +143,10 @@ def catches(pid: int, number: int) -> bool:
 def end_workers(
     pids: Iterable[int], death_signal: signal.Signals | None, grace_s: float, kill_wait_s: float = 30.0
 ) -> list[int]:
-    """Send `death_signal` to the workers' sessions (None: they have had theirs), and SIGKILL to what is left after `grace_s`.
+    """Send `death_signal` to the workers' process groups (None: they have received it), and SIGKILL to those that still run after `grace_s`.
 
-    `pids` are children of this process that it has not reaped. Returns those that needed SIGKILL. Gives up on a
-    process that SIGKILL does not end in `kill_wait_s` (uninterruptible sleep, or gigabytes to free).
+    `pids`: children of this process that it has not reaped. Returns those that needed SIGKILL. Does not wait longer than `kill_wait_s` after
+    SIGKILL (uninterruptible sleep, or gigabytes to free).
     """
     living = [pid for pid in pids if exit_status(pid) is None]
     if death_signal is not None:
@@ -161,17 +160,17 @@ def end_workers(
 
 
 def signal_workers(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to the workers' sessions; those that have ended are passed over."""
+    """Send a signal to the workers' process groups; those that have ended are skipped."""
     for pid in pids:
         if exit_status(pid) is None:
             _signal_group(pid, number)
 
 
 def sweep_sessions(leaders: Iterable[int], spare: Callable[[int], bool], grace_s: float = 1.0) -> list[int]:
-    """End what dead workers left in their sessions (data loaders, tools). Linux only; returns the processes found.
+    """End leftover processes in the sessions of dead workers (data loaders, tools). Linux only; returns the processes found.
 
-    `leaders` are workers; those that have been reaped are passed over, as their numbers may be others' by now. A process that moved to a session of its own is left
-    alone: it was meant to outlive the worker. `spare(pid)` excepts others.
+    `leaders`: workers; those that have been reaped are skipped, as their pids may be reused. A process that moved to a session of its own is
+    left alone: it was meant to outlive the worker. `spare(pid)` excepts others.
     """
     sessions = {pid for pid in leaders if exit_status(pid) is not LOST}
 
@@ -197,13 +196,13 @@ def sweep_sessions(leaders: Iterable[int], spare: Callable[[int], bool], grace_s
 
 
 def children_leading_sessions() -> list[int]:
-    """List this process's own children that lead a session: workers, even those that nobody wrote down."""
+    """List this process's own children that lead a session: the workers, also those that torch lost track of."""
     me = os.getpid()
     return [stat.pid for stat in all_processes() if stat.parent == me and stat.session == stat.pid]
 
 
 def wait_until_gone(pid: int, timeout_s: float, replaced: Callable[[], bool] = lambda: False) -> bool:
-    """Wait for a process that need not be a child; say whether it has gone. `replaced`: asked whether its number is another's."""
+    """Wait for a process that need not be a child; return whether it has ended. `replaced()`: whether its pid was reused."""
     return not _wait_for([pid], timeout_s, lambda pid: _still_there(pid) and not replaced())
 
 
@@ -213,7 +212,7 @@ def _still_there(pid: int) -> bool:
 
 
 def _wait_for(pids: list[int], timeout_s: float, holds: Callable[[int], bool]) -> list[int]:
-    """Wait until `holds` is false for all `pids`; return those for which it still holds after `timeout_s`."""
+    """Wait until `holds` is false for all `pids`; return those for which it is still true after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while pids := [pid for pid in pids if holds(pid)]:
         if time.monotonic() >= deadline:

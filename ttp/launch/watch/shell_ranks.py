@@ -1,8 +1,7 @@
-"""Ranks that a worker's shell has started: `ttprun --no-python ./wrap.sh`, without `exec`. The worker is the shell then, and the
-rank one of the processes in its session.
+"""Ranks behind a shell: `ttprun --no-python ./wrap.sh`, without `exec`. The worker is the shell, and the rank a process in its session.
 
-Owns which process each such rank is, as the ranks tell (`ttp.exchange.discovery.process_key`). Signals no process that it cannot prove to be
-the one that told, in its worker's session.
+Owns which process each such rank is, as the ranks publish it (`ttp.exchange.discovery.process_key`). Never signals a process without proof that
+it is the published one, in its worker's session.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ log = logging.getLogger("ttp.launch")
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank's own process; `text` tells it from a later one of its number."""
+    """A rank's own process; `text` distinguishes it from a later one with the same pid."""
 
     worker: int
     pid: int
@@ -39,7 +38,7 @@ class _Rank:
 
 
 class ShellRanks:
-    """The ranks of one start on this node that are not their workers themselves."""
+    """The ranks of one attempt on this node whose worker is a shell."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _found
@@ -59,10 +58,10 @@ class ShellRanks:
         with self._lock:
             return self._found
 
-    def add(self, workers: Mapping[int, int], told: Mapping[int, str]) -> dict[int, int]:
-        """Take in which process each rank says it is, and return those that are not their workers: a number from another pid
-        namespace (a container's) proves to be no process of the worker's session, and is left out."""
-        ranks = {rank: _Rank(workers[rank], int(text.split()[0]), text) for rank, text in told.items() if text}
+    def add(self, workers: Mapping[int, int], published: Mapping[int, str]) -> dict[int, int]:
+        """Add the process that each rank has published, and return those that are not their workers. A pid of another pid namespace (a
+        container's) is not in the worker's session, and is skipped."""
+        ranks = {rank: _Rank(workers[rank], int(text.split()[0]), text) for rank, text in published.items() if text}
         found = {rank: each for rank, each in ranks.items() if each.pid != each.worker and each.proven()}
         with self._lock:
             self._found = found
@@ -71,17 +70,17 @@ class ShellRanks:
         return self.pids
 
     def signal(self, ranks: Iterable[int], number: signal.Signals) -> list[int]:
-        """Send a signal to the processes of these ranks, not to their shells; return the ranks that had one."""
-        found, told = self._ranks(), []
+        """Send a signal to the processes of these ranks, not to their shells; return the ranks that received it."""
+        found, signalled = self._ranks(), []
         for rank in ranks:
             if rank in found and found[rank].proven():
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(found[rank].pid, number)
-                    told.append(rank)
-        return told
+                    signalled.append(rank)
+        return signalled
 
     def wait(self, ranks: Iterable[int], until_monotonic_s: float) -> None:
-        """Wait for the processes of these ranks to go."""
+        """Wait for the processes of these ranks to end."""
         found = self._ranks()
         for each in [found[rank] for rank in ranks if rank in found]:
             wait_until_gone(each.pid, max(0.0, until_monotonic_s - time.monotonic()), each.replaced)

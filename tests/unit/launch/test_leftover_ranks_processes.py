@@ -1,4 +1,4 @@
-"""Ranks that are still here when another has left: by real processes, under a controller that is a stand-in."""
+"""Leftover ranks that are real processes, with a fake controller."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.unit.launch.start import DEADLINE_S, Start
+from tests.unit.launch.attempts import DEADLINE_S, Start
 from tests.waiting import until
-from ttp.launch.attempts import attempt as rounds
+from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.attempts import leftover_ranks
 from ttp.launch.attempts.leftover_ranks import LeftoverRanks
 from ttp.launch.links.peer_agents import PeerAgents
@@ -22,7 +22,7 @@ from ttp.launch.rendezvous.fresh_store import JobStore
 @pytest.fixture
 def patient(led: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Return a start whose ranks have very long to leave by themselves."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 50.0)
     monkeypatch.setattr(leftover_ranks, "PATIENCE_S", 0.1)
     return led
 
@@ -33,9 +33,9 @@ def await_stop(pid: int) -> None:
 
 
 def let_one_leave(start: Start) -> None:
-    """Rank 1 leaves on the controller's word, and rank 0 is held."""
+    """Rank 1 exits on the controller's order, and rank 0 is held."""
     start.leave(75, rank=1)
-    until(start.round.failed, "the end to be seen")
+    until(start.attempt.failed, "the end to be seen")
     start.held.start()
 
 
@@ -46,16 +46,16 @@ def test_a_stopped_rank_is_ended_at_once_when_another_has_left_on_the_controller
     await_stop(patient.workers[0].pid)
     let_one_leave(patient)
     patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.living() == []
-    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
-    assert patient.round.outcome().startswith("rank 0: ended by ttprun (signal SIGKILL)")
+    assert not patient.held.is_alive() and patient.attempt.living() == []
+    assert "killed rank 0 (stopped): these ranks have nothing more to save" in caplog.text
+    assert patient.attempt.outcome().startswith("rank 0: ended by ttprun (signal SIGKILL)")
 
 
 def test_a_stopped_rank_lives_as_long_as_the_controller_has_not_sent_the_ranks_away(
     patient: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other left with the same exit code because it had lost its controller: the stopped one may be the only holder."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
     patient.line.decided = False
     await_stop(patient.workers[0].pid)
     let_one_leave(patient)
@@ -63,50 +63,50 @@ def test_a_stopped_rank_lives_as_long_as_the_controller_has_not_sent_the_ranks_a
         lambda: patient.line.asked >= 6 or not patient.held.is_alive(), "the controller to be asked for several graces"
     )
     assert patient.held.is_alive()
-    assert patient.round.living() == [0] and "killed" not in caplog.text
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 50.0)
+    assert patient.attempt.living() == [0] and "killed" not in caplog.text
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 50.0)
     patient.line.decided = True
     patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.living() == []
-    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
+    assert not patient.held.is_alive() and patient.attempt.living() == []
+    assert "killed rank 0 (stopped): these ranks have nothing more to save" in caplog.text
 
 
 def test_ranks_that_the_controller_has_not_sent_away_are_held_up_to_the_deadline(
     short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not longer, and the deadline is what is told."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    """Not longer, and the deadline is logged."""
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
     start = Start(2.0, controller=True)
     try:
         start.line.decided = False
         let_one_leave(start)
         start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.round.living() == [0]
-        assert "TTP_OT, 2 s, has passed: rank 0 still here" in caplog.text
+        assert not start.held.is_alive() and start.attempt.living() == [0]
+        assert "TTP_OT (2 s) expired; terminating rank 0" in caplog.text
     finally:
         start.close()
 
 
-def test_a_stopped_rank_has_the_others_time_where_no_controller_says_that_all_is_decided(
+def test_a_stopped_rank_has_the_others_time_while_the_shutdown_is_undecided(
     led: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The controller is gone with its word: the other's exit code alone ends nobody at once."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 1.0)
+    """The controller is lost: the other rank's exit code alone is not a reason to kill."""
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 1.0)
     led.line.attached = led.line.decided = False
     await_stop(led.workers[0].pid)
     let_one_leave(led)
     led.held.join(DEADLINE_S)
     assert not led.held.is_alive()
     said = [record.getMessage() for record in caplog.records]
-    passed = next(place for place, text in enumerate(said) if text.startswith("others here have left, 1 s have passed"))
-    killed = said.index("rank 0: stopped, and can save nothing any more: killed")
+    passed = next(place for place, text in enumerate(said) if "saved and exited 1 s ago" in text)
+    killed = next(place for place, text in enumerate(said) if text.startswith("killed rank 0 (stopped): "))
     assert passed < killed
 
 
 def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     patient: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was seen two seconds ago is no reason any more."""
+    """A state of two seconds ago is not a reason."""
     asked = threading.Event()
 
     def go_on(asked_by: LeftoverRanks, ranks: Iterable[int]) -> None:
@@ -120,7 +120,7 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     assert asked.wait(DEADLINE_S)
     patient.leave(75)
     patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
+    assert not patient.held.is_alive() and patient.attempt.deaths()[0].status == 75
     assert "killed" not in caplog.text
 
 
@@ -129,7 +129,7 @@ def end_given_up(start: Start, done: Callable[[], bool]) -> None:
 
     def looked() -> bool:
         if not done():
-            start.round.end_given_up()
+            start.attempt.end_given_up()
         return done()
 
     until(looked, "the end of those that are given up")
@@ -141,11 +141,11 @@ def test_ranks_that_stand_still_are_ended_when_the_controller_has_sent_all_away(
     """No rank here has failed or left: what the others had is saved, and perhaps the job is over on every other node."""
     for worker in patient.workers:
         await_stop(worker.pid)
-    patient.round.end_given_up()
-    assert patient.round.living() == [0, 1] and patient.line.asked == 0, "nobody was sent away"
+    patient.attempt.end_given_up()
+    assert patient.attempt.living() == [0, 1] and patient.line.asked == 0, "no rank was ordered to exit"
     patient.line.sent_away_monotonic_s = time.monotonic()
-    end_given_up(patient, done=lambda: patient.round.living() == [])
-    assert "ranks 0-1: stopped, and can save nothing any more: killed" in caplog.text
+    end_given_up(patient, done=lambda: patient.attempt.living() == [])
+    assert "killed ranks 0-1 (stopped): these ranks have nothing more to save" in caplog.text
 
 
 def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: Start) -> None:
@@ -156,10 +156,10 @@ def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: Start) ->
     end_given_up(patient, done=lambda: patient.line.asked > 0)
     asked = patient.line.asked
     for _ in range(50):
-        patient.round.end_given_up()
-    assert patient.line.asked == asked and patient.round.living() == [0, 1] and not patient.round.failed()
+        patient.attempt.end_given_up()
+    assert patient.line.asked == asked and patient.attempt.living() == [0, 1] and not patient.attempt.failed()
     patient.leave(0)
-    end_given_up(patient, done=lambda: patient.round.living() == [])
+    end_given_up(patient, done=lambda: patient.attempt.living() == [])
 
 
 def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
@@ -171,18 +171,18 @@ def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
     patient.line.sent_away_monotonic_s = time.monotonic()
     for worker in patient.workers:
         await_stop(worker.pid)
-    end_given_up(patient, done=lambda: patient.round.living() == [])
+    end_given_up(patient, done=lambda: patient.attempt.living() == [])
     assert time.monotonic() - patient.line.sent_away_monotonic_s > 0.3
 
 
 def test_who_is_stopped_later_may_go_on(patient: Start) -> None:
-    """Somebody looks at a script that has work of its own: that is no reason to end it."""
+    """A script that is stopped for inspection is not ended."""
     patient.line.sent_away_monotonic_s = time.monotonic() - leftover_ranks.ANSWERS_S - 1.0
-    patient.round.end_given_up()
+    patient.attempt.end_given_up()
     for worker in patient.workers:
         await_stop(worker.pid)
-    patient.round.end_given_up()
-    assert patient.round.living() == [0, 1] and not patient.round.failed()
+    patient.attempt.end_given_up()
+    assert patient.attempt.living() == [0, 1] and not patient.attempt.failed()
 
 
 def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_only(short_times: None) -> None:
@@ -193,16 +193,16 @@ def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_o
         other.start()
         await_stop(start.workers[0].pid)
         for _ in range(20):
-            start.round.end_given_up()
-        assert start.round.living() == [0, 1], "nothing was heard of the others"
-        other.tell_failed("b has failed (rank 3: signal SIGKILL)")
+            start.attempt.end_given_up()
+        assert start.attempt.living() == [0, 1], "nothing is known of the others"
+        other.publish_failed("b has failed (rank 3: signal SIGKILL)")
         began_s = time.monotonic()
         while time.monotonic() - began_s < 1.5:
-            start.round.end_given_up()
+            start.attempt.end_given_up()
             time.sleep(0.01)
-        assert start.round.living() == [0, 1], "the other one works"
+        assert start.attempt.living() == [0, 1], "the other one works"
         start.leave(0, rank=1)
-        end_given_up(start, done=lambda: start.round.living() == [])
+        end_given_up(start, done=lambda: start.attempt.living() == [])
     finally:
         start.close()
         other.close()
@@ -213,22 +213,22 @@ def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) ->
     await_stop(patient.workers[0].pid)
     patient.fail_one()
     patient.held.join(1.0)
-    assert patient.held.is_alive() and patient.round.living() == [0]
+    assert patient.held.is_alive() and patient.attempt.living() == [0]
     os.kill(patient.workers[0].pid, signal.SIGCONT)
     patient.leave(75)
     patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
+    assert not patient.held.is_alive() and patient.attempt.deaths()[0].status == 75
 
 
 def test_a_rank_that_was_silent_is_ended_soon_when_another_has_left_on_the_controllers_word(
     patient: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The controller says so; C code that holds an interpreter is not seen from outside."""
+    """The controller reports it; an interpreter that C code blocks looks healthy to the operating system."""
     patient.line.silent = frozenset({0, 7})
     let_one_leave(patient)
     patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.living() == []
-    assert "rank 0: silent, and can save nothing any more: killed" in caplog.text
+    assert not patient.held.is_alive() and patient.attempt.living() == []
+    assert "killed rank 0 (silent): these ranks have nothing more to save" in caplog.text
 
 
 def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patient: Start) -> None:
@@ -236,13 +236,13 @@ def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patien
     patient.line.silent = frozenset({7})
     let_one_leave(patient)
     patient.held.join(1.0)
-    assert patient.held.is_alive() and patient.round.living() == [0]
+    assert patient.held.is_alive() and patient.attempt.living() == [0]
     patient.leave(75)
     patient.held.join(DEADLINE_S)
-    assert not patient.held.is_alive() and patient.round.deaths()[0].status == 75
+    assert not patient.held.is_alive() and patient.attempt.deaths()[0].status == 75
 
 
-def test_a_stopped_rank_that_nobody_led_has_no_grace_after_its_hold(
+def test_a_stopped_rank_without_a_controller_has_no_grace_after_its_hold(
     led: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIGTERM would not reach it."""
@@ -251,9 +251,9 @@ def test_a_stopped_rank_that_nobody_led_has_no_grace_after_its_hold(
     led.fail_one()
     led.held.join(DEADLINE_S)
     assert not led.held.is_alive()
-    led.round.end_workers(signal.SIGTERM, 2 * DEADLINE_S)
-    assert led.round.living() == []
-    assert "no controller has led the ranks for 1 s" in caplog.text and "rank 0: stopped, and" in caplog.text
+    led.attempt.end_workers(signal.SIGTERM, 2 * DEADLINE_S)
+    assert led.attempt.living() == []
+    assert "the ranks had no controller for 1 s" in caplog.text and "killed rank 0 (stopped): " in caplog.text
 
 
 def test_a_stopped_rank_without_any_protection_keeps_its_grace(
@@ -265,7 +265,7 @@ def test_a_stopped_rank_without_any_protection_keeps_its_grace(
         await_stop(start.workers[0].pid)
         start.fail_one()
         start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.round.living() == [0]
+        assert not start.held.is_alive() and start.attempt.living() == [0]
         assert "killed" not in caplog.text, "its end would be seen a moment later"
     finally:
         start.close()

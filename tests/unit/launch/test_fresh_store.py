@@ -1,4 +1,4 @@
-"""A fresh store for each start, whichever handler makes the membership."""
+"""A fresh store for each attempt, with every handler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ class FixedNodes(RendezvousHandler):
     """A handler whose membership the test sets; `prefixed`: another part of the store each round, as c10d's."""
 
     def __init__(self, store: Store, rank: int, nodes: int, prefixed: bool = True, rounds: int = 0) -> None:
-        self.store, self.rank, self.nodes, self.prefixed, self.rounds = store, rank, nodes, prefixed, rounds
+        self.store, self.rank, self.nodes, self.prefixed, self.rounds = (
+            store,
+            rank,
+            nodes,
+            prefixed,
+            rounds,
+        )
         self.saw_variable: list[str | None] = []
         self.calls: list[str] = []
 
@@ -174,9 +180,9 @@ def test_a_static_starts_agents_find_no_key_of_an_earlier_one() -> None:
     assert stores[1].get("word") == b"new"
 
 
-def test_a_static_node_0s_restart_is_heard_by_one_that_has_succeeded() -> None:
+def test_a_static_node_0s_restart_reaches_a_node_that_has_succeeded() -> None:
     """The last start's store is there until all have joined: the other launcher looks into it now and then only, and joins
-    when it has heard."""
+    when it has learned of it."""
     base = HashStore()
     first, second = static_node(base, 0), static_node(base, 1)
     join_all([first, second])
@@ -184,14 +190,14 @@ def test_a_static_node_0s_restart_is_heard_by_one_that_has_succeeded() -> None:
     there.start()
     here = PeerAgents(first.job_store, 0, 2, look_s=0.5)
     here.start()
-    there.tell_succeeded()
+    there.publish_succeeded()
     until(lambda: client(first).check(["ttp/nodes/succeeded/1"]), "success")
-    here.tell_restart("node 0 has failed and starts again")
+    here.publish_restart("node 0 failed and restarts")
     here.close()
     joining = threading.Thread(target=first.next_rendezvous)
     joining.start()
     until(lambda: there.restarts or there.over, "word of node 0")
-    assert (there.restarts, there.over) == ("node 0 has failed and starts again", "")
+    assert (there.restarts, there.over) == ("node 0 failed and restarts", "")
     there.close()
     second.next_rendezvous()
     joining.join(30)
@@ -205,13 +211,13 @@ def test_a_static_node_0_does_not_wait_for_one_that_cannot_start_again() -> None
     join_all([first, second])
     there = PeerAgents(second.job_store, 1, 2)
     there.start()
-    there.tell_failed("node-b has failed (exit code 2)")
+    there.publish_failed("node-b has failed (exit code 2)")
     there.close()
     with pytest.raises(RendezvousClosedError, match=re.escape("node-b has failed (exit code 2)")):
         first.next_rendezvous()
 
 
-def test_a_later_starts_store_that_is_not_reached_is_no_wrong_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_of_a_later_attempt_is_not_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 2 says that nothing was started."""
     handler = FreshStoreRendezvous(FixedNodes(HashStore(), 0, 1), "127.0.0.1", same_keys_every_round=False)
 
@@ -228,11 +234,9 @@ def test_a_later_starts_store_that_is_not_reached_is_no_wrong_command_line(monke
         handler.next_rendezvous()
 
 
-def test_what_is_known_to_be_wrong_is_told_as_soon_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_known_problem_is_logged_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each reason once, whatever comes between; what is waited for now and then."""
-    monkeypatch.setattr(fresh_store, "FIRST_WORD_S", 0.01)
+    monkeypatch.setattr(fresh_store, "FIRST_LOG_S", 0.01)
     caplog.set_level("INFO", "ttp.launch")
     reasons = iter(["", "a: connection refused", "a: connection refused", "a: no route", "a: connection refused"])
     asked = threading.Event()
@@ -243,7 +247,7 @@ def test_what_is_known_to_be_wrong_is_told_as_soon_as_it_is(
             asked.set()
         return reason or ""
 
-    with fresh_store.telling("2 nodes", trouble):
+    with fresh_store.log_while_waiting("2 nodes", trouble):
         assert asked.wait(30)
     lines = [re.sub(r"[\d.]+ s so far", "0 s so far", line) for line in caplog.messages]
     assert lines == [
@@ -265,16 +269,26 @@ class NeverMeets(FixedNodes):
 @pytest.mark.parametrize(
     ("error", "static", "kind", "words"),
     [
-        (RendezvousTimeoutError(), False, RendezvousTimeoutError, "waited for 2 nodes, .* in time: a: no route"),
+        (
+            RendezvousTimeoutError(),
+            False,
+            RendezvousTimeoutError,
+            r"timed out: this node waited for 2 nodes \(a: no route\)",
+        ),
         (RendezvousTimeoutError("too few"), False, RendezvousTimeoutError, "^too few$"),
-        (DistNetworkError("no"), True, RendezvousConnectionError, "waited for 2 nodes, .* in time: a: no route"),
+        (
+            DistNetworkError("no"),
+            True,
+            RendezvousConnectionError,
+            r"timed out: this node waited for 2 nodes \(a: no route\)",
+        ),
         (DistNetworkError("no"), False, DistNetworkError, "^no$"),
     ],
 )
-def test_nodes_that_do_not_meet_end_with_words(
+def test_nodes_that_do_not_meet_end_with_a_message(
     error: Exception, static: bool, kind: type[Exception], words: str
 ) -> None:
-    """torch's own timeout has none. A static job's store that is not reached is no round that breaks: it is not tried again."""
+    """torch's own timeout has none. An unreachable store of a static job is not retried."""
     handler = FreshStoreRendezvous(
         NeverMeets(error), "127.0.0.1", same_keys_every_round=static, waits_for="2 nodes", trouble=lambda: "a: no route"
     )

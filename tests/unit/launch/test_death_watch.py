@@ -77,7 +77,7 @@ def test_a_killed_worker_is_reported_with_its_signal(
 def test_an_exit_code_is_reported(
     spawn: Callable[..., subprocess.Popen[bytes]], probe: Callable[[int], Probe], code: int
 ) -> None:
-    """A worker that leaves by itself is told with its exit code; code 0 is no failure."""
+    """A worker that exits by itself is reported with its exit code; code 0 is not a failure."""
     child = spawn("sh", "-c", f"read line; exit {code}")
     watch = DeathWatch({5: child.pid}, Reports(), probe=probe)
     watch.start()
@@ -153,10 +153,10 @@ def test_the_flags_of_this_living_process_are_clean() -> None:
 
 @probes
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, 75, 0], ids=str)
-def test_how_a_process_ends_is_told_without_waiting_for_its_end(
+def test_a_processs_status_is_read_before_its_end(
     spawn: Callable[..., subprocess.Popen[bytes]], probe: Callable[[int], Probe], end: int
 ) -> None:
-    """A signal or an exit code; the kernel says 0 to those as well that it does not tell, so that counts for nothing."""
+    """A signal or an exit code; 0 also means that the kernel does not show it, and counts as unknown."""
     child = spawn("sh", "-c", f"read line; exit {end}")
     look = probe(child.pid)
     assert look.status() is None, "it runs"
@@ -173,7 +173,7 @@ def test_how_a_process_ends_is_told_without_waiting_for_its_end(
 
 @linux
 def test_a_big_process_is_named_while_the_kernel_still_frees_it() -> None:
-    """From its flags and the kernel's word for its end alone: nobody can wait for it before its memory is free."""
+    """From its flags and the kernel's exit code only: the parent cannot wait for it before its memory is freed."""
     code = "import sys; held = bytearray(b'x') * (1 << 29); print(flush=True); sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
@@ -182,11 +182,11 @@ def test_a_big_process_is_named_while_the_kernel_still_frees_it() -> None:
         probe = FlagsProbe(child.pid)
         child.kill()
         while not probe.ending() or probe.status() is None:
-            assert exit_status(child.pid) is None, "it was freed before anything was told"
-        told, freed = probe.status(), exit_status(child.pid)
+            assert exit_status(child.pid) is None, "it was freed before its status was read"
+        early, freed = probe.status(), exit_status(child.pid)
         child.wait()
         probe.close()
-    assert told == -signal.SIGKILL
+    assert early == -signal.SIGKILL
     assert freed is None, "it was freed before the first look: the test has shown nothing"
 
 
@@ -285,7 +285,7 @@ def wrapped() -> Iterator[tuple[subprocess.Popen[str], int]]:
 def test_a_rank_that_a_shell_has_started_ends_when_it_does_itself(
     wrapped: tuple[subprocess.Popen[str], int], first: str
 ) -> None:
-    """It is told with its own process's number; a shell that is gone before is no death, and its status is what is known at last."""
+    """It is reported with its own process's pid. A shell that exits first is not a death; its status is the final one."""
     shell, rank_pid = wrapped
     reports = Reports()
     watch = DeathWatch({4: shell.pid}, reports)
@@ -310,7 +310,7 @@ def test_a_rank_that_a_shell_has_started_ends_when_it_does_itself(
 def test_a_worker_that_begins_to_end_is_seen_before_the_next_poll(
     spawn: Callable[..., subprocess.Popen[bytes]],
 ) -> None:
-    """So that nobody reaps it before the watch has read how it ended; where it came too late, it takes in what others know."""
+    """So that it is not reaped before the watch has read its status; where the watch is late, it takes over the others' status."""
     children = [spawn(), spawn()]
     watch = DeathWatch({rank: child.pid for rank, child in enumerate(children)}, Reports(), poll_s=60.0)
     assert watch.begun() == []
@@ -349,7 +349,7 @@ def test_a_process_runs_that_is_neither_ending_nor_stopped(spawn: Callable[..., 
         assert watch.running() == {0: pids[0], 2: other.pid}, "the rank that a worker's shell has started"
     finally:
         watch.stop()
-    assert watch.running() == {}, "nobody looks any more"
+    assert watch.running() == {}, "the watch has stopped"
 
 
 @linux

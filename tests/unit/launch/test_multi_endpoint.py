@@ -1,4 +1,4 @@
-"""The agents meet in one of several stores, find each other when it is lost, and never hang on it."""
+"""The agents use one of several endpoints, move to the next when it is lost, and never hang on it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.errors import ConfigError
-from ttp.launch.rendezvous import choose, departures
-from ttp.launch.rendezvous import multi_endpoint as stores_module
-from ttp.launch.rendezvous import store_failover as moving
+from ttp.launch.rendezvous import choose, departures, multi_endpoint, store_failover
 from ttp.launch.rendezvous.multi_endpoint import ANSWER_S, Endpoint, Stores, parse_endpoints, why_not_reached
-from ttp.launch.rendezvous.store_failover import MovingRendezvous
+from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (moving, stores_module):
+    for module in (store_failover, multi_endpoint):
         monkeypatch.setattr(module, "ROUND_S", 0.05)
 
 
@@ -67,8 +65,8 @@ def test_an_address_of_the_newer_kind_is_taken_as_torchrun_takes_it() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a:x", "a:70000", "a:1,a:1", ":29400"])
-def test_a_bad_list_is_refused_with_what_was_wanted(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--rdzv-endpoint is .*wanted"):
+def test_an_invalid_list_is_an_error_with_what_was_expected(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"invalid --rdzv-endpoint: got .*expected"):
         parse_endpoints(text)
 
 
@@ -83,7 +81,7 @@ def test_an_agent_keeps_a_store_at_its_own_places() -> None:
 def test_a_place_whose_name_is_known_late_is_served_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server may lag behind: every agent, and the one that is meant, looks again."""
     place, known = free_place(), [False]
-    monkeypatch.setattr(stores_module, "is_own_address", lambda host: known[0])
+    monkeypatch.setattr(multi_endpoint, "is_own_address", lambda host: known[0])
     own = Stores((place,))
     assert own.find(patient=True) is None and own.find(patient=True) is None
     known[0] = True
@@ -115,7 +113,7 @@ def test_is_host_is_read_as_torchrun_reads_it(given: str | None, hosting: bool |
     configs = {} if given is None else {"is_host": given}
     place = free_place()
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(place), rdzv_configs=configs)
-    made = choose.make_moving(config)
+    made = choose.make_failover(config)
     assert made._stores._hosting is hosting
     made.shutdown()
 
@@ -126,7 +124,7 @@ def test_a_bad_word_for_is_host_is_refused() -> None:
         1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint="a:1", rdzv_configs={"is_host": "maybe"}
     )
     with pytest.raises(ValueError, match="'is_host' does not represent a valid boolean value"):
-        choose.make_moving(config)
+        choose.make_failover(config)
 
 
 def test_the_first_place_is_opened_and_all_meet_there() -> None:
@@ -167,7 +165,7 @@ def test_one_that_was_cut_off_learns_that_the_others_have_moved_on() -> None:
     cut, other = agent(*places), agent(*places)
     assert cut.find(patient=True) == other.find(patient=True) == places[0]
     other.epoch = 2  # what it met under since, where `cut` could not look
-    TCPStore(places[1].host, places[1].port, is_master=False).set(stores_module.EPOCH_KEY, "3")
+    TCPStore(places[1].host, places[1].port, is_master=False).set(multi_endpoint.EPOCH_KEY, "3")
     assert cut.newer_than(places[0]) == places[1] and servers
     assert cut.find(patient=False) == places[1] == other.find(patient=False)
 
@@ -191,30 +189,30 @@ def deaf() -> Iterator[Endpoint]:
 
 
 def test_why_a_place_does_not_answer_is_known() -> None:
-    """A dead host, a mistyped name, one that is no name at all, and a store that answers again."""
+    """A dead host, a mistyped name, an invalid one, and a store that answers again."""
     place = free_place()
     one = agent(place)
-    assert one.look(place) is None and one.trouble() == f"{place}: connection refused: nothing listens there"
+    assert one.look(place) is None and one.trouble() == f"{place}: connection refused"
     server = serve(place)
     assert one.look(place) == 0 and one.trouble() == "" and server
     assert "'nosuch.invalid' does not resolve (" in why_not_reached(Endpoint("nosuch.invalid", 1), 1.0)
-    assert why_not_reached(Endpoint("a" * 70, 1), 1.0).startswith("no name of a host: ")
+    assert why_not_reached(Endpoint("a" * 70, 1), 1.0).startswith("invalid host name: ")
 
 
 def test_a_place_that_never_answers_is_asked_as_long_as_there_is_time() -> None:
-    """An answer may take 30 s, but not longer than what is left."""
+    """An answer may take 30 s, but not longer than the remaining time."""
     with deaf() as place:
         one = agent(place)
         began = time.monotonic()
         assert one.find(patient=False, within_s=0.1) is None
-        assert time.monotonic() - began < stores_module.ANSWER_S / 2
+        assert time.monotonic() - began < multi_endpoint.ANSWER_S / 2
         assert re.fullmatch(
-            rf"{place}: (it takes connections, but no store has answered within 1 s|.*time.*)", one.trouble()
+            rf"{place}: (it accepts connections, but no store answered within 1 s|.*time.*)", one.trouble()
         )
 
 
 def test_a_launcher_that_ends_asks_a_place_that_hangs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the job has failed elsewhere; to close it there is then nobody."""
+    """Whether the job has failed elsewhere; closing it then has no effect."""
     bench = Bench(place := free_place())
     asked: list[float] = []
 
@@ -222,11 +220,11 @@ def test_a_launcher_that_ends_asks_a_place_that_hangs_once(monkeypatch: pytest.M
         asked.append(within_s)
         window.hangs = True
 
-    monkeypatch.setattr(stores_module.Window, "ask", hang)
-    bench.moving._place = place
-    assert bench.moving.failed_elsewhere() == "" and not bench.moving.shutdown("why")
-    bench.moving.leave("why")
-    assert asked == [moving.CLOSE_S]
+    monkeypatch.setattr(multi_endpoint.Window, "ask", hang)
+    bench.store_failover._place = place
+    assert bench.store_failover.failed_elsewhere() == "" and not bench.store_failover.shutdown("why")
+    bench.store_failover.leave("why")
+    assert asked == [store_failover.CLOSE_S]
 
 
 class Handler(RendezvousHandler):
@@ -267,7 +265,7 @@ class Bench:
 
     def __init__(self, *places: Endpoint, join_timeout_s: float = 60.0) -> None:
         self.made: list[Handler] = []
-        self.moving = MovingRendezvous(agent(*places), self._make, "job", join_timeout_s=join_timeout_s)
+        self.store_failover = FailoverRendezvous(agent(*places), self._make, "job", join_timeout_s=join_timeout_s)
 
     def _make(self, place: Endpoint) -> Handler:
         self.made.append(Handler(place))
@@ -276,13 +274,13 @@ class Bench:
     def join(self) -> list[RendezvousInfo]:
         """Begin to join; return a list that will hold what comes of it."""
         came: list[RendezvousInfo] = []
-        self.thread = threading.Thread(target=lambda: came.append(self.moving.next_rendezvous()), daemon=True)
+        self.thread = threading.Thread(target=lambda: came.append(self.store_failover.next_rendezvous()), daemon=True)
         self.thread.start()
         return came
 
 
 def test_a_join_that_hangs_on_a_lost_store_goes_on_at_the_next_place() -> None:
-    """The hanging call is left to itself."""
+    """The hanging call is abandoned."""
     places = free_place(), free_place()
     servers = {place: serve(place) for place in places}
     bench = Bench(*places)
@@ -295,7 +293,7 @@ def test_a_join_that_hangs_on_a_lost_store_goes_on_at_the_next_place() -> None:
     bench.thread.join(30)
     met = came[0].bootstrap_store_info
     assert met is not None and met.master_port == places[1].port
-    bench.moving.shutdown()
+    bench.store_failover.shutdown()
 
 
 def test_a_lost_store_does_not_disturb_the_workers() -> None:
@@ -307,23 +305,23 @@ def test_a_lost_store_does_not_disturb_the_workers() -> None:
     until(lambda: len(bench.made) == 1)
     bench.made[0].waiting = lambda: 2
     bench.made[0].joined.set()
-    until(lambda: bool(came) and bench.moving.num_nodes_waiting() == 2)
+    until(lambda: bool(came) and bench.store_failover.num_nodes_waiting() == 2)
 
     def lost() -> int:
         raise RendezvousConnectionError("gone")
 
     bench.made[0].waiting = lost
-    until(lambda: bench.moving.num_nodes_waiting() == 0)
+    until(lambda: bench.store_failover.num_nodes_waiting() == 0)
     never = threading.Event()
     bench.made[0].waiting = lambda: int(never.wait(60))
     began = time.monotonic()
-    assert bench.moving.num_nodes_waiting() == 0 and time.monotonic() - began < 30, "it waited for the answer"
+    assert bench.store_failover.num_nodes_waiting() == 0 and time.monotonic() - began < 30, "it waited for the answer"
     never.set()
-    bench.moving.shutdown()
+    bench.store_failover.shutdown()
     assert server
 
 
-def test_why_another_node_has_ended_the_job_is_heard() -> None:
+def test_the_reason_of_the_node_that_ended_the_job_is_read() -> None:
     """By the node whose ranks have all succeeded, too; also when the store goes right after."""
     place = free_place()
     servers = [serve(place)]
@@ -332,33 +330,33 @@ def test_why_another_node_has_ended_the_job_is_heard() -> None:
     until(lambda: len(bench.made) == 1)
     bench.made[0].joined.set()
     until(lambda: bool(came))
-    assert bench.moving.failed_elsewhere() == ""
-    departures.tell_over(TCPStore(place.host, place.port, is_master=False), "job", "b: exit code 3")
-    assert bench.moving.failed_elsewhere() == "b: exit code 3"
-    waiting = bench.moving._waiting
+    assert bench.store_failover.failed_elsewhere() == ""
+    departures.publish_over(TCPStore(place.host, place.port, is_master=False), "job", "b: exit code 3")
+    assert bench.store_failover.failed_elsewhere() == "b: exit code 3"
+    waiting = bench.store_failover._waiting
     assert waiting is not None
     until(lambda: waiting.over == "b: exit code 3")
     servers.clear()
-    assert bench.moving.failed_elsewhere() == "b: exit code 3"
-    bench.moving.shutdown()
+    assert bench.store_failover.failed_elsewhere() == "b: exit code 3"
+    bench.store_failover.shutdown()
 
 
 @pytest.mark.parametrize("said", ["b: exit code 3", ""])
-def test_a_node_that_comes_when_the_job_is_over_is_told_why(said: str) -> None:
+def test_a_node_that_joins_when_the_job_is_over_gets_the_reason(said: str) -> None:
     """As far as anybody has said so; it has not met the others before."""
     place = free_place()
     server = serve(place)
     if said:
-        departures.tell_over(TCPStore(place.host, place.port, is_master=False), "job", said)
+        departures.publish_over(TCPStore(place.host, place.port, is_master=False), "job", said)
 
     class Closed(Handler):
         def next_rendezvous(self) -> RendezvousInfo:
             raise RendezvousClosedError
 
-    late = MovingRendezvous(agent(place), Closed, "job", join_timeout_s=60.0)
+    late = FailoverRendezvous(agent(place), Closed, "job", join_timeout_s=60.0)
     with pytest.raises(RendezvousClosedError) as caught:
         late.next_rendezvous()
-    assert str(caught.value) == f"the job 'job' is over at {place}: {said or 'nobody said why'}" and server
+    assert str(caught.value) == f"the job 'job' is over at {place}: {said or 'no node has reported why'}" and server
 
 
 def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +368,7 @@ def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.
     until(lambda: len(bench.made) == 1)
     asked: list[int] = []
     looks: list[object] = []
-    ask = stores_module.Window.ask
+    ask = multi_endpoint.Window.ask
 
     def lost() -> int:
         asked.append(len(looks))
@@ -381,12 +379,12 @@ def test_a_handler_that_has_lost_its_store_is_asked_no_more(monkeypatch: pytest.
         return ask(window, question, within_s)
 
     bench.made[0].waiting = lost
-    monkeypatch.setattr(stores_module.Window, "ask", look)
+    monkeypatch.setattr(multi_endpoint.Window, "ask", look)
     bench.made[0].joined.set()
     until(lambda: bool(came) and bool(asked))
     until(lambda: len(looks) > asked[0] + 5)
-    assert len(asked) == 1 and bench.moving.num_nodes_waiting() == 0
-    bench.moving.shutdown()
+    assert len(asked) == 1 and bench.store_failover.num_nodes_waiting() == 0
+    bench.store_failover.shutdown()
     assert server
 
 
@@ -410,14 +408,14 @@ def test_the_heartbeats_of_a_lost_store_end() -> None:
     command = [sys.executable, "-m", "ttp.launch.stores", "--port", str(place.port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None and keeper.stdout.readline()
-        moving = MovingRendezvous(agent(place), make, "job", join_timeout_s=60.0)
-        assert moving.next_rendezvous().world_size == 1
+        store_failover = FailoverRendezvous(agent(place), make, "job", join_timeout_s=60.0)
+        assert store_failover.next_rendezvous().world_size == 1
         assert len(heartbeats()) == 1
         keeper.kill()
     until(
         lambda: not heartbeats(), within_s=3 * ANSWER_S
     )  # a question that was being asked at that moment is waited for so long
-    assert moving.num_nodes_waiting() == 0 and not moving.shutdown()
+    assert store_failover.num_nodes_waiting() == 0 and not store_failover.shutdown()
 
 
 def test_an_attempt_that_was_left_changes_nothing_when_it_ends_late() -> None:
@@ -442,8 +440,8 @@ def test_an_attempt_that_was_left_changes_nothing_when_it_ends_late() -> None:
     late.joined.set()
     until(lambda: not attempts())
     bench.made[1].closed = True
-    assert bench.moving.is_closed(), "the question goes to the handler that joined"
-    bench.moving.shutdown()
+    assert bench.store_failover.is_closed(), "the question goes to the handler that joined"
+    bench.store_failover.shutdown()
 
 
 def test_a_question_under_way_ends_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,9 +463,9 @@ def test_a_question_under_way_ends_before_the_next_round(monkeypatch: pytest.Mon
 
     bench.made[0].waiting = slow
     assert asked.wait(30)
-    monkeypatch.setattr(moving, "ROUND_S", 30.0)
+    monkeypatch.setattr(store_failover, "ROUND_S", 30.0)
     threading.Timer(0.01, answers.set).start()
-    bench.moving.shutdown()
+    bench.store_failover.shutdown()
     assert over.is_set() and server
 
 
@@ -478,11 +476,11 @@ def test_too_few_nodes_in_time_is_said_with_the_places() -> None:
         RendezvousTimeoutError,
         match=rf"within 0 s \(--rdzv-conf join_timeout\) at {place}: {place}: connection refused",
     ):
-        bench.moving.next_rendezvous()
+        bench.store_failover.next_rendezvous()
 
 
 def test_a_machine_that_does_not_train_can_keep_the_store() -> None:
-    """Until it is told to end."""
+    """Until a signal."""
     place = free_place()
     command = [sys.executable, "-m", "ttp.launch.stores", "--port", str(place.port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:

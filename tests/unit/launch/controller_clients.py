@@ -1,4 +1,4 @@
-"""What the tests of the courier share: links that remember what they were told, and who opens them."""
+"""What the tests of the controller client share: links that record what they receive, and the switchboard that opens them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DEADLINE_S = 20.0
 
 
 class FakeLink:
-    """Remembers what a controller was told."""
+    """Records the deaths that were reported to a controller."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int, str]] = []
+        self.reported: list[tuple[int, int, str]] = []
         self.standbys: list[str] = []
         self.added: list[tuple[str, ...]] = []
         """What it was called with, each time."""
@@ -23,10 +23,10 @@ class FakeLink:
         self.sent_away_monotonic_s: float | None = None
 
     def given_up(self) -> frozenset[int] | None:
-        return frozenset({len(self.told)})
+        return frozenset({len(self.reported)})
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
-        self.told.append((rank, pid, text))
+        self.reported.append((rank, pid, text))
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
         self.added.append(tuple(addresses))

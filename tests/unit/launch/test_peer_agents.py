@@ -65,33 +65,33 @@ def make() -> Iterator[Make]:
             launcher.close()
 
 
-def test_a_faults_beginning_is_heard_by_all_others_as_an_age(make: Make) -> None:
-    """The first one's word counts; the node that told hears of no other."""
+def test_a_faults_begin_reaches_all_others_as_an_age(make: Make) -> None:
+    """The first one counts; the node that published it reads no other."""
     first, second, third = make(3).all
     begun_s = time.monotonic() - 40.0
-    first.tell_fault(begun_s)
+    first.publish_fault(begun_s)
     until(lambda: second.fault_begun_monotonic_s and third.fault_begun_monotonic_s, "news of the fault")
     for other in (second, third):
         heard_s = other.fault_begun_monotonic_s
         assert heard_s is not None and abs(heard_s - begun_s) < 10.0
-    second.tell_fault(time.monotonic())
-    second.tell_restart("b starts again")
+    second.publish_fault(time.monotonic())
+    second.publish_restart("b starts again")
     until(lambda: third.restarts, "news of the restart")
     assert third.fault_begun_monotonic_s is not None and third.fault_begun_monotonic_s < begun_s + 10.0
     assert first.fault_begun_monotonic_s is None
 
 
-def test_a_success_is_known_before_the_store_is_told_so(make: Make) -> None:
+def test_a_success_is_known_before_it_is_published_as_seen(make: Make) -> None:
     """Its launcher may end at once: what fails then has been read."""
     group = make(2, silent=(1,))
     server, other = group.server, group.all[1]
     assert server is not None
     for launcher in group.all:
-        launcher.tell_succeeded()
-    other._say(server)
+        launcher.publish_succeeded()
+    other._write(server)
     until(lambda: server.check(["ttp/nodes/succeeded/0", "ttp/nodes/succeeded/1"]), "two successes")
     with pytest.raises(DistNetworkError):
-        other._hear(cast(Store, EndsWhenAllKnow(server)))
+        other._read(cast(Store, EndsWhenAllKnow(server)))
     assert other.all_have_succeeded
 
 
@@ -99,15 +99,15 @@ def test_success_is_known_when_all_have_it_and_the_store_stays_until_they_know(m
     """The launcher that has the store does not leave before the others have read the last news in it."""
     group = make(3)
     for launcher in group.all[:2]:
-        launcher.tell_succeeded()
+        launcher.publish_succeeded()
     server = group.server
     assert server is not None
     until(lambda: server.check(["ttp/nodes/succeeded/0", "ttp/nodes/succeeded/1"]), "two successes")
-    group.all[1].tell_succeeded()  # once more: torch's agent may ask twice
-    group.all[1].tell_restart("b starts again")
+    group.all[1].publish_succeeded()  # once more: torch's agent may ask twice
+    group.all[1].publish_restart("b starts again")
     until(lambda: group.all[0].restarts, "what was said after it")
     assert not any(launcher.all_have_succeeded for launcher in group.all)
-    group.all[2].tell_succeeded()
+    group.all[2].publish_succeeded()
     until(lambda: group.all[0].all_have_succeeded, "word of all successes where the store is")
     assert all(launcher.all_have_succeeded for launcher in group.all)
 
@@ -115,15 +115,15 @@ def test_success_is_known_when_all_have_it_and_the_store_stays_until_they_know(m
 def test_a_job_that_failed_elsewhere_is_over_here(make: Make) -> None:
     first, second = make(2).all
     assert first.over == "" and first.restarts == ""
-    second.tell_failed("b has failed (rank 1: exit code 3)")
+    second.publish_failed("b has failed (rank 1: exit code 3)")
     until(lambda: first.over, "news of the failure")
     assert first.over == "b has failed (rank 1: exit code 3)" and first.lost == ""
 
 
-def test_what_is_told_last_goes_out_before_the_end(make: Make) -> None:
+def test_the_last_key_is_published_before_the_end(make: Make) -> None:
     """A launcher that fails for good speaks and closes at once."""
     first, second = make(2).all
-    second.tell_failed("b has failed")
+    second.publish_failed("b has failed")
     second.close()
     until(lambda: first.over, "news of the failure")
 
@@ -131,38 +131,38 @@ def test_what_is_told_last_goes_out_before_the_end(make: Make) -> None:
 def test_the_store_of_a_launcher_that_fails_for_good_stays_until_the_others_have_read_why(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with that launcher: who looks once a second would find nobody."""
+    """It ends with that agent: one that polls once a second would find it closed."""
     monkeypatch.setattr("ttp.launch.links.peer_agents.READ_S", DEADLINE_S)
     group = make(3)
     first, *others = group.all
     until(lambda: all(launcher._reached for launcher in others), "first answers")
-    first.tell_failed("a has failed")
+    first.publish_failed("a has failed")
     first.close()
     group.server = None
     assert [launcher.failed for launcher in others] == ["a has failed", "a has failed"]
 
 
-def test_a_launcher_that_fails_for_good_waits_for_nobody_who_does_not_look(
+def test_an_agent_that_fails_for_good_does_not_wait_for_one_that_does_not_poll(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node may be lost: nothing holds this one."""
     monkeypatch.setattr("ttp.launch.links.peer_agents.READ_S", 0.3)
     first = make(2, silent=(1,)).all[0]
-    first.tell_failed("a has failed")
+    first.publish_failed("a has failed")
     first.close()
     first._thread.join(DEADLINE_S)
     assert not first._thread.is_alive()
 
 
 def test_a_node_that_never_spoke_is_lost_to_all_others(make: Make) -> None:
-    """It died after the rendezvous was complete: the launcher with the store misses it, and tells."""
+    """It died after the rendezvous was complete: the agent with the store notices, and publishes it."""
     launchers = make(3, lost_s=1.5, silent=(2,)).all
     until(lambda: launchers[0].lost and launchers[1].lost, "news of the loss")
     for launcher in launchers[:2]:
         assert "node 2 of 3" in launcher.lost and launcher.over == ""
 
 
-def test_a_store_that_answers_nobody_is_a_lost_node(make: Make) -> None:
+def test_a_store_that_does_not_answer_is_a_lost_node(make: Make) -> None:
     """Behind a pulled cable a call never returns."""
     launcher = make(2, lost_s=0.3, silent=(0, 1)).all[1]
     until(lambda: launcher.lost, "the store's silence")
@@ -183,13 +183,13 @@ def test_a_launcher_that_was_stopped_itself_does_not_miss_the_others() -> None:
 
 
 def test_a_launcher_that_has_left_is_not_lost(make: Make) -> None:
-    """Its store is gone and its port is closed: nothing more is to be heard, but its node is there."""
+    """Its store is lost and its port is closed: it publishes nothing more, but its node is not lost."""
     group = make(2)
     until(lambda: group.all[1]._reached, "an answer")
     group.all[0].close()
     group.server = None
     until(lambda: group.all[1].over, "the end of the store")
-    assert "node 0 has left" in group.all[1].over and group.all[1].lost == ""
+    assert "node 0 has exited" in group.all[1].over and group.all[1].lost == ""
     with contextlib.suppress(RuntimeError):
         group.all[1].close()
 
@@ -201,35 +201,35 @@ class Breaks(PeerAgents):
         super().__init__(place, 1, 2, look_s=LOOK_S, lost_s=lost_s)
         self.failures = failures
 
-    def _say(self, store: Store) -> None:
-        super()._say(store)
+    def _write(self, store: Store) -> None:
+        super()._write(store)
         if self.failures:
             self.failures -= 1
             raise DistNetworkError("connection reset by peer")
 
 
 def test_a_call_that_fails_is_made_again_over_a_new_connection(make: Make) -> None:
-    """One lost answer is no lost node: what was to be told is told, once, and the others are heard as before."""
+    """One lost answer does not mean a lost node: the unpublished keys are published, once, and the others' keys are read as before."""
     group = make(2, silent=(1,))
     assert group.server is not None
     launcher = Breaks(JobStore("127.0.0.1", group.server.port, 0), failures=3)
-    launcher.tell_succeeded()
+    launcher.publish_succeeded()
     launcher.start()
-    group.all[0].tell_succeeded()
+    group.all[0].publish_succeeded()
     until(lambda: launcher.all_have_succeeded and group.all[0].all_have_succeeded, "word of both successes")
     assert launcher.failures == 0 and launcher.lost == launcher.over == launcher.unreached == ""
     launcher.close()
 
 
 def test_a_store_whose_calls_all_fail_is_a_lost_node_with_the_error(make: Make) -> None:
-    """Its node takes connections still, so that nobody may say that it has left."""
+    """Its node still accepts connections, so it has not exited."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher = Breaks(JobStore("127.0.0.1", server.port, 0), failures=10**9, lost_s=0.6)
     launcher.start()
     until(lambda: launcher.lost and launcher.unreached, "the loss")
     assert "has not answered for" in launcher.lost and "connection reset by peer" in launcher.over
     assert launcher.unreached == (
-        f"the workers' store on node 0, 127.0.0.1:{server.port}, was never reached from here (connection reset by peer)"
+        f"this node never reached the workers' store on node 0 (127.0.0.1:{server.port}) (connection reset by peer)"
     )
     launcher.close()
 
@@ -245,7 +245,7 @@ def test_a_port_that_was_closed_from_the_beginning_is_not_a_node_that_has_left()
         launcher.close()
 
 
-def test_a_node_that_is_heard_again_is_not_lost_any_more(make: Make) -> None:
+def test_a_node_with_a_new_heartbeat_is_not_lost_any_more(make: Make) -> None:
     """Its launcher had no time for a while, as on a loaded machine."""
     group = make(2, lost_s=1.0, silent=(1,))
     until(lambda: group.all[0].lost, "the loss")

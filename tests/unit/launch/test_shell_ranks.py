@@ -1,4 +1,4 @@
-"""Ranks that a worker's shell has started, without `exec`: by real processes, under a controller that is a stand-in."""
+"""Ranks that a worker's shell has started, without `exec`: real processes, with a fake controller."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.start import DEADLINE_S, LineToController
+from tests.unit.launch.attempts import DEADLINE_S, LineToController
 from tests.waiting import until
 from ttp.exchange.discovery import controller_key, process_key, process_text
-from ttp.launch.attempts import attempt as rounds
-from ttp.launch.attempts import leftover_ranks as stragglers
+from ttp.launch.attempts import attempt as attempt_module
+from ttp.launch.attempts import leftover_ranks
 from ttp.launch.attempts.attempt import Attempt
 from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.leftover_ranks import LeftoverRanks
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 RANK = """
 import os, signal, sys
-signal.signal(signal.SIGTERM, lambda number, frame: print("told", flush=True))
+signal.signal(signal.SIGTERM, lambda number, frame: print("signalled", flush=True))
 print(os.getpid(), flush=True)
 sys.exit(int(sys.stdin.readline()))
 """
-"""It is told by SIGTERM, and leaves when it gets its exit code on a line."""
+"""It receives SIGTERM, and exits when it reads its exit code from a line."""
 
 
 class Shells:
@@ -55,7 +55,7 @@ class Shells:
         self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
         for rank, pid in enumerate(self.ranks):
             self.store.set(process_key(0, rank), process_text(pid))
-        self.round = Attempt(
+        self.attempt = Attempt(
             LaunchContext(
                 total_timeout_s=60.0,
                 poll_s=0.002,
@@ -71,7 +71,7 @@ class Shells:
         )
         self.thread = threading.current_thread()
         until(
-            lambda: self.round.processes == dict(enumerate(self.ranks)) and self.round.has_controller,
+            lambda: self.attempt.processes == dict(enumerate(self.ranks)) and self.attempt.has_controller,
             "the ranks' processes and a controller",
         )
 
@@ -91,16 +91,16 @@ class Shells:
         os.waitid(os.P_PID, self.workers[rank].pid, os.WEXITED | os.WNOWAIT)
 
     def run(self, target: str, *args: object) -> None:
-        self.thread = threading.Thread(target=getattr(self.round, target), args=args)
+        self.thread = threading.Thread(target=getattr(self.attempt, target), args=args)
         self.thread.start()
 
     def hold_to_the_end_when_one_has_left(self, rank: int) -> None:
-        """Let a rank leave with status 75, and hold what is left until nobody is."""
+        """Let a rank exit with status 75, and hold the remaining ones until all have exited."""
         self.leave(rank, 75)
-        until(self.round.failed, "the end to be seen")
+        until(self.attempt.failed, "the end to be seen")
         self.run("hold")
         self.thread.join(DEADLINE_S)
-        assert not self.thread.is_alive() and self.round.living() == []
+        assert not self.thread.is_alive() and self.attempt.living() == []
 
     def close(self) -> None:
         for pid in (*self.ranks, *(worker.pid for worker in self.workers)):
@@ -108,7 +108,7 @@ class Shells:
                 os.kill(pid, signal.SIGKILL)
         if self.thread is not threading.current_thread():
             self.thread.join(DEADLINE_S)
-        self.round.close()
+        self.attempt.close()
         for worker in self.workers:
             assert worker.stdin is not None
             worker.stdin.close()
@@ -122,14 +122,14 @@ def here(pids: list[int]) -> list[int]:
 
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[list[int]]:
-    """Return what was left in the workers' sessions at each sweep's begin."""
+    """Return the leftover processes in the workers' sessions at each sweep's begin."""
     seen: list[list[int]] = []
 
     def look_and_sweep(leaders: object, **more: object) -> list[int]:
         seen.append(here(SHELLS[0].ranks))
         return sweep_sessions(leaders, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rounds, "sweep_sessions", look_and_sweep)
+    monkeypatch.setattr(attempt_module, "sweep_sessions", look_and_sweep)
     caplog.set_level(logging.INFO, "ttp.launch")
     return seen
 
@@ -148,14 +148,14 @@ def test_a_notice_goes_to_the_ranks_and_their_shells_tell_how_they_left(
     shells: Shells, swept: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A shell that got SIGTERM would die at once: its rank's exit code would be lost."""
-    shells.run("take_leave")
-    assert [shells.line(rank) for rank in range(2)] == ["told", "told"]
+    shells.run("drain")
+    assert [shells.line(rank) for rank in range(2)] == ["signalled", "signalled"]
     assert [exit_status(worker.pid) for worker in shells.workers] == [None, None] and swept == []
     for rank in range(2):
         shells.leave(rank, 76)
     shells.thread.join(DEADLINE_S)
-    assert shells.round.outcome() == "ranks 0-1: told to leave, and left (exit code 76)"
-    assert [death.pid for _, death in sorted(shells.round.deaths().items())] == shells.ranks
+    assert shells.attempt.outcome() == "ranks 0-1: exited on a preemption notice (exit code 76)"
+    assert [death.pid for _, death in sorted(shells.attempt.deaths().items())] == shells.ranks
     assert swept == [[]]
     said = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when)]
     assert f"rank 1 is process {shells.ranks[1]}, started by its worker (pid {shells.workers[1].pid})" in said
@@ -164,69 +164,69 @@ def test_a_notice_goes_to_the_ranks_and_their_shells_tell_how_they_left(
 def test_ranks_whose_shells_a_signal_has_ended_have_the_time_of_the_fault(
     shells: Shells, swept: list[list[int]]
 ) -> None:
-    """A scheduler may tell every process at once: what is left in the sessions is swept when the ranks have saved."""
+    """A scheduler may signal every process at once: leftover processes in the sessions are ended when the ranks have saved."""
     for rank in range(2):
         shells.kill_shell(rank, signal.SIGTERM)
-    shells.run("take_leave")
-    assert [shells.line(rank) for rank in range(2)] == ["told", "told"]
+    shells.run("drain")
+    assert [shells.line(rank) for rank in range(2)] == ["signalled", "signalled"]
     shells.leave(1, 76)
     shells.thread.join(0.5)
     assert shells.thread.is_alive() and swept == [] and here(shells.ranks)[:1] == shells.ranks[:1]
     shells.leave(0, 76)
     shells.thread.join(DEADLINE_S)
-    assert swept == [[]] and shells.round.living() == []
+    assert swept == [[]] and shells.attempt.living() == []
 
 
 def test_a_survivor_whose_shell_is_gone_is_held(
     shells: Shells, swept: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fault is told with the process of the rank that died, not with its shell's."""
+    """The fault is reported with the dead rank's own process, not with its shell's."""
     shells.kill_shell(0, signal.SIGKILL)
     os.kill(shells.ranks[1], signal.SIGKILL)
-    until(shells.round.failed, "the death to be seen")
-    assert shells.round.living() == [0]
+    until(shells.attempt.failed, "the death to be seen")
+    assert shells.attempt.living() == [0]
     shells.run("hold")
     shells.thread.join(0.3)
     assert shells.thread.is_alive() and here(shells.ranks) == shells.ranks[:1]
     shells.leave(0, 75)
     shells.thread.join(DEADLINE_S)
-    shells.round.end_workers(signal.SIGTERM, 5.0)
+    shells.attempt.end_workers(signal.SIGTERM, 5.0)
     assert swept == [[]]
-    cause = f"rank 1 (pid {shells.ranks[1]}) ended: exit code 137 (what a shell makes of SIGKILL)"
-    assert shells.round.fault is not None and shells.round.fault.cause == cause and cause in caplog.text
+    cause = f"rank 1 (pid {shells.ranks[1]}) ended: exit code 137 (a shell's code for SIGKILL)"
+    assert shells.attempt.fault is not None and shells.attempt.fault.cause == cause and cause in caplog.text
 
 
 def test_a_rank_that_outlives_its_shell_and_the_fault_has_the_grace_before_the_sweep(
     shells: Shells, swept: list[list[int]]
 ) -> None:
-    """As a worker that is no shell has it: it is asked once more, and may leave by itself."""
+    """As for a worker without a shell: it is asked once more, and may exit by itself."""
     for rank in range(2):
         shells.kill_shell(rank, signal.SIGKILL)
     shells.run("end_workers", signal.SIGTERM, DEADLINE_S)
-    assert [shells.line(rank) for rank in range(2)] == ["told", "told"] and swept == []
+    assert [shells.line(rank) for rank in range(2)] == ["signalled", "signalled"] and swept == []
     for rank in range(2):
         shells.leave(rank, 76)
     shells.thread.join(DEADLINE_S)
-    assert not shells.thread.is_alive() and swept == [[]] and shells.round.living() == []
+    assert not shells.thread.is_alive() and swept == [[]] and shells.attempt.living() == []
 
 
 def test_a_stopped_rank_behind_a_shell_is_ended_when_another_has_left_and_the_shell_follows(
     shells: Shells, swept: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The shell gets no signal: it may clean up, and tells how its rank ended."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
+    """The shell gets no signal: it may clean up, and its status is its rank's."""
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 2 * DEADLINE_S)
     os.kill(shells.ranks[0], signal.SIGSTOP)
     until(lambda: is_stopped(shells.ranks[0]), "the rank to stop")
     shells.hold_to_the_end_when_one_has_left(1)
     assert exit_status(shells.workers[0].pid) == 137
-    assert "rank 0: stopped, and can save nothing any more: killed" in caplog.text
+    assert "killed rank 0 (stopped): these ranks have nothing more to save" in caplog.text
 
 
 def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
     shells: Shells, swept: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody stopped the whole session: the shell would never see its rank's end."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 2 * DEADLINE_S)
     os.killpg(shells.workers[0].pid, signal.SIGSTOP)
     until(lambda: is_stopped(shells.ranks[0]) and is_stopped(shells.workers[0].pid), "both to stop")
     shells.hold_to_the_end_when_one_has_left(1)
@@ -236,8 +236,8 @@ def test_a_rank_that_is_stopped_with_its_shell_is_ended_with_it(
 @pytest.fixture
 def tidy(swept: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Shells]:
     """Return shells that clean up until they are let go, of ranks that have very long to leave."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 2 * DEADLINE_S)
-    monkeypatch.setattr(stragglers, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(leftover_ranks, "PATIENCE_S", 0.05)
     SHELLS[:] = [Shells(after=f"code=$?; while [ ! -e {tmp_path}/$$ ]; do sleep 0.05; done; exit $code")]
     yield SHELLS[0]
     SHELLS[0].close()
@@ -254,7 +254,7 @@ def hold_with_one_left(shells: Shells, folder: Path) -> None:
     shells.controller.silent = frozenset({0})
     shells.leave(1, 75)
     let_go(shells, 1, folder)
-    until(shells.round.failed, "the end to be seen")
+    until(shells.attempt.failed, "the end to be seen")
     shells.run("hold")
 
 
@@ -276,7 +276,7 @@ def test_a_shell_whose_silent_rank_leaves_while_it_is_asked_for_its_stacks_is_le
     """Asking takes up to two seconds, and the rank may have come to itself meanwhile."""
     asked = threading.Event()
 
-    def leave_now(stragglers: LeftoverRanks, ranks: Iterable[int]) -> None:
+    def leave_now(leftover_ranks: LeftoverRanks, ranks: Iterable[int]) -> None:
         tidy.leave(0, 75)
         until(lambda: not here(tidy.ranks[:1]), "the rank to leave")
         asked.set()
@@ -296,16 +296,16 @@ def test_a_shell_that_stays_when_its_rank_has_left_is_ended(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a moment, not after all of TTP_OT."""
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.2)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.2)
     shells = Shells(after="exec sleep 600")
     try:
-        shells.run("take_leave")
-        assert [shells.line(rank) for rank in range(2)] == ["told", "told"]
+        shells.run("drain")
+        assert [shells.line(rank) for rank in range(2)] == ["signalled", "signalled"]
         for rank in range(2):
             shells.leave(rank, 76)
         shells.thread.join(DEADLINE_S)
-        assert not shells.thread.is_alive() and shells.round.living() == []
-        assert "the shells that started them are: ranks 0-1 still here" in caplog.text
+        assert not shells.thread.is_alive() and shells.attempt.living() == []
+        assert "but not the shells that started them; killing ranks 0-1" in caplog.text
     finally:
         shells.close()
 

@@ -1,4 +1,4 @@
-"""The ranks of a start find rank 0's controller, or learn at once why there is none."""
+"""The ranks of an attempt find rank 0's controller, or learn at once why there is none."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def check_name(address: str, clock: Clock, known_from_s: float) -> None:
     discovery.check_name(address, 3, resolve=resolve, clock=lambda: clock.now, sleep=clock.sleep)
 
 
-def test_a_controllers_name_that_leads_nowhere_is_told_as_such() -> None:
-    """And not as a controller that was lost: who, what was got, what is wanted, what to do."""
+def test_a_controllers_name_that_does_not_resolve_is_an_error_of_its_own() -> None:
+    """Not that of a lost controller: it has the rank, what was got, what is expected and what to do."""
     clock = Clock()
     with pytest.raises(ControllerError) as caught:
         check_name("node-x:8000", clock, float("inf"))
     assert str(caught.value) == (
-        "rank 3: the controller is at node-x:8000, and the name 'node-x' does not resolve on this node ([Errno -2] Name or"
-        " service not known), tried for 30 s: wanted a name or address that all nodes know; set TTP_HOST to one on the"
+        "invalid controller address on rank 3: got node-x:8000, whose host does not resolve on this node ([Errno -2] Name or"
+        " service not known) within 30 s, expected a name or address that all nodes know. Set TTP_HOST on the"
         " controller's node"
     )
     assert 30 <= clock.now < 32

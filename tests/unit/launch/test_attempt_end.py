@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from tests.unit.launch.start import DEADLINE_S, START_ID, Start
+from tests.unit.launch.attempts import DEADLINE_S, START_ID, Start
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from tests.waiting import until
 from ttp.launch.attempts.signals import SAME_S, ShutdownSignals
@@ -29,38 +29,38 @@ from ttp.launch.report.incident import AttemptEnd
 from ttp.launch.report.reporter import Reporter
 
 
-def told_of_starts(path: Path) -> list[dict[str, Any]]:
-    """Return a story's lines but for those of a hold."""
+def lines_of_attempts(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a story.jsonl except those of a hold."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["event"] not in ("hold", "held")]
 
 
 @pytest.mark.usefixtures("short_times")
-@pytest.mark.parametrize("words", ["b has failed (rank 2: signal SIGKILL) and starts again", ""])
-def test_a_start_that_another_node_has_ended_is_told_as_its_launcher_said(tmp_path: Path, words: str) -> None:
-    """Ranks without a session leave here when others die there: not `no fault`, though nothing failed here and no journal tells. Where
-    nobody has told either, it is not known."""
+@pytest.mark.parametrize("words", ["b failed (rank 2: signal SIGKILL) and restarts", ""])
+def test_an_attempt_that_another_node_ended_is_reported_with_that_nodes_text(tmp_path: Path, words: str) -> None:
+    """Ranks without a session exit here when others die there: a fault, though nothing failed here and no journal has it. Where
+    no agent has reported it either, it is not known."""
     path = tmp_path / "story.jsonl"
     reporter = Reporter(path)
     start = Start(60.0, controller=False, reporter=reporter, nodes=2)
     other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
     try:
-        neighbours = start.round.neighbours
-        assert neighbours is not None
+        peers = start.attempt.peers
+        assert peers is not None
         other.start()
         if words:
-            other.tell_restart(words)
-        until(lambda: neighbours.failure == words, "the other node's report")
+            other.publish_restart(words)
+        until(lambda: peers.failure == words, "the other node's report")
         start.leave(75, rank=0)
         start.leave(75, rank=1)
         start.held.start()
         start.held.join(DEADLINE_S)
-        start.round.next = "restart 1 of 3"
+        start.attempt.next = "restart 1 of 3"
     finally:
         start.close()
         other.close()
     reporter.finish("succeeded")
-    _, *faults, end = told_of_starts(path)
+    _, *faults, end = lines_of_attempts(path)
     if not words:
         assert not faults and (end["faults"], end["untold_starts"]) == (0, [0])
         return
@@ -82,18 +82,18 @@ def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: py
     start = Start(60.0, controller=True, reporter=Kept())
     try:
         start.workers[1].kill()
-        start.round._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
+        start.attempt._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
         begun_s = time.time()
-        start.round.end_at_once()
+        start.attempt.end_at_once()
     finally:
         start.close()
     (ending,) = endings
     assert ending.at_once.ranks == {0} and dict(ending.exits) == {1: "signal SIGKILL"}
     assert begun_s <= ending.at_once.unix_s <= time.time()
-    assert "second signal: ending the workers at once" in caplog.text
+    assert "second signal received: killing the workers" in caplog.text
 
 
-# A handler that raises, as torch's does, may do so within open(): its file is then closed by nobody but the interpreter.
+# A handler that raises, as torch's does, may do so within open(): its file is then closed by the interpreter only.
 RAISED_ANYWHERE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -103,10 +103,10 @@ def raise_signal(number: int, frame: object) -> None:
 
 @RAISED_ANYWHERE
 @pytest.mark.usefixtures("short_times")
-def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told(
+def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_attempt_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other nodes' ranks might need it for minutes, and the launcher says so; told to end, it leaves nothing behind."""
+    """Other nodes' ranks might need it for minutes, which is logged; after a signal no process remains."""
     monkeypatch.setattr(controller_shutdown, "LEAVE_S", 0.2)
     path = tmp_path / "story.jsonl"
     code = "import time; print(flush=True); time.sleep(600)"
@@ -125,16 +125,16 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
         assert controller.stdout is not None and controller.stdout.readline()
         start.fail_one()
         start.held.join(DEADLINE_S)
-        start.round.end_workers(signal.SIGTERM, 5.0)
+        start.attempt.end_workers(signal.SIGTERM, 5.0)
         teller = threading.Thread(target=tell_to_end)
         teller.start()
         with pytest.raises(SignalException):
-            start.round.close()
+            start.attempt.close()
         teller.join(DEADLINE_S)
         assert controller.wait(DEADLINE_S) == -signal.SIGTERM
         assert f"controller (pid {controller.pid}): ranks on other nodes may still be writing" in caplog.text
-        _, told = told_of_starts(path)
-        assert told["next"] == "none here: the launcher was told to end (SIGTERM)"
+        _, fault = lines_of_attempts(path)
+        assert fault["next"] == "no restart on this node: the agent received SIGTERM"
         assert signal.getsignal(signal.SIGTERM) is raise_signal
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -145,13 +145,13 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_story_is_told
 
 @RAISED_ANYWHERE
 @pytest.mark.usefixtures("short_times")
-@pytest.mark.parametrize("insists", [False, True])
-def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insists_does_not(
+@pytest.mark.parametrize("forces", [False, True])
+def test_a_first_signal_keeps_a_controllers_time_and_a_forcing_one_does_not(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     clock: Clock,  # noqa: F811
-    insists: bool,
+    forces: bool,
 ) -> None:
     """Ranks on other nodes may be saving under it, as SIGTERM to every launcher of a job comes; Ctrl-C after that ends it."""
     monkeypatch.setattr(controller_shutdown, "LEAVE_S", 0.2)
@@ -184,7 +184,7 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
         if not comes(lambda: notices.name == "SIGTERM"):
             return
         clock.now_s += 2 * SAME_S
-        if insists:
+        if forces:
             os.kill(os.getpid(), signal.SIGINT)
         elif controller.stdin is not None:
             controller.stdin.close()
@@ -194,15 +194,15 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
         assert controller.stdout is not None and controller.stdout.readline()
         start.fail_one()
         start.held.join(DEADLINE_S)
-        start.round.end_workers(signal.SIGTERM, 5.0)
+        start.attempt.end_workers(signal.SIGTERM, 5.0)
         teller.start()
         with pytest.raises(SignalException) as raised, notices.leaving():
-            start.round.close(True, lambda: notices.name)
-        name = "SIGINT" if insists else "SIGTERM"
+            start.attempt.close(True, lambda: notices.name)
+        name = "SIGINT" if forces else "SIGTERM"
         assert raised.value.sigval.name == name
-        assert controller.wait(DEADLINE_S) == (-signal.SIGTERM if insists else 0)
-        _, told = told_of_starts(path)
-        assert told["next"] == f"none here: the launcher was told to end ({name})"
+        assert controller.wait(DEADLINE_S) == (-signal.SIGTERM if forces else 0)
+        _, fault = lines_of_attempts(path)
+        assert fault["next"] == f"no restart on this node: the agent received {name}"
     finally:
         over.set()
         if teller.ident is not None:
@@ -213,18 +213,18 @@ def test_a_notice_leaves_a_controller_that_is_waited_for_its_time_and_who_insist
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_controllers_that_other_nodes_may_need_have_the_rest_of_a_faults_time_unless_somebody_insists(
+def test_controllers_that_other_nodes_may_need_have_the_rest_of_a_faults_time_unless_a_signal_forces_the_end(
     patient: bool, short_times: None
 ) -> None:
     start = Start(60.0, controller=True, nodes=2)
     waits: list[float] = []
-    inner: Any = start.round
+    inner: Any = start.attempt
     inner._end_controllers = waits.append
     try:
         start.fail_one()
         start.leave(75)
         start.held.join(DEADLINE_S)
-        start.round.close(patient)
+        start.attempt.close(patient)
         (wait_s,) = waits
         assert 0.0 < wait_s <= 60.0 if patient else wait_s == 0.0
     finally:

@@ -1,4 +1,4 @@
-"""A start of a job on one node: two real workers and their round, under a controller that is a stand-in."""
+"""An attempt on one node: two real workers with their Attempt, and a fake controller."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Start:
             self.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
         code = "import sys; sys.exit(int(sys.stdin.readline()))"
         self.workers = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
-        self.round = Attempt(
+        self.attempt = Attempt(
             LaunchContext(
                 total_timeout_s=total_timeout_s,
                 poll_s=0.002,
@@ -113,15 +113,15 @@ class Start:
         )
         if controller:
             self.until_led()
-        self.held = threading.Thread(target=self.round.hold)
+        self.held = threading.Thread(target=self.attempt.hold)
 
     def until_led(self) -> None:
-        until(lambda: self.round.has_controller, "a controller")
+        until(lambda: self.attempt.has_controller, "a controller")
 
     def fail_one(self) -> None:
         """Kill rank 1 and hold rank 0 from then on."""
         self.workers[1].send_signal(signal.SIGKILL)
-        until(self.round.failed, "the death to be seen")
+        until(self.attempt.failed, "the death to be seen")
         self.held.start()
 
     def leave(self, status: int, rank: int = 0) -> None:
@@ -135,7 +135,7 @@ class Start:
             worker.kill()
         if self.held.ident is not None:
             self.held.join(DEADLINE_S)
-        self.round.close()
+        self.attempt.close()
         for worker in self.workers:
             with worker:
                 worker.wait()

@@ -1,4 +1,4 @@
-"""Calls that may hang are left to themselves, and an interpreter that ends despite them says what it was to say."""
+"""Calls that hang are abandoned, and an interpreter that ends despite them flushes its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long survivors are held: by real processes, under a controller that comes and goes."""
+"""How long survivors are held: real processes, with a fake controller that comes and goes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.launch.start import DEADLINE_S, Start, silent_store
+from tests.unit.launch.attempts import DEADLINE_S, Start, silent_store
 from tests.waiting import until
 from ttp.exchange import controller_file
 from ttp.exchange.discovery import controller_key
-from ttp.launch.attempts import attempt as rounds
-from ttp.launch.links import peer_agents as neighbours_module
+from ttp.launch.attempts import attempt as attempt_module
+from ttp.launch.links import peer_agents
 from ttp.launch.links.peer_agents import PeerAgents
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.exit_status import Recorded
@@ -29,10 +29,10 @@ from ttp.launch.watch.processes import LOST
 
 
 @pytest.mark.parametrize(
-    ("statuses", "nodes", "told"), [((75, 75), 2, True), ((75, 3), 2, False), ((75, 75), 1, False)]
+    ("statuses", "nodes", "expected"), [((75, 75), 2, True), ((75, 3), 2, False), ((75, 75), 1, False)]
 )
 def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
-    short_times: None, statuses: tuple[int, int], nodes: int, told: bool
+    short_times: None, statuses: tuple[int, int], nodes: int, expected: bool
 ) -> None:
     """Where there is one, and nothing failed here."""
     start = Start(60.0, controller=True, nodes=nodes)
@@ -41,7 +41,7 @@ def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
             start.leave(status, rank)
         start.held.start()
         start.held.join(DEADLINE_S)
-        assert start.round.living() == [] and start.round.left_for_others() is told
+        assert start.attempt.living() == [] and start.attempt.left_for_others() is expected
     finally:
         start.close()
 
@@ -53,14 +53,14 @@ def test_survivors_are_held_while_a_controller_leads_them(led: Start) -> None:
     assert led.held.is_alive()
     led.leave(75)
     led.held.join(DEADLINE_S)
-    assert not led.held.is_alive() and led.round.living() == []
+    assert not led.held.is_alive() and led.attempt.living() == []
 
 
 def test_workers_that_a_controller_has_led_get_a_short_grace_after_their_hold(led: Start) -> None:
-    """They had a fault's time to save; those that nobody ever led may save at SIGTERM only."""
+    """They had a fault's time to save; those without a controller may save at SIGTERM only."""
     led.fail_one()
-    until(lambda: led.round.fault is not None, "the hold")
-    assert led.round.grace_s() == rounds.EXPIRED_GRACE_S < rounds.SHUTDOWN_S
+    until(lambda: led.attempt.fault is not None, "the hold")
+    assert led.attempt.grace_s() == attempt_module.EXPIRED_GRACE_S < attempt_module.SHUTDOWN_S
     led.leave(75)
 
 
@@ -68,41 +68,43 @@ def test_workers_that_a_controller_has_led_get_a_short_grace_after_their_hold(le
 def test_survivors_whose_controller_was_lost_are_not_held_for_the_whole_timeout(
     led: Start, lost: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the fault or in the middle of it: after it nobody can lead them to a checkpoint."""
+    """Before the fault or in the middle of it: after it no controller leads them to a checkpoint."""
     if lost == "before":
         led.line.attached = False
     led.fail_one()
     led.line.attached = False
     led.held.join(DEADLINE_S)
-    assert not led.held.is_alive() and led.round.living() == [0]
-    assert "no controller has led the ranks for 1 s" in caplog.text
+    assert not led.held.is_alive() and led.attempt.living() == [0]
+    assert "the ranks had no controller for 1 s" in caplog.text
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_ranks_that_were_told_to_leave_are_not_ended_for_want_of_a_controller(
+def test_drained_ranks_are_not_ended_without_a_controller(
     led: Start, signalled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They save without one; but not after a failure of one of them."""
-    monkeypatch.setattr(rounds, "signal_workers", lambda pids, number: list(pids))  # these workers would die of SIGTERM
+    monkeypatch.setattr(
+        attempt_module, "signal_workers", lambda pids, number: list(pids)
+    )  # these workers would die of SIGTERM
     led.line.attached = False
     if signalled:
-        led.round.told_to_end("SIGTERM")
-    leaving = threading.Thread(target=led.round.take_leave)
+        led.attempt.note_signal("SIGTERM")
+    leaving = threading.Thread(target=led.attempt.drain)
     leaving.start()
-    leaving.join(3 * rounds.UNLED_S)
-    assert leaving.is_alive() and led.round.living() == [0, 1]
+    leaving.join(3 * attempt_module.UNLED_S)
+    assert leaving.is_alive() and led.attempt.living() == [0, 1]
     led.leave(3)
     leaving.join(DEADLINE_S)
-    assert led.round.living() == [] and "no controller has led the ranks for 1 s: rank 1 still here" in caplog.text
+    assert led.attempt.living() == [] and "the ranks had no controller for 1 s; killing rank 1" in caplog.text
     led.held.start()
 
 
 def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(
     led: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standby takes over: the time without a controller counts from when the last one was heard."""
+    """A standby takes over: the time without a controller counts from the last one's last connection."""
     now_s = time.monotonic()
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(attempt_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     def looked() -> None:
         """The launcher has looked, and has drawn its conclusion: it looks again."""
@@ -112,7 +114,7 @@ def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(
     led.fail_one()
     for _ in range(4):
         led.line.attached = False
-        now_s += 0.7 * rounds.UNLED_S
+        now_s += 0.7 * attempt_module.UNLED_S
         looked()
         led.line.attached = True
         looked()
@@ -128,31 +130,31 @@ def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
     try:
         start.fail_one()
         start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.round.living() == [0]
+        assert not start.held.is_alive() and start.attempt.living() == [0]
     finally:
         start.close()
-    assert "no controller has led the ranks" in caplog.text
-    assert "no rank has called ttp.start so far: nothing protects this start" in caplog.text
+    assert "the ranks had no controller for" in caplog.text
+    assert "no rank called ttp.start() so far; this attempt is unprotected" in caplog.text
 
 
 def test_that_no_rank_has_a_session_is_said_only_when_it_is_known(
     short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the workers' store does not answer they may have a controller, and are held as those that have lost one."""
-    monkeypatch.setattr(rounds, "UNPROTECTED_S", 0.0)
-    monkeypatch.setattr(rounds, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 0.0)
+    monkeypatch.setattr(attempt_module, "ASK_AGAIN_S", 0.1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         start = Start(60.0, controller=False, port=taken.getsockname()[1])
         try:
             start.fail_one()
             start.held.join(DEADLINE_S)
-            assert not start.held.is_alive() and start.round.living() == [0]
+            assert not start.held.is_alive() and start.attempt.living() == [0]
         finally:
             start.close()
-    assert "whether a controller leads the ranks is not known: the workers' store at 127.0.0.1:" in caplog.text
-    assert "no rank has called ttp.start" not in caplog.text
-    assert "no controller has led the ranks for 1 s" in caplog.text
+    assert "cannot determine whether the ranks have a controller: the workers' store at 127.0.0.1:" in caplog.text
+    assert "no rank called ttp.start()" not in caplog.text
+    assert "the ranks had no controller for 1 s" in caplog.text
 
 
 def test_survivors_are_held_under_a_controller_that_only_the_file_of_their_ranks_names(
@@ -166,36 +168,41 @@ def test_survivors_are_held_under_a_controller_that_only_the_file_of_their_ranks
         try:
             controller_file.write(tmp_path, controller_file.Controllers(("127.0.0.1:1",), 0, str(journals)))
             start.fail_one()
-            start.held.join(4 * rounds.UNLED_S)
-            assert start.held.is_alive() and start.round.living() == [0]
+            start.held.join(4 * attempt_module.UNLED_S)
+            assert start.held.is_alive() and start.attempt.living() == [0]
             start.leave(75)
             start.held.join(DEADLINE_S)
-            assert not start.held.is_alive() and start.round.living() == []
+            assert not start.held.is_alive() and start.attempt.living() == []
         finally:
             start.close()
     assert re.search(r"holding rank 0 for up to (5\d|60) s", caplog.text)
-    assert "whether a controller leads the ranks is not known" not in caplog.text
+    assert "cannot determine whether the ranks have a controller" not in caplog.text
     assert (journals / "story.jsonl").exists(), "the report is made where the journal is"
 
 
 def test_how_workers_ended_that_torch_has_reaped_is_taken_from_torch(
     short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A status that is lost is no success; while torch speaks of no failure it was one."""
+    """A lost status is a success only if torch reports no failure."""
     start = Start(60.0, controller=True)
     try:
         monkeypatch.setattr(death_watch, "exit_status", lambda pid: LOST)
         start.workers[0].kill()
-        until(lambda: start.round.living() == [1], "the death of rank 0")  # one after the other: told in the order seen
+        until(
+            lambda: start.attempt.living() == [1], "the death of rank 0"
+        )  # one after the other: reported in the order seen
         start.workers[1].kill()
-        until(lambda: start.round.living() == [], "the death of rank 1")
-        assert not start.round.failed() and not start.round.succeeded()
-        start.round.learn({1: -9}, failed=True)
-        assert start.round.failed() and not start.round.succeeded()
-        assert start.round.outcome() == "rank 0: gone, its status is lost; rank 1: signal SIGKILL"
-        assert "torch has seen the end of ranks 0-1 first, and has ended the others: they were not held" in caplog.text
-        start.round.learn({}, failed=False)
-        assert start.round.deaths()[0].status == 0 and start.round.deaths()[1].status == -9
+        until(lambda: start.attempt.living() == [], "the death of rank 1")
+        assert not start.attempt.failed() and not start.attempt.succeeded()
+        start.attempt.learn({1: -9}, failed=True)
+        assert start.attempt.failed() and not start.attempt.succeeded()
+        assert start.attempt.outcome() == "rank 0: gone, its status is lost; rank 1: signal SIGKILL"
+        assert (
+            "torchelastic detected the exit of ranks 0-1 first and killed its peers; no emergency checkpoint was possible"
+            in caplog.text
+        )
+        start.attempt.learn({}, failed=False)
+        assert start.attempt.deaths()[0].status == 0 and start.attempt.deaths()[1].status == -9
     finally:
         start.held.start()
         start.close()
@@ -207,13 +214,13 @@ def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
     """Torch is asked about one in uninterruptible sleep all the same."""
     start = Start(60.0, controller=True)
     try:
-        assert not start.round.settling()
+        assert not start.attempt.settling()
         monkeypatch.setattr(death_watch, "exit_status", lambda pid: None)
         start.workers[1].kill()
-        until(lambda: 1 in start.round.deaths(), "the death of rank 1")
-        assert start.round.settling()
-        monkeypatch.setattr(rounds, "SETTLE_S", 0.0)
-        assert not start.round.settling()
+        until(lambda: 1 in start.attempt.deaths(), "the death of rank 1")
+        assert start.attempt.settling()
+        monkeypatch.setattr(attempt_module, "SETTLE_S", 0.0)
+        assert not start.attempt.settling()
     finally:
         start.held.start()
         monkeypatch.undo()
@@ -225,65 +232,65 @@ def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse
     status: int, held: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their script has torchrun's time for a signal; after exit code 2 all have the time to come to the same end."""
-    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
-    monkeypatch.setattr(rounds, "UNPROTECTED_S", 0.2)
-    monkeypatch.setattr(rounds, "UNLED_S", 1.5)
-    monkeypatch.setattr(rounds, "LEAVE_GRACE_S", 0.1)
+    monkeypatch.setattr(attempt_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 0.2)
+    monkeypatch.setattr(attempt_module, "UNLED_S", 1.5)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
     start = Start(60.0, controller=False)
     try:
         start.leave(status, rank=1)
-        until(start.round.failed, "the end to be seen")
+        until(start.attempt.failed, "the end to be seen")
         start.held.start()
         start.held.join(DEADLINE_S)
-        assert start.round.living() == [0] and start.round.grace_s() == rounds.SHUTDOWN_S
+        assert start.attempt.living() == [0] and start.attempt.grace_s() == attempt_module.SHUTDOWN_S
     finally:
         start.close()
-    assert ("has led the ranks for 2 s" in caplog.text) is held
-    assert ("has led the ranks for 0 s" in caplog.text) is not held
+    assert ("had no controller for 2 s" in caplog.text) is held
+    assert ("had no controller for 0 s" in caplog.text) is not held
 
 
-def test_a_starts_end_is_told_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
+def test_an_attempts_end_is_reported_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
     """Who failed by itself, with its process, its exception and what follows; not the worker that ttprun has ended."""
     path = tmp_path / "story.jsonl"
     start = Start(60.0, controller=False, reporter=Reporter(path))
     try:
         start.fail_one()
         start.held.join(DEADLINE_S)
-        start.round.end_workers(signal.SIGTERM, 5.0)
-        start.round.raised[1] = Recorded("ValueError: boom", "")
-        start.round.next = "restart 1 of 3"
+        start.attempt.end_workers(signal.SIGTERM, 5.0)
+        start.attempt.raised[1] = Recorded("ValueError: boom", "")
+        start.attempt.next = "restart 1 of 3"
     finally:
         start.close()
-    hold, held, begun, told = [json.loads(line) for line in path.read_text().splitlines()]
+    hold, held, begun, expected = [json.loads(line) for line in path.read_text().splitlines()]
     assert (hold["event"], hold["ranks"]) == ("hold", [0]) and hold["cause"].endswith("ended: signal SIGKILL")
-    assert 0 < hold["up_to_s"] <= rounds.UNPROTECTED_S, "nothing protects this start"
-    assert (held["event"], held["ranks"]) == ("held", [0]) and held["why"].startswith("no controller has led the ranks")
+    assert 0 < hold["up_to_s"] <= attempt_module.UNPROTECTED_S, "the attempt is not protected"
+    assert (held["event"], held["ranks"]) == ("held", [0]) and held["why"].startswith("the ranks had no controller")
     assert (begun["event"], begun["start"], begun["rows"]) == ("start", 0, []) and len(begun["pids"]) == 2
-    (culprit,) = told["culprits"]
+    (culprit,) = expected["culprits"]
     assert (culprit["rank"], culprit["pid"]) == (1, start.workers[1].pid)
-    assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and told["next"] == "restart 1 of 3"
+    assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and expected["next"] == "restart 1 of 3"
 
 
 @pytest.mark.usefixtures("short_times")
 def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    """Another node told of the fault a while ago and joins again: this one's survivors have what is left, not all of it anew."""
+    """Another node published the fault a while ago and joins again: this one's survivors have the remaining time only."""
     start = Start(100.0, controller=True, nodes=2)
     try:
         other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
         other.start()
-        other.tell_fault(time.monotonic() - 99.0)
-        neighbours = start.round.neighbours
-        assert neighbours is not None
-        until(lambda: neighbours.fault_begun_monotonic_s is not None, "the other node's report of a fault")
+        other.publish_fault(time.monotonic() - 99.0)
+        peers = start.attempt.peers
+        assert peers is not None
+        until(lambda: peers.fault_begun_monotonic_s is not None, "the other node's report of a fault")
         other.close()
-        held = threading.Thread(target=start.round.hold, args=("the set of nodes changes",))
+        held = threading.Thread(target=start.attempt.hold, args=("the set of nodes changes",))
         held.start()
         held.join(DEADLINE_S)
-        assert not held.is_alive() and start.round.living() == [0, 1]
-        assert start.round.fault is not None and start.round.fault.left_s(time.monotonic()) == 0.0
-        begun = re.search(r"the fault began (\d+) s ago on another node: its deadline counts", caplog.text)
+        assert not held.is_alive() and start.attempt.living() == [0, 1]
+        assert start.attempt.fault is not None and start.attempt.fault.left_s(time.monotonic()) == 0.0
+        begun = re.search(r"the fault began (\d+) s ago on another node; its deadline applies", caplog.text)
         assert begun is not None and int(begun[1]) >= 99
-        assert "TTP_OT, 100 s, has passed: ranks 0-1 still here" in caplog.text
+        assert "TTP_OT (100 s) expired; terminating ranks 0-1" in caplog.text
     finally:
         for worker in start.workers:
             worker.kill()
@@ -295,19 +302,19 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
 def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(
     since: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later a controller sees to it, or a script without a session trains: a launcher that is silent is no reason to end them."""
-    monkeypatch.setattr(neighbours_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(neighbours_module, "LOST_S", 2.0)
+    """Later a controller handles it, or a script without a session trains: a silent agent is not a reason to end them."""
+    monkeypatch.setattr(peer_agents, "LOOK_S", 0.02)
+    monkeypatch.setattr(peer_agents, "LOST_S", 2.0)
     start = Start(60.0, controller=False, nodes=2)
     try:
-        until(lambda: start.round.lost_node, "the silent node to be missed")
-        assert "node 1 of 2" in start.round.lost_node and start.round.unreached_store == ""
+        until(lambda: start.attempt.lost_node, "the silent node to be missed")
+        assert "node 1 of 2" in start.attempt.lost_node and start.attempt.unreached_store == ""
         if since == "a controller is known":
             start.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
-            until(lambda: start.round.had_controller, "the controller to be found")
+            until(lambda: start.attempt.had_controller, "the controller to be found")
         else:
-            monkeypatch.setattr(rounds, "MEETING_S", 0.0)
-        assert start.round.lost_node == ""
+            monkeypatch.setattr(attempt_module, "MEETING_S", 0.0)
+        assert start.attempt.lost_node == ""
     finally:
         for worker in start.workers:
             worker.kill()

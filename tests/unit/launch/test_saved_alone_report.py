@@ -47,9 +47,9 @@ def test_a_save_without_a_controller_is_reported_with_its_step_and_directory(tmp
     assert story.saved is not None
     assert (story.kind, [one.rank for one in story.culprits], story.steps_lost) == ("preempted", [1], 0)
     assert (story.saved.step, story.saved.path, story.saved.bytes, story.saved.ranks) == (STEP, str(path), 201, (0, 1))
-    told = "\n".join(fault_lines(report))
-    assert f"cause   SIGTERM; step {STEP} is finished, and no controller led the ranks" in told
-    assert f"saved   step {STEP} in {path} (201 B, written by ranks 0-1); no step lost" in told
+    printed = "\n".join(fault_lines(report))
+    assert f"cause   SIGTERM; step {STEP} is finished, and no controller led the ranks" in printed
+    assert f"saved   step {STEP} in {path} (201 B, written by ranks 0-1); no step lost" in printed
 
 
 def test_a_clock_that_was_set_back_in_the_save_hides_nothing(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_the_summary_says_that_the_step_is_saved(tmp_path: Path, capsys: pytest.
     saved_alone.write(saved_alone.path_of(tmp_path, start.number), account(published(tmp_path)))
     reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
     reporter.begin(here=True)
-    reporter.end(start, replace(ending(tmp_path), told_by="SIGTERM"))
+    reporter.end(start, replace(ending(tmp_path), drained_by="SIGTERM"))
     reporter.finish("ended by SIGTERM")
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        "cause   ttprun got SIGTERM, and told the ranks to leave (SIGTERM); step 9 is finished, and no controller"
-        in told
+        "cause   ttprun received SIGTERM and sent SIGTERM to the ranks; step 9 is finished, and no controller"
+        in printed
     )
-    assert "faults  0 faults, 1 notice to leave" in told and "\nsaved   step 9\nlost    0 steps;" in told
+    assert "faults  0 faults, 1 preemption notice" in printed and "\nsaved   step 9\nlost    0 steps;" in printed
     assert written(tmp_path / "story.jsonl")[-2]["saved"]["step"] == STEP

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.couriers import DEADLINE_S, FakeLink, Switchboard, death
-from tests.unit.launch.start import silent_store
+from tests.unit.launch.attempts import silent_store
+from tests.unit.launch.controller_clients import DEADLINE_S, FakeLink, Switchboard, death
 from tests.waiting import until
 from ttp.exchange.controller_file import Controllers, write
 from ttp.exchange.discovery import controller_key, log_dir_key
@@ -25,7 +25,7 @@ KNOWN = Controllers(("host:8000",), 12, "/output/log")
 
 @pytest.fixture
 def alone(tmp_path: Path, switchboard: Switchboard) -> Iterator[ControllerClient]:
-    """Return a courier whose store takes connections and never answers."""
+    """Return a client whose store accepts connections and never answers."""
     with silent_store() as port:
         place = JobStore("127.0.0.1", port, 7)
         made = ControllerClient(place, {1: 71}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
@@ -33,7 +33,7 @@ def alone(tmp_path: Path, switchboard: Switchboard) -> Iterator[ControllerClient
     made.close()
 
 
-def test_a_controller_is_found_and_told_of_deaths_though_the_store_never_answers(
+def test_a_controller_is_found_and_receives_deaths_though_the_store_never_answers(
     tmp_path: Path, switchboard: Switchboard, alone: ControllerClient
 ) -> None:
     """With the place of its journals, and with the standbys that the ranks write down when they know of them."""
@@ -46,7 +46,7 @@ def test_a_controller_is_found_and_told_of_deaths_though_the_store_never_answers
     write(tmp_path, Controllers(("host:8000", "one:8001"), 12, "/output/log"))
     link = switchboard.links["host:8000"]
     until(lambda: link.standbys == ["one:8001"])
-    assert link.told == [(1, 71, "exiting")] and switchboard.attempts == 1
+    assert link.reported == [(1, 71, "exiting")] and switchboard.attempts == 1
     assert "does not answer" in alone.unanswered
 
 
@@ -54,14 +54,14 @@ def test_a_look_that_is_asked_for_reads_the_file_too(tmp_path: Path, switchboard
     """At a fault the store may be slow, and what the ranks wrote a moment ago is on this node."""
     with silent_store() as port:
         place = JobStore("127.0.0.1", port, 7)
-        courier = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
-        courier.start()
-        courier.look_now(0.1)
-        assert courier.entry is None
+        client = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
+        client.start()
+        client.look_now(0.1)
+        assert client.entry is None
         write(tmp_path, KNOWN)
-        courier.look_now(0.1)
-        until(lambda: courier.connected, "the controller, long before the next look")
-    courier.close()
+        client.look_now(0.1)
+        until(lambda: client.connected, "the controller, long before the next look")
+    client.close()
 
 
 def test_a_file_that_was_written_in_the_last_moment_is_read_at_the_end(
@@ -69,14 +69,12 @@ def test_a_file_that_was_written_in_the_last_moment_is_read_at_the_end(
 ) -> None:
     """The journals are read after the ranks and the controllers have ended."""
     with silent_store() as port:
-        courier = ControllerClient(
-            JobStore("127.0.0.1", port, 7), {}, switchboard, attempt_dir=tmp_path, search_s=600.0
-        )
-        courier.start()
-        courier.look_now(0.1)
+        client = ControllerClient(JobStore("127.0.0.1", port, 7), {}, switchboard, attempt_dir=tmp_path, search_s=600.0)
+        client.start()
+        client.look_now(0.1)
         write(tmp_path, KNOWN)
-        courier.close(0.5)
-    assert courier.log_dir == Path("/output/log") and courier.entry == ControllerEntry("host:8000", 12)
+        client.close(0.5)
+    assert client.log_dir == Path("/output/log") and client.entry == ControllerEntry("host:8000", 12)
     assert switchboard.attempts == 0
 
 
@@ -86,19 +84,19 @@ def test_what_file_and_store_both_have_is_one_controller(
     """On another node than rank 0's the file does not know its process."""
     write(tmp_path, Controllers(("host:8000", "one:8001"), 0, "/own/log"))
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = ControllerClient(place, {4: 70}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-    courier.start()
-    until(lambda: courier.connected)
+    client = ControllerClient(place, {4: 70}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    client.start()
+    until(lambda: client.connected)
     store.set(controller_key(7), "host:8000 12")
     store.set(log_dir_key(7), "/rank/0/log")
     enter(store, 7, 1, "one:8001")
-    courier.look_now(DEADLINE_S)
-    assert courier.entry == ControllerEntry("host:8000", 12) and courier.log_dir == Path("/own/log")
+    client.look_now(DEADLINE_S)
+    assert client.entry == ControllerEntry("host:8000", 12) and client.log_dir == Path("/own/log")
     write(tmp_path, Controllers(("host:8000", "one:8001", "two:8002"), 0, "/own/log"))
     link = switchboard.links["host:8000"]
     until(lambda: link.standbys == ["one:8001", "two:8002"])
-    assert switchboard.attempts == 1 and courier.entry == ControllerEntry("host:8000", 12) and not link.closed
-    courier.close()
+    assert switchboard.attempts == 1 and client.entry == ControllerEntry("host:8000", 12) and not link.closed
+    client.close()
 
 
 def test_the_newest_controller_counts_wherever_it_is_named(
@@ -107,31 +105,31 @@ def test_the_newest_controller_counts_wherever_it_is_named(
     """What was read before in the other place is not taken for news again at every look."""
     store.set(controller_key(7), "host:8000 12")
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-    courier.start()
-    until(lambda: courier.connected)
+    client = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    client.start()
+    until(lambda: client.connected)
     write(tmp_path, Controllers(("other:9000",), 13, "/output/log"))
-    until(lambda: courier.entry == ControllerEntry("other:9000", 13) and courier.connected)
+    until(lambda: client.entry == ControllerEntry("other:9000", 13) and client.connected)
     for _ in range(3):
-        courier.look_now(DEADLINE_S)
-    assert courier.entry == ControllerEntry("other:9000", 13) and switchboard.attempts == 2
+        client.look_now(DEADLINE_S)
+    assert client.entry == ControllerEntry("other:9000", 13) and switchboard.attempts == 2
     store.set(controller_key(7), "third:9001 14")
-    until(lambda: courier.entry == ControllerEntry("third:9001", 14) and courier.connected)
+    until(lambda: client.entry == ControllerEntry("third:9001", 14) and client.connected)
     for _ in range(3):
-        courier.look_now(DEADLINE_S)
-    assert courier.entry == ControllerEntry("third:9001", 14) and switchboard.attempts == 3
-    courier.close()
+        client.look_now(DEADLINE_S)
+    assert client.entry == ControllerEntry("third:9001", 14) and switchboard.attempts == 3
+    client.close()
 
 
 def test_the_own_nodes_place_of_the_journals_counts_wherever_it_is_read_first(store: TCPStore, tmp_path: Path) -> None:
     """Rank 0's may be on another node's disk. The file may be read while the store answers, too."""
-    courier = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
+    client = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
     store.set(log_dir_key(7), "/rank/0/log")
-    courier._look_for_log_dir(store)
-    assert courier.log_dir == Path("/rank/0/log")
+    client._look_for_log_dir(store)
+    assert client.log_dir == Path("/rank/0/log")
     write(tmp_path, Controllers(("host:8000",), 0, "/own/log"))
-    courier._read(tmp_path, open_link=False)
-    assert courier.log_dir == Path("/own/log")
+    client._read(tmp_path, open_link=False)
+    assert client.log_dir == Path("/own/log")
     slow = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), attempt_dir=tmp_path)
 
     def get(key: str) -> bytes:
@@ -143,7 +141,7 @@ def test_the_own_nodes_place_of_the_journals_counts_wherever_it_is_read_first(st
     assert slow.log_dir == Path("/own/log")
 
 
-def test_standbys_that_were_read_before_the_link_was_open_are_told_to_it(
+def test_standbys_that_were_read_before_the_link_was_open_are_added_to_it(
     tmp_path: Path, switchboard: Switchboard, alone: ControllerClient
 ) -> None:
     write(tmp_path, Controllers(("host:8000", "one:8001"), 12, "/output/log"))
@@ -153,7 +151,7 @@ def test_standbys_that_were_read_before_the_link_was_open_are_told_to_it(
 
 
 def test_a_link_to_a_controller_that_was_replaced_meanwhile_is_closed(store: TCPStore, tmp_path: Path) -> None:
-    """It took long to open. The later one stays, and hears of the deaths."""
+    """It took long to open. The later one stays, and receives the deaths."""
     opening, go_on = threading.Event(), threading.Event()
     links = {"host:8000": FakeLink(), "other:9000": FakeLink()}
 
@@ -165,17 +163,17 @@ def test_a_link_to_a_controller_that_was_replaced_meanwhile_is_closed(store: TCP
 
     write(tmp_path, KNOWN)
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = ControllerClient(place, {1: 71}, open_link, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-    courier.start()
+    client = ControllerClient(place, {1: 71}, open_link, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    client.start()
     assert opening.wait(DEADLINE_S)
     store.set(controller_key(7), "other:9000 13")
-    until(lambda: courier.connected)
+    until(lambda: client.connected)
     go_on.set()
     until(lambda: links["host:8000"].closed)
-    courier.report(death("exiting"))
-    assert courier.connected and courier.entry == ControllerEntry("other:9000", 13)
-    assert links["other:9000"].told == [(1, 71, "exiting")] and links["host:8000"].told == []
-    courier.close()
+    client.report(death("exiting"))
+    assert client.connected and client.entry == ControllerEntry("other:9000", 13)
+    assert links["other:9000"].reported == [(1, 71, "exiting")] and links["host:8000"].reported == []
+    client.close()
 
 
 def test_a_look_that_is_asked_for_waits_for_the_file_too(store: TCPStore, tmp_path: Path) -> None:
@@ -190,23 +188,23 @@ def test_a_look_that_is_asked_for_waits_for_the_file_too(store: TCPStore, tmp_pa
         return FakeLink()
 
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = ControllerClient(place, {}, open_link, attempt_dir=tmp_path, search_s=600.0, recheck_s=0.01)
-    courier.start()
-    until(lambda: courier._done == 1 and courier._file_done == 1, "the first looks, which find nothing")
+    client = ControllerClient(place, {}, open_link, attempt_dir=tmp_path, search_s=600.0, recheck_s=0.01)
+    client.start()
+    until(lambda: client._done == 1 and client._file_done == 1, "the first looks, which find nothing")
     write(tmp_path, KNOWN)
 
     def look() -> None:
-        courier.look_now(600.0)
+        client.look_now(600.0)
         acts.append("looked")
 
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     assert opening.wait(DEADLINE_S)
-    until(lambda: courier._done == 2, "the store's answer")
+    until(lambda: client._done == 2, "the store's answer")
     go_on.set()
     looker.join(DEADLINE_S)
     assert acts == ["opened", "looked"]
-    courier.close()
+    client.close()
 
 
 def test_a_refused_file_is_named_once_and_the_store_asked_alone(
@@ -215,17 +213,17 @@ def test_a_refused_file_is_named_once_and_the_store_asked_alone(
     """One that is good later is taken."""
     (tmp_path / "controllers.json").write_text('{"addresses": ["nonsense"], "pid": 1, "log_dir": "/l"}')
     place = JobStore("127.0.0.1", store.port, 7)
-    courier = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
-    courier.start()
-    courier.look_now(DEADLINE_S)
-    courier.look_now(DEADLINE_S)
-    (line,) = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    client = ControllerClient(place, {}, switchboard, attempt_dir=tmp_path, search_s=0.01, recheck_s=0.01)
+    client.start()
+    client.look_now(DEADLINE_S)
+    client.look_now(DEADLINE_S)
+    (line,) = [record.getMessage() for record in caplog.records if "invalid controllers' file" in record.getMessage()]
     assert "addresses[0]: got 'nonsense', expected host:port" in line and "\n" not in line
     store.set(controller_key(7), "host:8000 12")
-    until(lambda: courier.connected)
+    until(lambda: client.connected)
     write(tmp_path, KNOWN)
-    until(lambda: courier.log_dir == Path("/output/log"))
-    courier.close()
+    until(lambda: client.log_dir == Path("/output/log"))
+    client.close()
 
 
 def test_a_link_that_is_opened_behind_the_end_is_closed(tmp_path: Path) -> None:
@@ -239,10 +237,10 @@ def test_a_link_that_is_opened_behind_the_end_is_closed(tmp_path: Path) -> None:
 
     write(tmp_path, KNOWN)
     with silent_store() as port:
-        courier = ControllerClient(JobStore("127.0.0.1", port, 7), {}, slow, attempt_dir=tmp_path)
-        courier.start()
+        client = ControllerClient(JobStore("127.0.0.1", port, 7), {}, slow, attempt_dir=tmp_path)
+        client.start()
         assert opening.wait(DEADLINE_S)
-        courier.close(0.01)
+        client.close(0.01)
         go_on.set()
         until(lambda: link.closed)
-    assert not courier.connected
+    assert not client.connected

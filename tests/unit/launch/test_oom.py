@@ -1,4 +1,4 @@
-"""Out of memory is told from a SIGKILL that somebody sent: by made-up files, and by a real limit where one may be set."""
+"""Out-of-memory kills are distinguished from other SIGKILLs: with fake files, and with a real limit where one may be set."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def limited() -> Iterator[Path]:
             time.sleep(0.05)
 
 
-def test_a_real_limit_is_told_from_a_real_kill(limited: Path) -> None:
+def test_a_real_limit_is_distinguished_from_a_real_kill(limited: Path) -> None:
     """One worker eats more than its cgroup may have; another gets SIGKILL from us. Both ended by the same signal."""
     enter: Callable[[], object] = lambda: (limited / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
     workers = [

@@ -20,7 +20,7 @@ class Joining:
     """A launcher that joins, on a thread of its own."""
 
     def __init__(self, store: Store, node: int) -> None:
-        self.told = ""
+        self.answer = ""
         self.ticket = ""
         before = ticket_of(store, node)
         self._thread = threading.Thread(target=self._run, args=(store, node), daemon=True)
@@ -29,11 +29,11 @@ class Joining:
         self.ticket = ticket_of(store, node)
 
     def _run(self, store: Store, node: int) -> None:
-        self.told = hand_in(store, node, 60.0, "here")
+        self.answer = hand_in(store, node, 60.0, "here")
 
-    def heard(self) -> str:
+    def asked(self) -> str:
         self._thread.join(30)
-        return self.told
+        return self.answer
 
 
 def ticket_of(store: Store, node: int) -> str:
@@ -49,7 +49,7 @@ def test_a_ticket_is_answered_once_and_the_newest_one_of_a_node_counts() -> None
     other = Joining(store, 2)
     assert collected.collect(store, 3, nothing) == [again.ticket, other.ticket]
     answer(store, [again.ticket, other.ticket], "start 0")
-    assert (again.heard(), other.heard(), killed.told) == ("start 0", "start 0", "")
+    assert (again.asked(), other.asked(), killed.answer) == ("start 0", "start 0", "")
     with pytest.raises(RendezvousClosedError, match="no new ticket"):
         collected.collect(store, 3, lambda: "no new ticket")
     answer(store, [killed.ticket], "over")
@@ -59,7 +59,7 @@ def test_only_the_missing_nodes_are_named() -> None:
     """The operator is to start those."""
     store = HashStore()
     store.set("ttp/tickets/1", "a")
-    with pytest.raises(RendezvousTimeoutError, match="of 4 nodes these have not joined within 0 s: 2, 3; start ttprun"):
+    with pytest.raises(RendezvousTimeoutError, match=r"nodes 2, 3 of 4 have not joined within 0 s\. Start ttprun"):
         Collected(0.0).collect(store, 4, nothing)
 
 
@@ -71,7 +71,7 @@ def test_a_node_that_cannot_come_is_not_waited_for() -> None:
 
 def test_one_that_is_not_answered_says_what_to_look_at() -> None:
     """Where it has joined, and for how long it has waited."""
-    with pytest.raises(RendezvousTimeoutError, match=r"node 1 has joined at a:1, and not all nodes had within 0 s"):
+    with pytest.raises(RendezvousTimeoutError, match=r"node 1 joined at a:1, but not all nodes did within 0 s"):
         hand_in(HashStore(), 1, 0.0, "a:1")
 
 
@@ -91,7 +91,7 @@ def test_the_loss_of_node_0s_launcher_ends_the_wait(capfd: pytest.CaptureFixture
     until(lambda: ticket_of(server[0], 1), "ticket")
     server.clear()
     waiting.join(30)
-    assert "node 0's launcher is gone, and the store at node-a:6000 with it (" in said[0]
+    assert "lost node 0's agent and the store at node-a:6000 (" in said[0]
     assert "Start ttprun on all nodes again" in said[0] and "--rdzv-backend c10d" in said[0]
 
 

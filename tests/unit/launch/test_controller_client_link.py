@@ -1,4 +1,4 @@
-"""The courier's link to a controller: what it is asked, what it is told, and that nobody waits for it."""
+"""The client's link to a controller: what it is asked, what it receives, and that no caller waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.couriers import DEADLINE_S, Switchboard, death
+from tests.unit.launch.controller_clients import DEADLINE_S, Switchboard, death
 from tests.waiting import until
 from ttp.exchange.discovery import controller_key
 from ttp.launch.links.controller_client import ControllerClient
@@ -15,40 +15,40 @@ from ttp.runtime.standby import enter
 
 
 def test_whom_the_controller_has_given_up_is_asked_on_the_line(
-    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient
 ) -> None:
     """Without a controller nothing is known to be decided."""
-    assert courier.given_up() is None
+    assert client.given_up() is None
     store.set(controller_key(7), "host:8000 12")
-    courier.start()
-    until(lambda: courier.connected)
-    courier.report(death("exiting"))
-    assert courier.given_up() == frozenset({1})
+    client.start()
+    until(lambda: client.connected)
+    client.report(death("exiting"))
+    assert client.given_up() == frozenset({1})
 
 
 def test_a_link_that_fails_does_not_reach_the_death_watch(
-    store: TCPStore, switchboard: Switchboard, courier: ControllerClient, caplog: pytest.LogCaptureFixture
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.set(controller_key(7), "host:8000 12")
-    courier.start()
-    until(lambda: courier.connected)
+    client.start()
+    until(lambda: client.connected)
 
     def fails(rank: int, pid: int, text: str) -> None:
         raise ConnectionError("reset")
 
     switchboard.links["host:8000"].worker_exit = fails  # type: ignore[method-assign]
-    courier.report(death("exiting"))
-    assert "the controller could not be told that rank 1 ended: reset" in caplog.text
+    client.report(death("exiting"))
+    assert "cannot report the exit of rank 1 to the controller: reset" in caplog.text
 
 
 def test_a_death_is_reported_while_a_controller_is_asked_whom_it_has_given_up(
-    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient
 ) -> None:
     """That may take a second; the death watch does not wait for it."""
     asked, go_on = threading.Event(), threading.Event()
     store.set(controller_key(7), "host:8000 12")
-    courier.start()
-    until(lambda: courier.connected)
+    client.start()
+    until(lambda: client.connected)
 
     def slow() -> frozenset[int] | None:
         asked.set()
@@ -57,51 +57,51 @@ def test_a_death_is_reported_while_a_controller_is_asked_whom_it_has_given_up(
 
     link = switchboard.links["host:8000"]
     link.given_up = slow  # type: ignore[method-assign]
-    asking = threading.Thread(target=courier.given_up, daemon=True)
+    asking = threading.Thread(target=client.given_up, daemon=True)
     asking.start()
     assert asked.wait(DEADLINE_S)
-    reporting = threading.Thread(target=courier.report, args=(death("exiting"),), daemon=True)
+    reporting = threading.Thread(target=client.report, args=(death("exiting"),), daemon=True)
     reporting.start()
     reporting.join(DEADLINE_S / 4)
     try:
-        assert link.told == [(1, 71, "exiting")]
+        assert link.reported == [(1, 71, "exiting")]
     finally:
         go_on.set()
         asking.join(DEADLINE_S)
 
 
-def test_since_when_the_ranks_are_sent_away_is_what_the_link_has_heard(
-    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+def test_the_time_of_the_order_to_exit_is_the_links(
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient
 ) -> None:
     store.set(controller_key(7), "host:8000 12")
-    assert courier.sent_away_monotonic_s is None
-    courier.start()
-    until(lambda: courier.connected)
-    assert courier.sent_away_monotonic_s is None
+    assert client.sent_away_monotonic_s is None
+    client.start()
+    until(lambda: client.connected)
+    assert client.sent_away_monotonic_s is None
     switchboard.links["host:8000"].sent_away_monotonic_s = 7.0
-    assert courier.sent_away_monotonic_s == 7.0
+    assert client.sent_away_monotonic_s == 7.0
 
 
-def test_the_link_is_closed_with_the_courier(
-    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+def test_the_link_is_closed_with_the_client(
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient
 ) -> None:
     store.set(controller_key(7), "host:8000 12")
-    courier.start()
-    until(lambda: courier.connected)
-    courier.close()
-    assert switchboard.links["host:8000"].closed and not courier.connected
+    client.start()
+    until(lambda: client.connected)
+    client.close()
+    assert switchboard.links["host:8000"].closed and not client.connected
 
 
 def test_a_standby_is_kept_once_however_often_it_is_read(
-    store: TCPStore, switchboard: Switchboard, courier: ControllerClient
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient
 ) -> None:
     """The store is looked into once a second for as long as the job lasts."""
     enter(store, 7, 1, "one:8001")
     store.set(controller_key(7), "host:8000 12")
-    courier.start()
+    client.start()
     for _ in range(3):
-        courier.look_now(DEADLINE_S)
+        client.look_now(DEADLINE_S)
     store.set(controller_key(7), "other:9000 13")
     until(lambda: "other:9000" in switchboard.links)
-    courier.look_now(DEADLINE_S)
+    client.look_now(DEADLINE_S)
     assert switchboard.links["other:9000"].added[0] == ("one:8001",)

@@ -1,4 +1,4 @@
-"""Which ranks nobody need wait for once all is decided."""
+"""Which leftover ranks may be killed once the shutdown is decided."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from ttp.launch.attempts.leftover_ranks import PATIENCE_S, GivenUp, stopped
+from ttp.launch.attempts.leftover_ranks import PATIENCE_S, StuckRanks, stopped
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_stopped_process_is_told_from_one_that_runs_or_is_gone() -> None:
+def test_a_stopped_process_is_distinguished_from_one_that_runs_or_has_ended() -> None:
     """By the state that /proc shows of it."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pids = {3: process.pid, 4: os.getpid(), 5: 2**22 + 1}
@@ -41,7 +41,7 @@ def test_the_controller_is_asked_only_about_ranks_that_have_had_a_moment_to_leav
         asked.append(clock.now_s)
         return frozenset({1, 2})
 
-    given_up = GivenUp(ask, clock)
+    given_up = StuckRanks(ask, clock)
     here = {0: os.getpid(), 1: os.getpid()}
     assert given_up.among(here) == {} and asked == []
     clock.now_s = PATIENCE_S
@@ -61,7 +61,7 @@ def test_a_shell_whose_rank_has_left_is_not_asked_about() -> None:
         asked.append(clock.now_s)
         return frozenset({0, 1})
 
-    given_up = GivenUp(ask, clock)
+    given_up = StuckRanks(ask, clock)
     clock.now_s = PATIENCE_S
     assert given_up.among({0: os.getpid()}, shells={0}) == {} and asked == []
     assert given_up.among({0: os.getpid(), 1: os.getpid()}, shells={0}) == {1: "silent"}
@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named_at_once_but_only_on_the_controllers_word() -> N
         asked.append(clock.now_s)
         return word
 
-    given_up = GivenUp(ask, clock)
+    given_up = StuckRanks(ask, clock)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -85,7 +85,7 @@ def test_a_stopped_rank_is_named_at_once_but_only_on_the_controllers_word() -> N
         word = frozenset({1})
         clock.now_s = 0.9 * PATIENCE_S
         assert given_up.among(here) == {} and asked == [0.0]
-        assert GivenUp(ask, clock).among(here) == {0: "stopped"}
+        assert StuckRanks(ask, clock).among(here) == {0: "stopped"}
         clock.now_s = PATIENCE_S
         assert given_up.among(here) == {0: "stopped", 1: "silent"}
         process.kill()

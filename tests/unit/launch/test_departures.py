@@ -1,0 +1,35 @@
+"""What nodes that go leave in the store."""
+
+from __future__ import annotations
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ttp.launch.rendezvous.departures import departures_after, over, publish_departure, publish_over
+
+
+def test_departures_are_read_in_order_from_a_number_on() -> None:
+    """Each job has its own."""
+    store = HashStore()
+    assert departures_after(store, "j", 0) == ()
+    assert [publish_departure(store, "j", words) for words in ("a: x", "b: y")] == [1, 2]
+    assert departures_after(store, "j", 0) == ("a: x", "b: y") and departures_after(store, "j", 1) == ("b: y",)
+    assert departures_after(store, "j", 2) == () == departures_after(store, "other", 0)
+
+
+def test_a_departure_whose_reason_is_not_written_yet_is_read_later() -> None:
+    """It has its number before its words are there."""
+    store = HashStore()
+    store.add("ttp/left/j", 1)
+    publish_departure(store, "j", "b: y")
+    assert departures_after(store, "j", 0) == ()
+    store.set("ttp/left/j/1", "a: x")
+    assert departures_after(store, "j", 0) == ("a: x", "b: y")
+
+
+def test_the_first_reason_why_the_job_is_over_stays() -> None:
+    """What comes later follows from it."""
+    store = HashStore()
+    assert over(store, "j") == ""
+    publish_over(store, "j", "a: exit code 2")
+    publish_over(store, "j", "b: no node came")
+    assert over(store, "j") == "a: exit code 2" and over(store, "k") == ""
