@@ -344,9 +344,9 @@ class Controller:
 
     def cut_one_way(self, way: str, seconds: float) -> None:
         """It receives nothing for a while and its messages arrive (`UP`), or the reverse (`DOWN`)."""
-        self.job.note(
-            f"controller c{self.place} {'hears nobody' if way == UP else 'is sends by nobody'} for {seconds:.3f} s"
-        )
+        name = f"controller c{self.place}"
+        what = f"{name} receives nothing" if way == UP else f"messages of {name} do not arrive"
+        self.job.note(f"{what} for {seconds:.3f} s")
         self._away(seconds)
         self.route.hold(way, self.job.scheduler.now + seconds)
 

@@ -287,7 +287,8 @@ def _partition(way: str, low_s: float, high_s: float) -> Act:
 
     def act(job: Job, rng: random.Random, rank: int) -> bool:
         process, seconds = job.ranks[rank], rng.uniform(low_s, high_s)
-        job.note(f"rank {rank} {'is sends by nobody' if way == UP else 'hears nobody'} for {seconds:.3f} s")
+        what = f"messages of rank {rank} do not arrive" if way == UP else f"rank {rank} receives nothing"
+        job.note(f"{what} for {seconds:.3f} s")
         process.was_stopped |= high_s > LONGEST_PAUSE_S
         process.route.hold(way, job.now + seconds)
         return process.alive

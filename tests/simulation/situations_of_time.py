@@ -165,7 +165,7 @@ def deaf_controller(job: Job, rng: random.Random) -> list[str]:
         controller = job.controller
         if controller.gone:
             return
-        job.struck(f"controller {'hears nobody' if way == UP else 'is sends by nobody'}", 0)
+        job.struck("controller receives nothing" if way == UP else "controller's messages do not arrive", 0)
         controller.cut_one_way(way, seconds)
         if leaps_s >= 0:
             job.scheduler.after(leaps_s, partial(controller.jump, leap_s))

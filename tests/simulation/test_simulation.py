@@ -35,7 +35,9 @@ from ttp.proto.messages import Cause, CauseKind, Freeze, Thaw
 
 SEEDS_PER_BATCH = 60
 Edge = tuple[type[AnyStage], type[AnyStage]]
-_ORPHANED = "all ranks lose this controller, and none finds another or ends, for the orphan timeout (unit/protocol/test_absence)"
+_ORPHANED = (
+    "all ranks lose this controller, and none finds another or ends, for the orphan timeout (unit/protocol/test_waits)"
+)
 RARE: dict[Edge, str] = {
     (Assembling, Over): _ORPHANED,
     (Rolling, Over): _ORPHANED,

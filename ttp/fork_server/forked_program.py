@@ -52,7 +52,7 @@ class ForkedProgram:
         released = os.read(held, 1)
         os.close(held)
         if not released:
-            os._exit(1)  # the server has ended, or whoever asked has: nobody knows of this process
+            os._exit(1)  # the server has ended, or whoever asked has: no process waits for this one
         if request["adopted"] and os.getppid() != agent:
             os._exit(1)  # it is gone, and no other process would end this one
         os.chdir(request["folder"])

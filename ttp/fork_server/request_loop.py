@@ -127,7 +127,7 @@ class RequestLoop:
         self, channel: socket.socket, request: dict[str, Any], descriptors: Sequence[int]
     ) -> ForkedProgram | None:
         """Fork the programs of a request and answer. They run only once the answer is sent: who has none executes them. Returns, in
-        each of their processes, what it is to run. Raises OSError: nobody takes the answer."""
+        each of their processes, what it is to run. Raises OSError: the answer cannot be sent."""
         read_end, write_end = os.pipe()
         held, release = os.pipe()
         try:

@@ -134,7 +134,7 @@ def test_a_server_shows_its_own_arguments_only() -> None:
 def test_a_module_that_was_asked_for_and_cannot_be_imported_is_named(
     script: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of the default list may not be installed: that is no matter."""
+    """One of the default list may not be installed: no warning is needed."""
     with serving(["no_default"]) as server:
         server.also_import(["no_such_module"])
         assert run(server, script(""), folder=tmp_path)[0] == 0

@@ -77,6 +77,7 @@ ALLOWED_NAMES = {
     "_lap": "the same",
     "heard_s": "a key of journals",
     "ttp_story": "of the option --ttp-story",
+    "story": "in tests: the lines of story.jsonl",
     "story_file": "the module of story.jsonl",
 }
 

@@ -25,7 +25,7 @@ def published(folder: Path, step: int = STEP) -> Path:
     """A checkpoint of which the manifest is there."""
     path = folder / f"iter_{STEP:07d}"
     path.mkdir()
-    files = tuple(FileEntry(f"__{rank}_0.distcp", 100 + rank, "0" * 64, rank) for rank in range(2))
+    files = tuple(FileEntry(f"__{rank}_0.distcp", 100 + rank, "xxh3_128:" + "0" * 32, rank) for rank in range(2))
     cause = Cause(CauseKind.PREEMPTED, (1,), "SIGTERM")
     state: dict[str, object] = {"optimizer": {"param_groups": []}, "trainer": {}}
     manifest = Manifest(

@@ -325,22 +325,6 @@ def test_a_dead_rank_whose_stream_is_open_does_not_count_as_attached() -> None:
     assert job.at(Stage.PUBLISHING)
 
 
-@pytest.mark.parametrize("stage", [Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING])
-def test_a_dump_without_attached_ranks_is_over_after_the_orphan_timeout(stage: Stage) -> None:
-    job = ControllerBench()
-    job.say(killed(3))
-    job.say(report(0, 1, Phase.DONE, 7, records=[7]))
-    job.say(*(report(rank, 1, Phase.READY if stage is Stage.ROLLING else Phase.DONE, 7) for rank in (1, 2)))
-    if stage is Stage.PUBLISHING:
-        job.all_write(job.orders())
-    assert job.at(stage)
-    job.close(0, 1, 2)
-    job.wait(14.9, senders=())
-    assert job.at(stage)
-    job.wait(0.2, senders=())
-    assert job.at(Stage.OVER) and job.logged("refused")[0]["reason"] == "no rank was attached for 15 s"
-
-
 @pytest.mark.parametrize("seen_to_end", [True, False])
 def test_the_wait_for_the_others_begins_when_the_last_living_rank_is_gone(seen_to_end: bool) -> None:
     """What becomes of a dead one's stream, or that it comes again, changes nothing."""

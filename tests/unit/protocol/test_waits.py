@@ -214,3 +214,19 @@ def test_a_rank_that_went_again_does_not_prove_that_the_controller_receives_the_
     job.close(2, after=0.05)
     job.wait(LEASE_S - 1.9, senders=())
     assert job.at(Stage.GATHERING) and not job.logged("took_over")
+
+
+@pytest.mark.parametrize("stage", [Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING])
+def test_a_dump_without_attached_ranks_is_over_after_the_orphan_timeout(stage: Stage) -> None:
+    job = ControllerBench()
+    job.say(killed(3))
+    job.say(report(0, 1, Phase.DONE, 7, records=[7]))
+    job.say(*(report(rank, 1, Phase.READY if stage is Stage.ROLLING else Phase.DONE, 7) for rank in (1, 2)))
+    if stage is Stage.PUBLISHING:
+        job.all_write(job.orders())
+    assert job.at(stage)
+    job.close(0, 1, 2)
+    job.wait(14.9, senders=())
+    assert job.at(stage)
+    job.wait(0.2, senders=())
+    assert job.at(Stage.OVER) and job.logged("refused")[0]["reason"] == "no rank was attached for 15 s"
