@@ -124,7 +124,7 @@ class ForkServer:
         room = _ROOM + sum(len(os.fsencode(word)) + 1 for word in sys.argv)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", str(PROGRAM), str(theirs.fileno()), *listening, "-" * room],
+                [sys.executable, "-u", str(PROGRAM), str(os.getpid()), str(theirs.fileno()), *listening, "-" * room],
                 stdin=subprocess.DEVNULL,
                 env={**self._environ, "_TTP_ROOM": "-" * _ROOM},
                 pass_fds=[theirs.fileno(), *map(int, listening)],

@@ -54,11 +54,11 @@ with ttp_importable():
 class RequestLoop:
     """Answers requests, one after another."""
 
-    def __init__(self, channel: socket.socket, listener: socket.socket | None) -> None:
-        """`channel`: the agent's. `listener`: where others connect, each for one fork."""
+    def __init__(self, agent: int, channel: socket.socket, listener: socket.socket | None) -> None:
+        """`agent`: its process. `channel`: to it. `listener`: where others connect, each for one fork."""
         self._channel = channel
         self._listener = listener
-        self._agent = os.getppid()
+        self._agent = agent
         self._stamps: dict[str, tuple[int, int]] = {}
         """Size and time of each file that was loaded."""
 
@@ -222,12 +222,15 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
-    """Serve, with the descriptors that the command line names; in a forked process, run its program."""
+    """Serve, with the agent and the descriptors that the command line names; in a forked process, run its program."""
     show_as(sys.orig_argv[:-1])  # the last one makes room
-    channel, *others = (socket.socket(fileno=int(word)) for word in sys.argv[1:-1])
-    if not others:
-        end_with_parent(signal.SIGKILL)  # one that listens removes its socket's directory first
-    RequestLoop(channel, others[0] if others else None).serve().run()
+    channel, *others = (socket.socket(fileno=int(word)) for word in sys.argv[2:-1])
+    agent = int(sys.argv[1])
+    if not others:  # one that listens removes its socket's directory first
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != agent:
+            os._exit(0)  # it was gone before
+    RequestLoop(agent, channel, others[0] if others else None).serve().run()
 
 
 if __name__ == "__main__":

@@ -233,16 +233,22 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("imports", ["json", "sleeping"], ids=["waiting", "importing"])
+@pytest.mark.parametrize("moment", ["starting", "importing", "waiting"])
 @pytest.mark.parametrize("listens", ["listens", "alone"])
-def test_nothing_of_a_server_is_left_when_its_agent_is_killed(tmp_path: Path, imports: str, listens: str) -> None:
+def test_nothing_of_a_server_is_left_when_its_agent_is_killed(tmp_path: Path, moment: str, listens: str) -> None:
     """Neither its process nor, once its imports are done, the directory of its socket."""
-    path = module(tmp_path, "sleeping", "import time; time.sleep(2)")
+    text = f"import time; open('begun', 'w'); time.sleep({2 if listens == 'listens' else 600})"
+    path, imports = module(tmp_path, "sleeping", text), "json" if moment == "waiting" else "sleeping"
     with subprocess.Popen(
-        [sys.executable, "-c", AGENT, listens, imports], stdout=subprocess.PIPE, env={**os.environ, **path}
+        [sys.executable, "-c", AGENT, listens, imports],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **path},
+        cwd=tmp_path,
     ) as agent:
         assert agent.stdout is not None
         pid, address = agent.stdout.readline().decode().split()
+        if moment == "importing":
+            until((tmp_path / "begun").exists)
         agent.kill()
     until(lambda: not Path(f"/proc/{pid}").exists() or state_of(int(pid)) == "Z")
     assert address == "-" or not Path(address).parent.exists()
