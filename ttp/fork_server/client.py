@@ -200,7 +200,7 @@ class ForkServer:
                 "folder": os.getcwd(),
                 "programs": [one.request for one in some],
             }
-            with open(os.devnull, "rb") as null:
+            with open(os.devnull, "r+b", buffering=0) as null:
                 given = [descriptor for one in some for descriptor in one.descriptors]
                 descriptors = [number if _is_open(number) else null.fileno() for number in given]
                 try:

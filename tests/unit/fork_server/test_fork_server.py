@@ -96,6 +96,21 @@ def test_a_forked_program_ends_as_an_executed_one(
         assert forked[2] == executed.stderr.decode()
 
 
+def test_a_worker_without_an_open_stderr_has_none(script: Callable[[str], str]) -> None:
+    args = (
+        sys.executable,
+        "-u",
+        script("import os; os.write(2, b'lost'); print(os.readlink('/proc/self/fd/2') != '/dev/null')"),
+    )
+    with serving() as server:
+        server.prepare(args, os.environ)
+        with open(os.devnull, "wb") as null:
+            closed = os.dup(0)
+            os.close(closed)
+            [child] = server.fork([Program(args, os.environ, (0, null.fileno(), closed))])
+        assert child.wait(END_S) == 0
+
+
 def test_a_script_that_cannot_be_read(script: Callable[[str], str], tmp_path: Path) -> None:
     name = script("")
     args = [sys.executable, "-u", name]
