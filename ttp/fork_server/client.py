@@ -164,7 +164,6 @@ class ForkServer:
         """
         if reason := not_forkable(args):
             self._end()
-            self._reason = reason
             raise NotForked(reason)
         self.look()
         if self._channel is None:

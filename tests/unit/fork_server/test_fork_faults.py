@@ -141,3 +141,12 @@ def test_a_module_that_was_asked_for_and_cannot_be_imported_is_named(
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [
         "the fork server cannot import no_such_module (ModuleNotFoundError: No module named 'no_such_module')"
     ]
+
+
+def test_a_command_that_cannot_be_forked_does_not_keep_the_next_from_it(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    with serving() as server:
+        with pytest.raises(NotForked, match="option -c is for a new interpreter"):
+            server.prepare([sys.executable, "-u", "-c", ""], os.environ)
+        assert run(server, script(""), folder=tmp_path)[0] == 0
