@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fork_server.conftest import END_S, module, run, serving
-from ttp.fork_server import frames, request
+from ttp.fork_server import frames, request, request_loop
 from ttp.fork_server.client import ForkServer, Listener, Program
+from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.forked_program import ForkedProgram
 from ttp.fork_server.request import NotForked, fork_at
 
 KILLED = """
@@ -71,10 +74,11 @@ def test_the_order_of_the_path_is_that_of_an_executed_program(script: Callable[[
 def test_a_variable_that_only_new_interpreters_read_is_not_called_late(
     script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """In an executed worker it has no effect either: scripts set it for their children."""
-    name = script("import os; os.environ.update(PYTHONHASHSEED='3', LD_LIBRARY_PATH='/x')")
-    with serving() as server:
-        assert run(server, name, folder=tmp_path)[2] == ""
+    """In an executed worker it has no effect either: scripts set it for their children. Nor one that had this value before."""
+    name = script("import os; os.environ.update(PYTHONHASHSEED='3', LD_LIBRARY_PATH='/x', OMP_NUM_THREADS='1')")
+    environ = {"OMP_NUM_THREADS": "1"}
+    with serving(environ=environ) as server:
+        assert run(server, name, folder=tmp_path, environ=environ)[2] == ""
 
 
 def test_an_exception_is_the_status_of_a_process_that_is_nobodys_child(tmp_path: Path) -> None:
@@ -141,6 +145,80 @@ def test_a_module_that_was_asked_for_and_cannot_be_imported_is_named(
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [
         "the fork server cannot import no_such_module (ModuleNotFoundError: No module named 'no_such_module')"
     ]
+
+
+LIMITED = """
+import errno, os
+own, forks = os.fork, []
+def fork():
+    forks.append(1)
+    if len(forks) == 4:
+        raise OSError(errno.EAGAIN, "")
+    return own()
+os.fork = fork
+"""
+
+
+def children() -> str:
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+
+
+def test_of_a_start_that_is_not_forked_whole_nothing_runs(script: Callable[[str], str], tmp_path: Path) -> None:
+    """A trial, the one between, one worker, and the second worker cannot be forked. The first has no time to run, and is reaped."""
+    args = [sys.executable, "-u", script("print('ran')")]
+    environ = {**os.environ, **module(tmp_path, "limited", LIMITED)}
+    read_end, write_end = os.pipe()
+    with serving(["limited"], environ=environ) as server, open(read_end) as out:
+        server.prepare(args, environ)
+        before = children()
+        with pytest.raises(NotForked, match="fork: Resource temporarily unavailable"):
+            server.fork([Program(tuple(args), environ, (0, write_end, write_end))] * 2)
+        os.close(write_end)
+        assert out.read() == ""
+        assert children() == before
+
+
+def test_a_worker_whose_agent_is_gone_does_not_run() -> None:
+    """Another process has adopted it, and nobody would end it."""
+    held, release = os.pipe()
+    os.write(release, b"1")
+    if (pid := os.fork()) == 0:
+        request_ = {"adopted": True, "folder": "/", "argv": [], "environ": {}}
+        ForkedProgram.become(request_, [], [], held, os.getpid())
+        os._exit(0)
+    os.close(held)
+    os.close(release)
+    assert ForkedChild(pid, []).wait(END_S) == 1
+
+
+def test_orphans_are_adopted_during_a_fork_only(script: Callable[[str], str], tmp_path: Path) -> None:
+    with serving() as server:
+        assert run(server, script(""), folder=tmp_path)[0] == 0
+    adopts = ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+    assert adopts.value == 0
+
+
+def test_a_listener_leaves_no_directory() -> None:
+    """Its server may have been killed."""
+    listener = Listener()
+    listener.close()
+    assert not listener.path.parent.exists()
+
+
+def test_an_accelerator_that_was_initialized_is_not_forked_with(script: Callable[[str], str], tmp_path: Path) -> None:
+    path = module(tmp_path, "torch", "class cuda:\n    _is_in_bad_fork = staticmethod(lambda: True)")
+    with (
+        serving(["torch"], environ=path) as server,
+        pytest.raises(NotForked, match="an imported module initialized the accelerator"),
+    ):
+        run(server, script(""), folder=tmp_path, environ=path)
+
+
+def test_a_device_that_is_open_is_not_forked_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_loop, "DEVICE_FILES", (str(tmp_path),))
+    with open(tmp_path / "device", "wb"):
+        assert request_loop.unusable() == f"an imported module opened {tmp_path / 'device'}"
 
 
 def test_a_command_that_cannot_be_forked_does_not_keep_the_next_from_it(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 
 from tests.unit.fork_server.conftest import END_S, module, run, serving, state_of, until
 from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, Program, not_forkable
-from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.forked_process import ForkedChild, ForkedOrphan
 from ttp.fork_server.request import NotForked, fork_at
 
 FACTS = """
@@ -96,6 +98,25 @@ def test_a_forked_program_ends_as_an_executed_one(
         assert forked[2] == executed.stderr.decode()
 
 
+def test_workers_that_are_forked_together_have_their_own_descriptors_only(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Else a reader of one's output waits for the end of all."""
+    args = (sys.executable, "-u", script("import os; print(sorted(os.listdir('/proc/self/fd'))); os.write(2, b'err')"))
+    with (
+        serving(listener=Listener()) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        files = [
+            [stack.enter_context(open(tmp_path / f"{n}{name}", "wb")) for name in ("out", "err")] for n in range(2)
+        ]
+        server.prepare(args, os.environ)
+        programs = [Program(args, os.environ, (0, out.fileno(), err.fileno())) for out, err in files]
+        assert [child.wait(END_S) for child in server.fork(programs)] == [0, 0]
+    assert [(tmp_path / f"{n}out").read_text() for n in range(2)] == ["['0', '1', '2', '3']\n"] * 2
+    assert [(tmp_path / f"{n}err").read_text() for n in range(2)] == ["err"] * 2
+
+
 def test_a_worker_without_an_open_stderr_has_none(script: Callable[[str], str]) -> None:
     args = (
         sys.executable,
@@ -109,6 +130,48 @@ def test_a_worker_without_an_open_stderr_has_none(script: Callable[[str], str]) 
             os.close(closed)
             [child] = server.fork([Program(args, os.environ, (0, null.fileno(), closed))])
         assert child.wait(END_S) == 0
+
+
+def test_many_workers_are_forked_in_several_requests(script: Callable[[str], str]) -> None:
+    """The kernel passes at most 253 descriptors with one."""
+    args = (sys.executable, "-u", script(""))
+    with serving() as server:
+        server.prepare(args, os.environ)
+        assert [child.wait(END_S) for child in server.fork([Program(args, os.environ)] * 85)] == [0] * 85
+
+
+def test_a_worker_begins_in_the_folder_of_its_agent(
+    script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when that is another one than when the server was started. The imports are not collected as garbage."""
+    name = tmp_path / script("import gc, os; print(os.getcwd(), gc.get_freeze_count() > 0)")
+    (tmp_path / "other").mkdir()
+    with serving() as server:
+        monkeypatch.chdir(tmp_path / "other")
+        assert run(server, str(name), folder=tmp_path)[1] == f"{tmp_path / 'other'} True\n"
+
+
+def test_variables_of_ttp_are_shown_where_not_all_fit(script: Callable[[str], str], tmp_path: Path) -> None:
+    """The agent finds the processes of an attempt by one."""
+    name = script("print('TTP_START_ID=this' in open('/proc/self/environ').read().split('\\0'))")
+    environ = {"A": "x" * 100_000, "TTP_START_ID": "this"}
+    with serving() as server:
+        assert run(server, name, folder=tmp_path, environ=environ)[1] == "True\n"
+
+
+def test_the_exception_that_ends_a_worker_is_recorded(script: Callable[[str], str], tmp_path: Path) -> None:
+    environ = {"TTP_LAUNCHED": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    with serving(["ttp.exchange.error_file"]) as server:
+        assert run(server, script("raise ValueError(3)"), folder=tmp_path, environ=environ)[0] == 1
+    assert "ValueError" in (tmp_path / "error.json").read_text()
+
+
+def test_imports_do_not_see_the_variables_of_a_worker(script: Callable[[str], str], tmp_path: Path) -> None:
+    """The agent may be a worker of another job."""
+    name = script("import mine; print(mine.VALUE)")
+    path = {**module(tmp_path, "mine", "import os; VALUE = os.environ.get('RANK')"), "RANK": "5"}
+    with serving(["mine"], environ=path) as server:
+        assert run(server, name, folder=tmp_path, environ=path)[1] == "None\n"
 
 
 def test_a_script_that_cannot_be_read(script: Callable[[str], str], tmp_path: Path) -> None:
@@ -129,7 +192,7 @@ def test_generators_of_random_numbers_differ_from_worker_to_worker(
     script: Callable[[str], str], tmp_path: Path
 ) -> None:
     name = script("import random, numpy; print(random.random(), numpy.random.random())")
-    with serving(["numpy", "random"], environ={"OPENBLAS_NUM_THREADS": "1"}) as server:
+    with serving(["numpy.random", "random"], environ={"OPENBLAS_NUM_THREADS": "1"}) as server:
         environ = {"OPENBLAS_NUM_THREADS": "1"}
         first, second = (run(server, name, folder=tmp_path, environ=environ)[1].split() for _ in range(2))
     assert first[0] != second[0] and first[1] != second[1]
@@ -212,17 +275,19 @@ def test_a_variable_that_comes_too_late_is_named(script: Callable[[str], str], t
 
 
 def test_a_server_that_died_is_started_again(script: Callable[[str], str], tmp_path: Path) -> None:
+    """Any number of times, as long as workers are forked in between."""
     name = script("")
     with serving() as server:
-        first = server.pid
-        os.kill(first, signal.SIGKILL)
+        for _ in range(MOST_DEATHS + 1):
+            first = server.pid
+            os.kill(first, signal.SIGKILL)
 
-        def replaced() -> bool:
-            server.look()
-            return server.pid != first
+            def replaced(first: int = first) -> bool:
+                server.look()
+                return server.pid != first
 
-        until(replaced)
-        assert run(server, name, folder=tmp_path)[0] == 0
+            until(replaced)
+            assert run(server, name, folder=tmp_path)[0] == 0
 
 
 def test_a_server_that_dies_again_and_again_is_given_up(script: Callable[[str], str], tmp_path: Path) -> None:
@@ -315,6 +380,12 @@ def test_what_is_executed_as_ever(program: list[str], reason: str) -> None:
     )
 
 
+def test_an_archive_is_executed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "archive.py", "w") as archive:
+        archive.writestr("__main__.py", "")
+    assert "is not a Python file" in not_forkable([sys.executable, "-u", str(tmp_path / "archive.py")])
+
+
 def test_another_interpreter_is_executed() -> None:
     assert "is not this Python interpreter" in not_forkable(["/bin/sh", "-u", __file__])
 
@@ -323,6 +394,17 @@ def test_a_child_that_was_reaped_by_somebody_else_counts_as_popen_counts_it() ->
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     assert ForkedChild(pid, []).poll() == 0
+
+
+def test_a_child_that_has_ended_gets_no_signal() -> None:
+    """Its number may be another process's by now."""
+    ForkedChild(1 << 30, [], 0).send_signal(signal.SIGKILL)
+
+
+def test_no_descriptor_of_a_process_is_left() -> None:
+    before = belongings(os.getpid())
+    ForkedOrphan(os.getpid(), [])
+    assert belongings(os.getpid()) == before
 
 
 def belongings(pid: int) -> tuple[int, int]:
