@@ -249,6 +249,7 @@ TESTED |= {
         ".gradient_accumulation --rounds 3 --length 8",
         ".split_models",
         " gate",
+        ".restart",
         " death_watch",
         ".death_watch --kills 20",
         ".false_alarms",

@@ -290,7 +290,9 @@ class ForkServer:
         reason = f"the fork server was lost: {error}"
         if self._deaths >= MOST_DEATHS:
             self._reason = f"{self._deaths} fork servers in a row were lost, the last one: {error}"
-            log.warning("%s; workers are executed from now on", self._reason)
+            log.warning("%s; what it would fork is executed from now on", self._reason)
+            if self._listener is not None:
+                self._listener.close()  # else those who ask wait for an answer
         return NotForked(reason)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fork_server.conftest import END_S, module, run, serving
+from tests.unit.fork_server.conftest import END_S, module, run, serving, until
 from ttp.fork_server import frames, request, request_loop
 from ttp.fork_server.client import ForkServer, Listener, Program
 from ttp.fork_server.forked_process import ForkedChild
@@ -179,7 +179,7 @@ def test_of_a_start_that_is_not_forked_whole_nothing_runs(script: Callable[[str]
 
 
 def test_a_worker_whose_agent_is_gone_does_not_run() -> None:
-    """Another process has adopted it, and nobody would end it."""
+    """Another process has adopted it, which would not end it."""
     held, release = os.pipe()
     os.write(release, b"1")
     if (pid := os.fork()) == 0:
@@ -228,3 +228,19 @@ def test_a_command_that_cannot_be_forked_does_not_keep_the_next_from_it(
         with pytest.raises(NotForked, match="option -c is for a new interpreter"):
             server.prepare([sys.executable, "-u", "-c", ""], os.environ)
         assert run(server, script(""), folder=tmp_path)[0] == 0
+
+
+def test_no_rank_waits_for_a_server_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks keep its address: the socket is gone, and they execute their controllers at once."""
+    monkeypatch.setattr(request, "ANSWER_S", END_S)
+    path = module(tmp_path, "deadly", "import os; os._exit(7)")
+    with serving(["deadly"], Listener(), path) as server:
+        address = server.address
+
+        def given_up() -> bool:
+            server.look()
+            return server.pid == 0
+
+        until(given_up)
+        with pytest.raises(NotForked, match="No such file or directory"):
+            fork_at(address, [sys.executable, "-P", "-m", "this"], os.environ, (0, 1, 2))
