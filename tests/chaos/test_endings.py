@@ -136,9 +136,9 @@ def test_a_program_that_is_not_there_is_reported_in_a_line(tmp_path: Path, progr
         Launch(tmp_path, "", *options, program=TORCHRUN, name="torchrun") as plain,
     ):
         assert job.wait() == plain.wait() == 1
-        assert (
-            f"ttprun: error: cannot start the workers: got program '{program}' (no such file or directory)" in job.text
-        )
+        kind = "script" if script else "program"
+        line = f"ttprun: error: cannot start the workers: got {kind} '{program}' (no such file or directory)"
+        assert line in job.text
         assert "Traceback" not in job.text and "Traceback" in plain.text
         assert "start 0:" not in job.text and "the job has ended" not in job.text
         job.assert_nothing_left()
@@ -240,7 +240,7 @@ def test_a_second_notice_leaves_the_ranks_their_time(tmp_path: Path, second: sig
     assert fault["kind"] == "preempted" and fault["saved"]["step"] >= 4 and fault["steps_lost"] == 0
     assert fault["next"].startswith("no restart on this node: the agent received SIG")
     assert end["result"].startswith("ended by SIG") and (end["faults"], end["notices"]) == (1, 1)
-    assert {c["cause"].partition(" got SIG")[0] for c in fault["culprits"]} == {"ttprun"}
+    assert {c["cause"].partition(" received SIG")[0] for c in fault["culprits"]} == {"ttprun"}
 
 
 @pytest.mark.timeout(600)

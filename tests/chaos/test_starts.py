@@ -125,7 +125,7 @@ def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
     options = ("--max-restarts", "50", "--ttp-futile-starts", "0")
     with Launch(tmp_path, "note('begun'); sys.exit(3)", *options) as job:
         job.await_notes("begun-0-3")
-        job.until(lambda: "4 starts in a row" in job.text, "fourth end")
+        job.until(lambda: "4 attempts in a row" in job.text, "fourth end")
         began = time.monotonic()
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 1 and time.monotonic() - began < 8.0
@@ -148,7 +148,7 @@ def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_pat
         job.until(lambda: job.process.poll() is not None, "end", within_s=500)
         assert job.wait() == 1
         assert "restarting (1 of 50 restarts): rank 1: signal SIGKILL" in job.text
-        assert len(re.findall(r"resumed from \\S+ at step 1\\b", job.text)) >= 2
+        assert len(re.findall(r"resumed at step 1\b", job.text)) >= 2
         assert "not restarting: rank 1: signal SIGKILL" in job.text
         assert "3 attempts in a row failed before completing a step" in job.text
         assert "start 3:" in job.text and "start 4:" not in job.text

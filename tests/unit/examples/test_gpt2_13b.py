@@ -58,7 +58,7 @@ def test_tables_are_made_on_each_machine_and_merged(tmp_path: Path) -> None:
     assert [server.device_ids for server in table.servers] == [tuple(range(8)), (4, 5, 6, 7)]
     twice = tool("merge_hccl.py", first.stdout.strip(), first.stdout.strip(), cwd=tmp_path)
     assert twice.returncode == 2 and re.fullmatch(
-        r"merge_hccl.py: \S+16p\.json: .*device_id is 0, which.*\n", twice.stderr
+        r"merge_hccl.py: invalid \S+16p\.json: .*device_id: got 0, which.*\n", twice.stderr
     )
     assert not (tmp_path / "hccl_2s_16p.json").exists() and not list(tmp_path.glob(".*"))
 
@@ -98,7 +98,7 @@ def test_a_merged_table_goes_where_it_is_asked_for(tmp_path: Path) -> None:
     )
     for name, expected in (
         ("group.json", "group.json: got a table with group_list"),
-        ("no.json", "no.json cannot be read"),
+        ("no.json", "cannot read --rank_table_file no.json: No such file or directory"),
     ):
         done = tool("merge_hccl.py", DOCUMENT, name, "--output", "other.json", cwd=tmp_path)
         assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
@@ -178,7 +178,7 @@ def test_the_pages_own_command_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
         ([DOCUMENT, CONFIG, "0,8", "train", "32"], "[0,8] for 10.155.111.140, [8,16] for 10.155.111.141"),
         ([DOCUMENT, CONFIG, "[0,8]", "eval", "32"], "RUN_MODE: got 'eval', expected train or predict"),
         ([DOCUMENT, CONFIG, "[0,8]", "train", "8"], "RANK_SIZE: got '8', expected 32, the ranks of"),
-        (["nosuch.json", CONFIG, "[0,8]", "train", "8"], "--rank_table_file nosuch.json cannot be read"),
+        (["nosuch.json", CONFIG, "[0,8]", "train", "8"], "cannot read --rank_table_file nosuch.json: No such file or directory"),
         ([DOCUMENT, "nosuch.yaml", "[0,8]", "train", "32"], "no such file, and no such preset"),
         (
             [DOCUMENT, CONFIG.replace("13b.yaml", "52b.yaml"), "[0,8]", "train", "32"],

@@ -226,10 +226,10 @@ def test_a_launcher_that_leaves_without_rank_0_says_why_for_machines(
 ) -> None:
     """Also one that has never begun an attempt. The lines of rank 0's agent in the same file are read as before."""
     path = tmp_path / "story.jsonl"
-    Reporter(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 starts in a row")
+    Reporter(path, clock=lambda: 1.0).finish("failed", "NeverMet: 5 attempts in a row")
     (left,) = written(path)
     assert list(left) == ["unix_s", "event", "launch", "node", "result", "why", "starts"] and left["event"] == "left"
-    assert (left["why"], left["starts"]) == ("NeverMet: 5 starts in a row", 0) and capsys.readouterr().err == ""
+    assert (left["why"], left["starts"]) == ("NeverMet: 5 attempts in a row", 0) and capsys.readouterr().err == ""
     first = Reporter(path, clock=lambda: KILLED_AT_S)
     first.begin(here=True)
     first.end(put("killed", tmp_path), ending(tmp_path))
