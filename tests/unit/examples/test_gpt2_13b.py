@@ -178,7 +178,10 @@ def test_the_pages_own_command_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
         ([DOCUMENT, CONFIG, "0,8", "train", "32"], "[0,8] for 10.155.111.140, [8,16] for 10.155.111.141"),
         ([DOCUMENT, CONFIG, "[0,8]", "eval", "32"], "RUN_MODE: got 'eval', expected train or predict"),
         ([DOCUMENT, CONFIG, "[0,8]", "train", "8"], "RANK_SIZE: got '8', expected 32, the ranks of"),
-        (["nosuch.json", CONFIG, "[0,8]", "train", "8"], "cannot read --rank_table_file nosuch.json: No such file or directory"),
+        (
+            ["nosuch.json", CONFIG, "[0,8]", "train", "8"],
+            "cannot read --rank_table_file nosuch.json: No such file or directory",
+        ),
         ([DOCUMENT, "nosuch.yaml", "[0,8]", "train", "32"], "no such file, and no such preset"),
         (
             [DOCUMENT, CONFIG.replace("13b.yaml", "52b.yaml"), "[0,8]", "train", "32"],
