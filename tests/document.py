@@ -1,4 +1,4 @@
-"""The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`).
+"""The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`); the table of docs/timeouts.md.
 
 Owns the tables that the code knows better than a person: the transitions between stages, and what each event means in each state; the
 messages and their fields; and, by hand but checked, the timing constants. A test fails while the document is stale.
@@ -26,6 +26,7 @@ from ttp.proto import messages as m
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "protocol.md"
+TIMEOUTS = ROOT / "docs" / "timeouts.md"
 _PART = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Table = Mapping[tuple[Any, type], Callable[..., Any]]
@@ -162,7 +163,7 @@ def _number(value: ast.expr) -> float | None:
 
 
 def listed_constants(text: str) -> dict[tuple[str, str], float]:
-    """Return the constants of the document's table of times, by (file, name), with the default that it states."""
+    """Return the constants of the table of docs/timeouts.md, by (file, name), with the default that it states."""
     found = {}
     for row in _LISTED.finditer(text):
         files, (name, *_) = re.findall(r"`([\w/]+\.py)`", row[1]), re.findall(r"`(\w+)`", row[1])

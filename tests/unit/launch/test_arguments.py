@@ -85,7 +85,7 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
     """Every own option with its default and the beginning of its help, and no other."""
     groups = [group for group in make_parser()._action_groups if group.title in ("ttp", "msrun")]
     actions = [action for group in groups for action in group._group_actions]
-    text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun_reference.md").read_text()
     rows = re.findall(r"^\| `(--\S+) ([A-Z,\[\]]+|True)` \| (.*?) \| (.*?) \|$", text, re.M)
     assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in actions]
     for (_, _, default, meaning), action in zip(rows, actions, strict=True):

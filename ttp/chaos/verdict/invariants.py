@@ -2,7 +2,7 @@
 memory that grows.
 
 Pure functions over records. A verdict says what was looked at; what could not be seen is said to be so, not passed over.
-The invariants are those of docs/protocol.md; the numbers in the texts are theirs.
+The invariants are those of docs/proof.md; the numbers in the texts are theirs.
 """
 
 from __future__ import annotations

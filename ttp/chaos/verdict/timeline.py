@@ -104,7 +104,7 @@ def lost_steps(timeline: FaultTimeline, committed_before: int) -> int | None:
 
 def known_to_the_dead_alone(journal: Sequence[Line], published: int) -> bool:
     """True when no survivor of the fault had a commit record after that of the published step. What the dead rank had printed after
-    no other rank could prove ("The dead rank's step does not count", docs/protocol.md); trained again, it gives the same bits.
+    no other rank could prove ("The dead rank's step does not count", docs/proof.md); trained again, it gives the same bits.
     """
     frozen = [line for line in journal if line.get("event") == "frozen"]
     return bool(frozen) and max(frozen[-1]["records"], default=-1) <= published
