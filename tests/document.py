@@ -1,7 +1,8 @@
-"""The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`); the table of docs/timeouts.md.
+"""The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`); the table of docs/timeouts.md; the README's line on what was tested.
 
 Owns the tables that the code knows better than a person: the transitions between stages, and what each event means in each state; the
-messages and their fields; and, by hand but checked, the timing constants. A test fails while the document is stale.
+messages and their fields; and, by hand but checked, the timing constants. What was tested where is taken from docs/results.json. A test
+fails while a document is stale.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import dataclasses
 import enum
 import inspect
+import json
 import re
 import sys
 import typing
@@ -27,6 +29,8 @@ from ttp.proto import messages as m
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "protocol.md"
 TIMEOUTS = ROOT / "docs" / "timeouts.md"
+README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "results.json"
 _PART = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Table = Mapping[tuple[Any, type], Callable[..., Any]]
@@ -171,11 +175,32 @@ def listed_constants(text: str) -> dict[tuple[str, str], float]:
     return found
 
 
+# --- what was tested ---
+
+_TESTED = re.compile(r"^\*\*Tested\*\*:.*$", re.MULTILINE)
+
+
+def render_tested(text: str, results: list[dict[str, str]]) -> str:
+    """Return the README with its line on what was tested. A result without a torch version is a path that has not run."""
+    ran = "; ".join(
+        f"on {found['device']} with {found['backend']}, torch {found['torch']}, nodes as {found['nodes']}"
+        for found in results
+        if "torch" in found
+    )
+    not_run = " and ".join(found["device"] for found in results if "torch" not in found)
+    rest = f" The {not_run} paths are written and have not run yet." if not_run else ""
+    return _TESTED.sub(f"**Tested**: {ran}.{rest}", text)
+
+
 def main() -> int:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    new = render(text)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    print(f"{DOCUMENT.relative_to(ROOT)}: {'written anew' if new != text else 'is up to date'}")
+    for path, write in (
+        (DOCUMENT, render),
+        (README, lambda text: render_tested(text, json.loads(RESULTS.read_text(encoding="utf-8")))),
+    ):
+        text = path.read_text(encoding="utf-8")
+        new = write(text)
+        path.write_text(new, encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'written anew' if new != text else 'is up to date'}")
     return 0
 
 

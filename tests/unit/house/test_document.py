@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests import document
@@ -28,6 +30,18 @@ def test_a_changed_transition_makes_the_document_stale(monkeypatch: pytest.Monke
     """One transition less, and the tables differ."""
     monkeypatch.delitem(EDGES, next(iter(EDGES)))
     assert document.render(TEXT) != TEXT
+
+
+def test_the_readme_says_what_was_tested_and_what_has_not_run() -> None:
+    """Both from docs/results.json."""
+    text, results = (
+        document.README.read_text(encoding="utf-8"),
+        json.loads(document.RESULTS.read_text(encoding="utf-8")),
+    )
+    assert document.render_tested(text, results) == text, "README.md is stale: run make docs"
+    ran = [{**found, "torch": "3.0", "nodes": "machines"} for found in results]
+    assert "on CUDA with nccl, torch 3.0, nodes as machines" in document.render_tested(text, ran)
+    assert "not run" not in document.render_tested("**Tested**: ", ran)
 
 
 def test_every_time_of_the_code_is_listed_with_its_value_and_nothing_else_is() -> None:

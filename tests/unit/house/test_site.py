@@ -55,6 +55,13 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, link: str) ->
     assert failed.returncode != 0 and link.rpartition("#")[2] in failed.stdout + failed.stderr
 
 
+@pytest.mark.parametrize("page", sorted(p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")))
+def test_a_page_begins_with_what_its_reader_can_do_afterwards(page: str) -> None:
+    """In its first paragraphs; decisions are records, not pages to learn from."""
+    opening = (ROOT / "docs" / page).read_text().split("\n## ")[0]
+    assert page.startswith("decisions/") or "After this page you" in opening
+
+
 def test_readme_is_short() -> None:
     """A reader sees on the first screens what it is, what it survives and where to go on."""
     assert len((ROOT / "README.md").read_text().split()) <= MOST_WORDS
