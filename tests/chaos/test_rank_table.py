@@ -65,7 +65,7 @@ def test_a_table_that_does_not_say_which_node_this_is_is_refused(tmp_path: Path)
     options = ("--rank_table_file", table(tmp_path))
     with Launch(tmp_path, WORKER, *options) as job:
         assert job.wait() == 2
-        assert "servers 0 and 1 are an address of this host" in job.text.strip().splitlines()[-1]
+        assert "got servers 0 and 1 with an address of this host" in job.text.strip().splitlines()[-1]
         assert job.text.strip().splitlines()[-1].startswith("ttprun: error: ") and job.notes("place") == []
     with Launch(tmp_path, WORKER, *options, program=TORCHRUN, name="torchrun") as job:
         assert job.wait() == 2 and "--rank_table_file" in job.text
