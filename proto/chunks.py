@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from ttp.proto import control_pb2 as pb
-from ttp.proto.fields import CodecError
+from ttp.proto.codec import CodecError
 
 MAX_MESSAGE_BYTES = 16 << 20
 CHUNK_BYTES = 8 << 20

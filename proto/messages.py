@@ -12,8 +12,12 @@ Downward, to a stream rather than to a rank: Beat (every stream), Successors (ag
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 from ttp.proto.frozen import dataclass
+
+Text = Annotated[str, "for people"]
+"""What is not Unicode in it is escaped on the wire, and what is too long is cut. Any other string crosses as it is, or not at all."""
 
 EXIT_CODE_PERSISTED = 75
 """Exit status of a rank that exited on the controller's order, state saved (EX_TEMPFAIL: try again)."""
@@ -64,7 +68,7 @@ class Cause:
 
     kind: CauseKind
     ranks: tuple[int, ...]
-    text: str
+    text: Text
 
     @property
     def brief(self) -> str:
@@ -99,7 +103,7 @@ class ShardGroup:
     """The shards that a rank holds and that always move together, known by a hash of their addresses."""
 
     group_id: str
-    label: str
+    label: Text
     """For people: `shard 1 of 2: layers.0.wq[0:4096] and 47 more`."""
     nbytes: int
 
@@ -177,7 +181,7 @@ class StateReport:
     final: bool = False
     """True when a dump has to follow: the state was rolled forward, so that the gate can never open again, or orders of a dump
     were taken, which may still be under way."""
-    checkpoint: str = ""
+    checkpoint: Text = ""
     """Path of the newest checkpoint that this rank knows to be published; empty: none."""
 
 
@@ -187,7 +191,7 @@ class FaultReport:
 
     rank: int
     cause: Cause
-    detail: str
+    detail: Text
     """Traceback, or empty."""
 
 
@@ -213,7 +217,7 @@ class WorkerExit:
 
     rank: int
     pid: int
-    text: str
+    text: Text
     """`signal SIGKILL`, `exit code 1`, or `exiting` as long as the kernel does not tell how."""
     seen_unix_s: float
 
@@ -261,14 +265,14 @@ class Welcome:
     term: int
     heartbeat_s: float
     lease_s: float
-    survives: str
+    survives: Text
     successors: tuple[str, ...] = ()
     """Addresses of the job's standby controllers, in the order in which they take over; the same for every rank."""
     job_groups: int = 0
     """How many shard groups the whole job has; 0: this controller does not know yet."""
-    overview: tuple[str, ...] = ()
+    overview: tuple[Text, ...] = ()
     """To rank 0 alone, which shows it to people: ranks, hosts and replicas, a line each."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Text, ...] = ()
     """To rank 0 alone: which shards are worse protected than this world allows, a line each."""
 
 
@@ -370,7 +374,7 @@ class StandbyReport:
     rank: int
     address: str
     runs: bool
-    error: str = ""
+    error: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +386,7 @@ class StepFailed:
     stage: str
     """`roll_forward`, `write` or `publish`."""
     tmp_name: str
-    error: str
+    error: Text
     torn: tuple[int, ...] = ()
     """Ranks of which a file of this attempt is there and is not what they reported: it ended short, without a report."""
 
@@ -392,7 +396,7 @@ class Exit:
     """Leave the process now, with this status (75: persisted or refused, start again)."""
 
     code: int
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True)

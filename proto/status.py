@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ttp.proto.messages import Cause, Phase
+from ttp.proto.messages import Cause, Phase, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class JobStatus:
     world_size: int
     stage: str
     """Where the controller stands: `assembling`, `watching`, `freezing`, ..."""
-    survives: str
+    survives: Text
     """What the job survives, as text; empty until every rank has registered."""
     ranks: tuple[RankStatus, ...]
     published: PublishedCheckpoint | None

@@ -17,9 +17,8 @@ from ttp.controller.server import Outbox, StreamLink
 from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import Joiner, split
-from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_downward, encode_upward
+from ttp.proto.codec import MOST_TEXT, CodecError, DownwardParcel, decode_parcels, encode_downward, encode_upward
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from ttp.proto.fields import MOST_TEXT
 from ttp.proto.messages import Cause, CauseKind, FaultReport, FileEntry, PublishOrder, ShardGroup, ShareResult, Welcome
 from ttp.proto.stream import ControlStream
 from ttp.proto.transport import MAX_MESSAGE_BYTES, grpc, open_channel

@@ -132,9 +132,9 @@ def test_a_cause_kind_or_phase_without_a_number_is_noticed() -> None:
 def test_an_unknown_phase_cause_or_message_is_refused_and_not_guessed() -> None:
     heartbeat = pb.Heartbeat(rank=1)
     heartbeat.phase = 9  # type: ignore[assignment]
-    with pytest.raises(CodecError, match="phase 9"):
+    with pytest.raises(CodecError, match="Phase: got 9"):
         decode_upward(pb.UpwardEnvelope(messages=[pb.Upward(heartbeat=heartbeat)]))
-    with pytest.raises(CodecError, match="cause 0"):
+    with pytest.raises(CodecError, match="CauseKind: got 0"):
         decode_upward(pb.UpwardEnvelope(messages=[pb.Upward(fault_report=pb.FaultReport(rank=1))]))
     with pytest.raises(CodecError, match="unknown"):
         decode_upward(pb.UpwardEnvelope(messages=[pb.Upward()]))
@@ -154,6 +154,15 @@ def test_text_with_lone_surrogates_gets_through_escaped() -> None:
     assert parcel.messages == (
         m.FaultReport(1, m.Cause(m.CauseKind.EXCEPTION, (1,), "bad name \\udcff"), "trace \\udcff"),
     )
+    welcome = m.Welcome(1, 1, 1.0, 3.0, "any rank", overview=("rank 0 on \udcff",))
+    decoded = decode_downward(encode_downward("job", 1, [1], welcome)).message
+    assert isinstance(decoded, m.Welcome) and decoded.overview == ("rank 0 on \\udcff",)
+
+
+def test_a_path_is_never_escaped() -> None:
+    """It would be another path."""
+    with pytest.raises(CodecError, match="WriteOrder"):
+        encode_downward("job", 1, [1], m.WriteOrder(1, 1, "/disk/\udcff", "name", ()))
 
 
 def test_generated_code_is_fresh() -> None:
