@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. argparse itself exits with 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, command = _split(words)
-    args = _parser().parse_args(own)
+    args = parser().parse_args(own)
     console = open_console()
     try:
         with InterruptGuard(lambda text: console.print(escape(text))) as patience:
@@ -89,7 +89,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:place]), list(words[place + 1 :])
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ttp chaos", description=(__doc__ or "").split("\n\n")[0].partition(": ")[2])
     what = parser.add_subparsers(dest="what", required=True, metavar="{run,faults,check,report,matrix}")
     run = what.add_parser("run", help="run a job under a scenario: ttp chaos run SCENARIO [options] -- COMMAND")

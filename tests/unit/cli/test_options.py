@@ -25,11 +25,11 @@ def ttprun(argv: list[str]) -> object:
 
 WRONG = ("", "x", "nan", "-7", "1" * 5000, str(10**20), "²", "1e3", "0x10", "1_0", " 1")
 PARSERS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
-    "chaos run --seed": (cli._parser().parse_args, ["run", "x.yaml", "--seed"]),
-    "chaos matrix --repeat": (cli._parser().parse_args, ["matrix", "--repeat"]),
-    "chaos matrix --per-job": (cli._parser().parse_args, ["matrix", "--per-job"]),
-    "chaos matrix --limit": (cli._parser().parse_args, ["matrix", "--limit"]),
-    "chaos matrix --seed": (cli._parser().parse_args, ["matrix", "--seed"]),
+    "chaos run --seed": (cli.parser().parse_args, ["run", "x.yaml", "--seed"]),
+    "chaos matrix --repeat": (cli.parser().parse_args, ["matrix", "--repeat"]),
+    "chaos matrix --per-job": (cli.parser().parse_args, ["matrix", "--per-job"]),
+    "chaos matrix --limit": (cli.parser().parse_args, ["matrix", "--limit"]),
+    "chaos matrix --seed": (cli.parser().parse_args, ["matrix", "--seed"]),
     "kills --kills": (kills.parse, ["--kills"]),
     "kills --ranks": (kills.parse, ["--ranks"]),
     "kills --seed": (kills.parse, ["--seed"]),
@@ -47,8 +47,8 @@ PARSERS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
     },
 }
 TIMES: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
-    "chaos run --faults-per-hour": (cli._parser().parse_args, ["run", "x.yaml", "--faults-per-hour"]),
-    "chaos matrix --minutes": (cli._parser().parse_args, ["matrix", "--minutes"]),
+    "chaos run --faults-per-hour": (cli.parser().parse_args, ["run", "x.yaml", "--faults-per-hour"]),
+    "chaos matrix --minutes": (cli.parser().parse_args, ["matrix", "--minutes"]),
     "ttprun --ttp-ot": (ttprun, ["--ttp-ot"]),
     "ttprun --ttp-death-poll": (ttprun, ["--ttp-death-poll"]),
     "controller --lease-s": (controller_parse, [*CONTROLLER, "--world-size", "2", "--lease-s"]),

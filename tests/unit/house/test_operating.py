@@ -1,7 +1,8 @@
-"""docs/operating.md names what the code has: every error with its exit status, every cause, and words that are really said."""
+"""docs/operating.md and docs/errors.md name what the code has: every error with its exit status, every cause, and words that are printed."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import inspect
@@ -10,18 +11,23 @@ from pathlib import Path
 
 import pytest
 
+import ttp.chaos.cli
+import ttp.checkpoint.cli.main
 import ttp.trainer.train
+from tests.rooms import product
 from ttp import errors
 from ttp.proto.messages import CauseKind
 from ttp.trainer.__main__ import FOR_THE_RESTART, main
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+ERRORS = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 
 
 def part(name: str) -> list[list[str]]:
     """Return the rows of a marked table, as cells."""
-    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- end -->", TEXT, re.DOTALL)
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- end -->", ERRORS, re.DOTALL)
     assert found is not None, name
     return [[cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in found[1].splitlines()[2:]]
 
@@ -65,6 +71,32 @@ def test_every_cause_is_listed() -> None:
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(kind.value for kind in CauseKind)
 
 
+_STARTED = re.compile(r'^if __name__ == "__main__":', re.MULTILINE)
+_INTERNAL = {
+    "ttp.controller.__main__": "started by a rank",
+    "ttp.chaos.matrix": "`ttp chaos matrix`",
+    "ttp.chaos.cli": "`ttp chaos`",
+    "ttp.chaos.nodes.slow_cable": "started by `ttp chaos` between nodes",
+    "ttp.cli": "`ttp`",
+    "ttp.fork_server.request_loop": "started by `ttprun`",
+    "ttp.launch.__main__": "`ttprun`",
+    "ttp.launch.rendezvous.multi_endpoint": "`ttp.launch.stores`",
+    "ttp.trainer.data.prepare": "`ttp.trainer.prepare`",
+}
+
+
+def test_every_command_is_listed_and_nothing_else_is() -> None:
+    """Those of `ttp ckpt` and `ttp chaos`, and every module that can be started."""
+    expected = {"ttprun"}
+    for tool, parser in (("ckpt", ttp.checkpoint.cli.main.parser()), ("chaos", ttp.chaos.cli.parser())):
+        (choices,) = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        expected |= {f"ttp {tool} {name}" for name in choices}
+    for module, path in product().items():
+        if _STARTED.search(path.read_text(encoding="utf-8")) and module not in _INTERNAL:
+            expected.add(f"python -m {module.removesuffix('.__main__')}")
+    assert set(re.findall(r"^\| `([^`]+)` \|", COMMANDS, re.MULTILINE)) == expected
+
+
 @functools.cache
 def said() -> str:
     """Return all texts of the shipped code, each literal in one piece, what is filled in as `...`."""
@@ -81,9 +113,7 @@ def said() -> str:
 
 def quoted() -> list[str]:
     """Return the words that the two tables of messages quote, between what is filled in."""
-    reasons = re.findall(
-        r"^\| (.*?) \|", TEXT[TEXT.index("| reason |") : TEXT.index("## Errors by name")], re.MULTILINE
-    )
+    reasons = re.findall(r"^\| (.*?) \|", TEXT[TEXT.index("| reason |") : TEXT.index("## Now and then")], re.MULTILINE)
     cells = [*reasons[2:], *(row[0] for row in part("words"))]
     words = [
         piece.strip(" :") for cell in cells for code in re.findall(r"`([^`]+)`", cell) for piece in code.split("...")
