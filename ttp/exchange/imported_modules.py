@@ -1,7 +1,7 @@
 """The modules that a worker had imported at its first step, for the agent: later workers find them imported.
 
-Owns the file `imported_modules.json` in the attempt's directory. Only modules from installed packages are listed: a script's own may change, and
-may do at import what each worker must do for itself.
+Owns the file `imported_modules.json` in the attempt's directory. Only modules from installed packages are listed, and TTP's own from wherever it is: a
+script's own may change, and may do at import what each worker must do for itself.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import os
 import sys
 from pathlib import Path
 
+import ttp
 from ttp.inputs import checked
 from ttp.inputs.input_file import read_json
 
 NAME = "imported_modules.json"
 MOST_BYTES = 4 << 20
-INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{ttp.__path__[0]}{os.sep}")
 
 
 def write(directory: Path) -> None:
