@@ -33,7 +33,7 @@ def opening(reason: str) -> str:
 
 def process_text(pid: int) -> str:
     """Return the reason that an entry has which the launcher asked for."""
-    return f"process {pid}, asked by its launcher"
+    return f"process {pid}: stacks follow where its launcher asked for them"
 
 
 def _is_handled(number: int) -> bool:

@@ -87,6 +87,7 @@ class ForkedProgram:
                 sys.argv = ["-m", *program[2:]]
                 if self.argv[1] != "-P":
                     _first_on_path(os.getcwd())
+                _forget_preloaded(program[1])
                 runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
             else:
                 sys.argv = list(program)
@@ -99,6 +100,13 @@ class ForkedProgram:
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
+
+
+def _forget_preloaded(name: str) -> None:
+    """Drop the module that is to run as `__main__`, where it was preloaded: runpy would warn of the second copy."""
+    for module in (name, f"{name}.__main__"):
+        if module in sys.modules and not hasattr(sys.modules[module], "__path__"):
+            del sys.modules[module]
 
 
 def _first_on_path(folder: str) -> None:

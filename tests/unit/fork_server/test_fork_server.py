@@ -336,11 +336,12 @@ def test_nothing_of_a_server_is_left_when_its_agent_is_killed(tmp_path: Path, mo
 
 def test_another_process_has_one_forked_that_is_nobodys_child(tmp_path: Path) -> None:
     """Its end is seen and it takes signals; an exit status other than 0 is the last that it writes."""
-    with serving(["json"], Listener()) as server, open(tmp_path / "out", "wb") as out:
+    with serving(["json.tool"], Listener()) as server, open(tmp_path / "out", "wb") as out:
         argv = [sys.executable, "-P", "-m", "json.tool", "--no-such-option"]
         process = fork_at(server.address, argv, os.environ, (0, out.fileno(), out.fileno()))
         assert process.wait(END_S) == 0 and process.poll() == 0
         assert (tmp_path / "out").read_text().splitlines()[-1] == "ended with exit status 2"
+        assert "RuntimeWarning" not in (tmp_path / "out").read_text(), "the program had been preloaded"
         sleeping = fork_at(
             server.address, [*argv[:3], "timeit", "-n1", "-r1", "import time; time.sleep(600)"], os.environ, (0, 1, 2)
         )
