@@ -226,4 +226,10 @@ def _announce(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == 0:  # all is written and closed; taking the interpreter apart would keep the next attempt waiting
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # the reader has gone, or there is none
+                stream.flush()
+        os._exit(0)
+    sys.exit(status)

@@ -11,13 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-import ttp
 from ttp.inputs import checked
 from ttp.inputs.input_file import read_json
 
 NAME = "imported_modules.json"
 MOST_BYTES = 4 << 20
-INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{ttp.__path__[0]}{os.sep}")
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
 
 def write(directory: Path) -> None:

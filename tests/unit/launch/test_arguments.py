@@ -218,7 +218,7 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
         (("--rdzv-backend", "nosuch"), "rendezvous backend 'nosuch' is not registered"),
         (
             ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-conf", "join_timeout=abc"),
-            "'join_timeout' does not represent a valid integer",
+            "invalid --rdzv-conf join_timeout: got 'abc', expected 0.001 to",
         ),
         (("--nnodes", "3:2"), "invalid --nnodes: got '3:2', expected a number of nodes >= 1"),
         (("--nnodes", "1:2:3"), "invalid --nnodes: got '1:2:3'"),

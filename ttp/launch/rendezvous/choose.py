@@ -1,7 +1,8 @@
 """Makes the rendezvous that a command line asks for: torch's handler for its backend, in TTP's wrapper.
 
-A c10d job with a TCP store at a named endpoint can fail over to another endpoint (`multi_endpoint.py`, `store_failover.py`). All other
-handlers are torch's own, as torchrun makes them: static, etcd, c10d in a file, and one node alone. Owns that choice. Never joins anything.
+A c10d job with a TCP store at a named endpoint can fail over to another endpoint (`multi_endpoint.py`, `store_failover.py`). One node alone has
+no other to meet (`one_node.py`). All other handlers are torch's own, as torchrun makes them: static, etcd, c10d in a file. Owns that choice. Never
+joins anything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ttp.errors import ConfigError
 from ttp.inputs import checked
 from ttp.launch.rendezvous.fresh_store import JOIN_S, FreshStoreRendezvous, no_trouble
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
+from ttp.launch.rendezvous.one_node import OneNode
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 log = logging.getLogger("ttp.launch")
@@ -30,7 +32,7 @@ log = logging.getLogger("ttp.launch")
 def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
     """Make torch's handler for the chosen backend, in the wrapper that gives each attempt a fresh store. Raises ConfigError, ValueError
     (torch's, for values that it rejects), RendezvousError."""
-    if has_places(config.rdzv_backend, config.rdzv_endpoint, str(config.rdzv_configs.get("store_type", "tcp"))):
+    if has_places(config.rdzv_backend, config.rdzv_endpoint, _store_type(config)):
         failover = make_failover(config)
         return FreshStoreRendezvous(
             failover,
@@ -39,6 +41,10 @@ def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
             waits_for=_nodes_text(config),
             trouble=failover.trouble,
         )
+    if config.max_nodes == 1 and config.rdzv_backend == "c10d" and _store_type(config) == "tcp":
+        for name in ("timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"):
+            _seconds(config, name, JOIN_S)
+        return FreshStoreRendezvous(OneNode(config.run_id), store_host(config), same_keys_every_round=False)
     static = config.rdzv_backend == "static"
     try:
         inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
@@ -55,6 +61,10 @@ def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
         trouble=functools.partial(_static_trouble, config.rdzv_endpoint) if static else no_trouble,
         join_timeout_s=_seconds(config, "timeout", JOIN_S),
     )
+
+
+def _store_type(config: LaunchConfig) -> str:
+    return str(config.rdzv_configs.get("store_type", "tcp")).strip().lower()
 
 
 def _seconds(config: LaunchConfig, name: str, default: float) -> float:
