@@ -2,7 +2,9 @@
 
 A tap stands in front of `os.mkdir`, `os.fsync`, `os.rename`, `os.replace` and `os.unlink` for one thread while it writes
 or publishes; what the checkpoint code does between two of them is not seen by a crash. So a kill at every count is a death
-between any two steps of a dump. Owns the tap only: no checkpoint code knows of it.
+between any two steps of a dump. (Bytes that another thread brings to the disk meanwhile, by `os.fdatasync`, are not tapped: the `os.fsync` of their
+file, which comes after them on this thread, is.) Owns the tap only: no checkpoint code knows of it. At its end the tap puts back the functions that it
+found: whatever else replaces one of them in the middle of a dump is undone.
 """
 
 from __future__ import annotations

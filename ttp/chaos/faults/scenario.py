@@ -89,6 +89,8 @@ KINDS: dict[str, FaultKind] = {
     "delay": FaultKind("node", _ANY, "every packet of a node takes `ms` longer, for `for_s`", (), ("for_s", "ms")),
     "lose_node": FaultKind("node", ("saved",), "a node is lost, cable and processes; a new launcher starts on it"),
 }  # fmt: skip
+"""To add a kind: a row here; what it does, in `inject.py` (a rank), `disk.py` (a dump) or `external.py` (anything else); its row in docs/chaos.md and
+a line in examples/chaos/kinds.yaml. `matrix.py` lists its cells."""
 EVENTS = (
     "suspect", "stalled", "hung", "death_seen", "fault_reported", "freeze_sent", "frozen", "decided", "rolled_forward",
     "write_sent", "written", "publish_sent", "published", "exit_sent", "takeover_began", "took_over",

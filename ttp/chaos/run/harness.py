@@ -1,6 +1,6 @@
 """One run of a job under a schedule: waits for the moment of each fault, has it carried out, and waits until it is settled.
 
-Owns the loop that receives from ranks, reads journals and undoes what is due; what became of a fault is judged by `incident.py`, what
+Owns the loop that receives from ranks, reads journals and undoes what is due; what became of a fault is judged by `verdict/fault_outcome.py`, what
 it means by `invariants.py`. One thread.
 """
 
