@@ -20,7 +20,7 @@ from .dump.writing import start_writing
 from .facts.coverage import coverage_of, named, rows, survives, warnings
 from .facts.decision import Refusal
 from .facts.events import Effect, Fields, Journal, Send
-from .facts.membership import renew_all_leases, silent, silent_since, sweep_leases
+from .facts.membership import renew_all_leases, silent, silent_since, sweep_leases, vouched_lease
 from .facts.pace import has_started
 from .facts.stage_table import TABLES, table_of
 from .facts.state import (
@@ -256,7 +256,8 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
     for rank in swept.newly_suspect:
         if state.members.table[rank].attached:  # it sends no heartbeats before it is welcomed
             out.append(Send((rank,), welcome(state, rank)))
-        state = suspicion(state, rank, "it has sent nothing for most of its lease", now, out)
+        silent_s = now - silent_since(state.members.table[rank], state.members.leases_renewed_at)
+        state = suspicion(state, rank, f"no message received for {silent_s:.1f} s", now, out)
     for rank in swept.run_out:
         cause = Cause(CauseKind.SILENT, (rank,), _silence(state, rank, now))
         state = rank_died(state, rank, cause, False, now, out)
@@ -264,10 +265,16 @@ def _look_at_leases(state: ControllerState, now: float, out: list[Effect]) -> Co
 
 
 def _silence(state: ControllerState, rank: int, now: float) -> str:
-    settings, since = state.settings, silent_since(state.members.table[rank], state.members.leases_renewed_at)
-    if now - since <= settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
-        return f"no message received for {settings.lease_s:g} s"
-    return f"no message received for {now - since:.1f} s, although its agent saw the process running"
+    """Return the rule by which a silent rank is dead, with what it was applied to."""
+    settings, member = state.settings, state.members.table[rank]
+    since = silent_since(member, state.members.leases_renewed_at)
+    text = f"no message received for {now - since:.1f} s"
+    if now - since > settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
+        limit_s = vouched_lease(settings, has_started(state.pace))
+        return f"{text}, although its agent saw the process running (limit {limit_s:g} s, TTP_VOUCHED_LEASE_S)"
+    if member.vouched > since:
+        text += f"; its agent last saw the process running {now - member.vouched:.1f} s ago"
+    return f"{text} (limit {settings.lease_s:g} s, TTP_LEASE_S)"
 
 
 def grant_time(state: ControllerState, now: float) -> ControllerState:

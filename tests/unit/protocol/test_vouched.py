@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,7 +70,8 @@ def test_a_process_that_is_stopped_is_found_within_the_ordinary_lease() -> None:
     job = running()
     silent(job, 3.0, *OTHERS)
     assert [line["rank"] for line in job.logged("death_seen")] == [1]
-    assert job.logged("death_seen")[0]["text"] == "no message received for 3 s"
+    text = job.logged("death_seen")[0]["text"]
+    assert re.fullmatch(r"no message received for 3\.\d s \(limit 3 s, TTP_LEASE_S\)", text), text
 
 
 def test_nothing_is_believed_of_another_process() -> None:
