@@ -20,6 +20,7 @@ from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, Successors, 
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
+from ttp.text.wording import ranks_text
 
 from .core.facts.state import Stage
 
@@ -224,7 +225,8 @@ class AgentLink:
                 self._lease_s = lease_s
                 self.add_controllers(addresses)
             case Freeze(cause=cause):
-                log.warning("controller: freeze: %s: %s", cause.kind.value, cause.brief)
+                whose = f"{ranks_text(cause.ranks)}: " if cause.ranks else ""
+                log.warning("controller: freeze: %s%s: %s", whose, cause.kind.value, cause.brief)
             case Exit(reason=reason):
                 level = logging.DEBUG if self._all_ended_well() else logging.INFO
                 log.log(level, "controller: the ranks leave: %s", reason)

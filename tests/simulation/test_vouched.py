@@ -38,7 +38,7 @@ def test_without_agents_such_a_rank_is_dead_after_its_lease() -> None:
             launcher.lost = True
         found = run_and_check(scenario)
         assert not found, f"seed {seed}: {found}"
-        text = events(scenario.job, "death_seen")[0]["text"]
+        text = str(events(scenario.job, "death_seen")[0]["text"])
         assert re.fullmatch(r"no message received for 0\.[67] s \(limit 0\.6 s, TTP_LEASE_S\)", text), (
             f"seed {seed}: {text}"
         )

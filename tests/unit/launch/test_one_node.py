@@ -16,7 +16,7 @@ from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.one_node import OneNode
 
 
-def rendezvous(endpoint: str = "localhost:0", nodes: int = 1, **conf: Any) -> FreshStoreRendezvous:
+def rendezvous(endpoint: str = "localhost:0", nodes: int = 1, /, **conf: Any) -> FreshStoreRendezvous:
     """Make what ttprun makes for `--nnodes NODES --rdzv-backend c10d`."""
     config = LaunchConfig(nodes, nodes, 1, run_id="job", rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_configs=conf)
     return make_rendezvous(config)
@@ -53,7 +53,7 @@ def test_a_closed_rendezvous_is_not_joined() -> None:
 def test_several_nodes_and_a_shared_file_are_torchs(tmp_path: Any) -> None:
     """There others may come."""
     (tmp_path / "meet").touch()
-    for meeting in (rendezvous(str(tmp_path / "meet"), store_type="file"), rendezvous(nodes=2)):
+    for meeting in (rendezvous(str(tmp_path / "meet"), store_type="file"), rendezvous("localhost:0", 2)):
         assert isinstance(meeting._inner, DynamicRendezvousHandler)
 
 
@@ -61,4 +61,4 @@ def test_several_nodes_and_a_shared_file_are_torchs(tmp_path: Any) -> None:
 def test_a_value_that_is_not_a_time_is_refused_though_nothing_waits(name: str) -> None:
     """The same command line is valid on one node and on two."""
     with pytest.raises(ConfigError, match=f"invalid --rdzv-conf {name}: got 'soon'"):
-        rendezvous(**{name: "soon"})
+        rendezvous("localhost:0", 1, **{name: "soon"})
