@@ -7,7 +7,7 @@
 | TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
 | TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
 | TTP_VOUCHED_LEASE_S | 10 | the same for a silent rank whose agent sees its process running; three times as long before step 8 |
-| TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is not a hang; a value set holds from the start |
+| TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is not a hang; a value that is set holds from step 8 on |
 | TTP_HANG_FACTOR | 10 | nor is one of less than so many slow steps |
 | TTP_HANG_START_S | 1800 | the same for the first steps, which compile and load: before the job's pace is known |
 | TTP_BOUNDARY_S | 5 | a rank with a preemption notice (SIGTERM) waits so long for the end of the step in flight |
