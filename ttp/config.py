@@ -12,7 +12,8 @@
 | TTP_HANG_START_S | 1800 | the same for the first steps, which compile and load: before the job's pace is known |
 | TTP_BOUNDARY_S | 5 | a rank with a preemption notice (SIGTERM) waits so long for the end of the step in flight |
 | TTP_STANDBYS | 2 | standby controllers on further nodes (a single node has one); 0: none |
-| TTP_ROUND_ID | TORCHELASTIC_RESTART_COUNT or 0 | set by ttprun: 0 at the job's first start, higher at each later one |
+| TTP_ATTEMPT | TTP_ROUND_ID, else TORCHELASTIC_RESTART_COUNT, else 0 | set by ttprun: the attempt's number, 0 at the job's first start, higher after it |
+| TTP_ROUND_ID | none | the earlier name of TTP_ATTEMPT: kept for one release, set by ttprun too |
 | TTP_LAUNCHED | no | set by ttprun: the parent process is the launcher |
 | TTP_SHARED_DIRS | True | False: every node has checkpoint directories of its own, not shared with the others |
 | TTP_HOST | the host's name | this node's name, as the other nodes see it |
@@ -20,7 +21,7 @@
 | TTP_WARM_START | True | False: every worker is a new interpreter that imports for itself; else ttprun forks workers from one that has imported |
 | TTP_FORK_SERVER | none | set by ttprun: the socket of the process from which controllers are forked |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
-| TTP_START_ID | none | set by ttprun: marks the controllers of one start |
+| TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
 | TTP_CHAOS | none | set by `ttp chaos`: its socket, from which this rank takes faults and to which it reports its steps (ttp.chaos.faults.rank_hook) |
 
@@ -42,7 +43,7 @@ from ttp.nccl import nccl_warnings
 
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
-    "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
+    "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
@@ -92,9 +93,9 @@ class Settings:
 
     @property
     def start_name(self) -> str:
-        """What controllers and ranks of one start of the job call it: a process left over from an earlier start is turned away.
+        """What controllers and ranks of one attempt call it: a process that remains from an earlier attempt is turned away.
 
-        Without ttprun the starts are not distinguished: torchrun's nodes may count them differently.
+        Without ttprun the attempts are not distinguished: torchrun's nodes may count them differently.
         """
         return start_name(self.job_id, self.round_number) if self.launched else self.job_id
 
@@ -144,7 +145,7 @@ class Settings:
             hang_start_s=_number(environ, "TTP_HANG_START_S", 1800.0),
             hang_factor=_number(environ, "TTP_HANG_FACTOR", 10.0),
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
-            round_number=_integer(environ, "TTP_ROUND_ID", _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)),
+            round_number=_attempt(environ),
             launched=environ.get("TTP_LAUNCHED", "") == "1",
             faults=_text(environ, "TTP_FAULTS"),
             chaos=_text(environ, "TTP_CHAOS"),
@@ -174,8 +175,14 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def start_name(job_id: str, round_number: int) -> str:
-    """Return the name of one start of a job, from ttprun's run id and its count of starts."""
+    """Return the name of one attempt of a job, from ttprun's run id and the attempt's number."""
     return f"{job_id}/{round_number}"
+
+
+def _attempt(environ: Mapping[str, str]) -> int:
+    """Return the attempt's number. TTP_ROUND_ID is what TTP_ATTEMPT was called before; torchrun counts restarts."""
+    restarts = _integer(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return _integer(environ, "TTP_ATTEMPT", _integer(environ, "TTP_ROUND_ID", restarts))
 
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:

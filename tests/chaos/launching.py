@@ -23,7 +23,7 @@ PRELUDE = """
 import json, os, signal, sys, time
 from pathlib import Path
 out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-start = os.environ.get("TTP_ROUND_ID", os.environ["TORCHELASTIC_RESTART_COUNT"])
+start = os.environ.get("TTP_ATTEMPT", os.environ["TORCHELASTIC_RESTART_COUNT"])
 def note(name, text=""):
     part = out / f".{name}-{rank}-{start}"
     part.write_text(str(text))

@@ -100,7 +100,7 @@ def test_a_restart_for_a_death_on_another_node_is_a_fault_without_a_session_too(
     assert fault["kind"] == "elsewhere" and "signal SIGKILL" in fault["elsewhere"] and "rank 2" in fault["elsewhere"]
     assert (end["faults"], end["unknown_losses"]) == (1, 1)
     job = both[int(path.stem.removeprefix("events-"))]
-    assert "--- fault in start 0: another node failed ---" in job.text and "lost    nothing" not in job.text
+    assert "--- fault in attempt 0: another node failed ---" in job.text and "lost    nothing" not in job.text
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def test_a_program_that_is_not_there_is_reported_in_a_line(tmp_path: Path, progr
         line = f"ttprun: error: cannot start the workers: got {kind} '{program}' (no such file or directory)"
         assert line in job.text
         assert "Traceback" not in job.text and "Traceback" in plain.text
-        assert "start 0:" not in job.text and "the job has ended" not in job.text
+        assert "attempt 0:" not in job.text and "the job has ended" not in job.text
         job.assert_nothing_left()
 
 
@@ -278,7 +278,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
     driver.write_text(NOHUP)
     with Launch(tmp_path, "note('begun')\nawait_file('go')", program=[str(driver)]) as job:
         job.await_notes("begun-0-0")
-        job.says("start 0: ")
+        job.says("attempt 0: ")
         job.process.send_signal(signal.SIGHUP)
         ignored = int(re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{job.process.pid}/status").read_text(), re.M)[1], 16)  # type: ignore[index]
         assert ignored >> (signal.SIGHUP - 1) & 1

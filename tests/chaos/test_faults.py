@@ -73,8 +73,8 @@ def assert_the_hang_is_reported(job: TrainingJob) -> None:
     console = job.console_tail(10_000)
     log_dir = job.output_dir / "log"
     expected = (
-        "--- start 0: 2 ranks, a controller with 1 standby; the job survives: any 1 of 2 ranks ---",
-        "--- fault in start 0: a hang ---",
+        "--- attempt 0: 2 ranks, a controller with 1 standby; the job survives: any 1 of 2 ranks ---",
+        "--- fault in attempt 0: a hang ---",
         f"who     rank 1 on node {os.uname().nodename} (pid ",
         "where   in COMPUTE of step 4; the others: rank 0 in ",
         "stood   rank 1 in ",
@@ -83,7 +83,7 @@ def assert_the_hang_is_reported(job: TrainingJob) -> None:
         "saved   step 3 in ",
         "took    seen ",
         f"next    restart 1 of 6, from {job.output_dir}/checkpoints/iter_0000003",
-        "--- the job has ended ---\nresult  succeeded\nstarts  2 in ",
+        "--- the job has ended ---\nresult  succeeded\nran     2 attempts in ",
         "faults  1 fault\nsaved   step 3\nlost    0 steps; ",
     )
     found = [console.find(text) for text in expected]

@@ -108,7 +108,7 @@ def test_an_exception_and_then_a_silent_rank_are_persisted_and_survived(tmp_path
     assert raised == 4 and silent in (8, 9)
     assert "fault injected at backward" in (faulted.output_dir / "log" / "rank_1" / "error.log").read_text()
     console = faulted.console_tail(10_000)
-    assert "--- fault in start 0: an exception ---" in console and "raise InjectedFault(" in console
+    assert "--- fault in attempt 0: an exception ---" in console and "raise InjectedFault(" in console
     assert "cause   InjectedFault: rank 1, step 5: fault injected at backward" in console
     assert "killed rank 1 (stopped): these ranks have nothing more to save" in console
     assert "no exit within" not in console

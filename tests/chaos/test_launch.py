@@ -108,6 +108,7 @@ if sys.argv[2] == "fail" and rank == 1:
 """
 OWN_VARIABLES = {
     "TTP_LAUNCHED",
+    "TTP_ATTEMPT",
     "TTP_ROUND_ID",
     "TTP_START_ID",
     "TTP_ATTEMPT_DIR",
@@ -205,7 +206,7 @@ def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: 
     """Workers, their deaf children, and a controller in a session of its own that was not published."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2", environ=WARM) as job:
         job.await_notes("begun-0-0", "begun-1-0")
-        job.says("start 0: ")
+        job.says("attempt 0: ")
         assert len(job.marked()) >= 5
         job.process.send_signal(number)
         assert job.wait() == 1
@@ -218,7 +219,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     """Workers that ignore the first one have 30 s, as under torchrun; a second one kills them."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2", arguments=["deaf"], environ=WARM) as job:
         job.await_notes("begun-0-0", "begun-1-0")
-        job.says("start 0: ")
+        job.says("attempt 0: ")
         job.process.send_signal(signal.SIGTERM)
         job.await_notes("sigterm-0-0", "sigterm-1-0")
         time.sleep(3 * SAME_S)  # one that comes sooner is the same notice
@@ -252,7 +253,7 @@ def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, numb
     waited for."""
     with Launch(tmp_path, EARLY, "--nproc-per-node", "2", environ=WARM) as job:
         job.await_notes("importing-0-0", "importing-1-0")
-        job.says("start 0: ")
+        job.says("attempt 0: ")
         job.process.send_signal(number)
         assert job.wait() == 1
         assert ("ranks 0-1 did not exit on SIGINT; sending SIGTERM" in job.text) == (number == signal.SIGINT)
@@ -266,7 +267,7 @@ def test_a_worker_that_handles_sigterm_keeps_its_grace_after_ctrl_c(tmp_path: Pa
     options = ("--nproc-per-node", "1", "--shutdown-timeout", "8")
     with Launch(tmp_path, EARLY, *options, arguments=["catches"]) as job:
         job.await_notes("importing-0-0")
-        job.says("start 0: ")
+        job.says("attempt 0: ")
         began = time.monotonic()
         job.process.send_signal(signal.SIGINT)
         job.await_notes("handler-0-0")
@@ -427,7 +428,7 @@ if rank == 0:
     code = f"import os, time\\nwhile not os.path.exists({stop!r}): time.sleep(0.01)"
     controller = subprocess.Popen([sys.executable, "-c", code, "ttp.controller"], start_new_session=True)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store.set(f"ttp/controller/{os.environ['TTP_ROUND_ID']}", f"{here} {controller.pid}")
+    store.set(f"ttp/controller/{os.environ['TTP_ATTEMPT']}", f"{here} {controller.pid}")
 await_file(f"link-{here}")
 if start == "0":
     if rank == 1:
@@ -464,11 +465,11 @@ from ttp.controller.process import start_controller
 from torch.distributed import TCPStore
 journal = out / f"journal-{start}.jsonl"
 if rank == 0:
-    start_name = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TTP_ROUND_ID']}"
+    start_name = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TTP_ATTEMPT']}"
     process = start_controller(job_id=start_name, term=1, world_size=2, journal=journal)
     note("controller", process.pid)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store.set(f"ttp/controller/{os.environ['TTP_ROUND_ID']}", f"{process.address} {process.pid}")
+    store.set(f"ttp/controller/{os.environ['TTP_ATTEMPT']}", f"{process.address} {process.pid}")
 end = time.monotonic() + 180
 def recorded(text):
     return journal.exists() and text in journal.read_text()

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 OWN_VARIABLES = {
     "TTP_LAUNCHED": "the rank's parent is the launcher: when it is gone, the rank leaves",
-    "TTP_ROUND_ID": "number of the start, the same on all nodes (TORCHELASTIC_RESTART_COUNT is each node's own count)",
-    "TTP_START_ID": "by which the launcher knows this start's controllers among all processes",
+    "TTP_ATTEMPT": "the attempt's number, the same on all nodes (TORCHELASTIC_RESTART_COUNT is each node's own count)",
+    "TTP_ROUND_ID": "the earlier name of TTP_ATTEMPT",
+    "TTP_START_ID": "by which the launcher knows this attempt's controllers among all processes",
     "TTP_ATTEMPT_DIR": "where the first rank of the node writes for its agent which controllers lead the ranks",
     "TTP_FORK_SERVER": "where ranks have their controllers forked",
     "GRPC_ENABLE_FORK_SUPPORT": "0, else data loaders that fork crash or crawl once gRPC is loaded",
@@ -30,7 +31,7 @@ OWN_VARIABLES = {
 """What workers find in their environment beyond torchrun's, and why."""
 
 OF_EACH_RUN = {
-    "MASTER_PORT": "a free port each time; ttprun's is the start's own store",
+    "MASTER_PORT": "a free port each time; ttprun's is the attempt's own store",
     "MASTER_ADDR": "one node: torchrun gives the host's name, ttprun 127.0.0.1, where its store listens",
     "TORCHELASTIC_RUN_ID": "random, when --rdzv-id is not given",
     "TORCHELASTIC_ERROR_FILE": "in the run's own folder",

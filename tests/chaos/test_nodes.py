@@ -153,7 +153,7 @@ def test_a_rank_killed_among_three_nodes_costs_nothing_and_is_reported_rightly(
     assert fault["steps_lost"] == 0 and victim not in fault["saved"]["ranks"]
     assert (story[3]["result"], story[3]["starts"], story[3]["faults"]) == ("succeeded", 2, 1)
     assert (story[3]["saved_steps"], story[3]["steps_lost"]) == ([step], 0)
-    logged = [each for each in three if "--- fault in start 0" in job.console(each)]
+    logged = [each for each in three if "--- fault in attempt 0" in job.console(each)]
     assert logged == [teller]
     assert f"rank {victim} on node {node.name} (pid {killed.pid})" in job.console(teller)
     assert f"step {step} in {path}" in job.console(teller)

@@ -118,7 +118,7 @@ def test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp(tmp_path: Pat
     what the plain form has under torchrun."""
     plain, faulted = tmp_path / "plain.py", tmp_path / "faulted.py"
     plain.write_text(without_ttp(SHORTEST))
-    dies = 'os.kill(os.getpid(), 9 * (os.environ["TTP_ROUND_ID"] == "1"))'
+    dies = 'os.kill(os.getpid(), 9 * (os.environ["TTP_ATTEMPT"] == "1"))'
     faulted.write_text(SHORTEST.replace("torch.save(", f"import os; {dies}; torch.save("))
     reported = [
         train(tmp_path / "whole", 2, str(plain), "--steps", "40", launcher="torch.distributed.run"),

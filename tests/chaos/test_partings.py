@@ -157,9 +157,9 @@ def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on
             nodes.append(stack.enter_context(launch))
         nodes[0].until(lambda: bool(start_of_three(tmp_path)), "start of three ranks")
         start = start_of_three(tmp_path)
-        nodes[0].until(lambda: all(f"start {start}: rank " in node.text for node in nodes), "word of it from all")
-        lost = next(node for node in nodes if (f"start {start}: rank 0 of 3" in node.text) == has_store)
-        rank = lost.text.partition(f"start {start}: rank ")[2][0]
+        nodes[0].until(lambda: all(f"attempt {start}: rank " in node.text for node in nodes), "word of it from all")
+        lost = next(node for node in nodes if (f"attempt {start}: rank 0 of 3" in node.text) == has_store)
+        rank = lost.text.partition(f"attempt {start}: rank ")[2][0]
         worker = int(lost.read(f"begun3-{rank}-{start}"))
         for pid in (lost.process.pid, worker):
             os.kill(pid, signal.SIGSTOP)

@@ -116,7 +116,7 @@ def test_a_script_whose_checkpoint_is_another_models_is_not_restarted(tmp_path: 
         said = "CheckpointMismatch: 'model.weight' has shape (4, 8), expected (4, 16)"
         assert f"cause   exit code 1: {said}\n" in job.text
         assert "next    no restart: CheckpointMismatch is not retryable: correct its cause first\n" in job.text
-        assert "restarting (" not in job.text and "] start 1:" not in job.text
+        assert "restarting (" not in job.text and "] attempt 1:" not in job.text
 
 
 @pytest.mark.long
@@ -151,5 +151,5 @@ def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_pat
         assert len(re.findall(r"resumed at step 1\b", job.text)) >= 2
         assert "not restarting: rank 1: signal SIGKILL" in job.text
         assert "3 attempts in a row failed before completing a step" in job.text
-        assert "start 3:" in job.text and "start 4:" not in job.text
+        assert "attempt 3:" in job.text and "attempt 4:" not in job.text
         job.assert_nothing_left()

@@ -49,8 +49,10 @@ def test_a_launcher_that_is_killed_and_started_again_joins_the_next_start(tmp_pa
         second.process.wait()
         again = launch(1, "node1-again")
         assert [first.wait(), again.wait()] == [0, 0], first.text + again.text
-        assert "start 1: rank 0 of 2 on this node" in first.text and "start 1: rank 1 of 2 on this node" in again.text
-        assert "start 0" not in again.text and "no rank called ttp.start" not in again.text
+        assert (
+            "attempt 1: rank 0 of 2 on this node" in first.text and "attempt 1: rank 1 of 2 on this node" in again.text
+        )
+        assert "attempt 0" not in again.text and "no rank called ttp.start" not in again.text
         assert "no step lost" in first.text, "the surviving rank has saved what both had finished"
         assert sorted(first.notes("begun")) == ["begun-0-0", "begun-0-1", "begun-1-0", "begun-1-1"]
         for job in (first, second, again):

@@ -81,7 +81,7 @@ def test_the_end_of_server_or_agent_leaves_nothing(tmp_path: Path, victim: str) 
     """The death of the server is not a fault: the job succeeds, and the next attempt has another one. That of the agent ends all."""
     worker = "import torch\nnote('begun', os.getppid())\nawait_file('go')\nsys.exit(0 if start == '1' else 3)"
     with Launch(tmp_path, worker, "--nproc-per-node", "2", environ=WARM) as job:
-        job.says("start 0: ")
+        job.says("attempt 0: ")
         job.await_notes("begun-0-0", "begun-1-0")
         assert job.read("begun-0-0") == str(job.process.pid)
         [server] = map(int, re.findall(r"forked 2 workers from process (\d+)", job.text))

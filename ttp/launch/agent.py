@@ -144,7 +144,10 @@ class HoldAgent(LocalElasticAgent):
         job_store = self._rendezvous_handler.job_store
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         attempt_dir = self._attempt_directory.make()
-        os.environ.update({"TTP_LAUNCHED": "1", "TTP_ROUND_ID": str(job_store.round_number), START_VARIABLE: start_id})
+        number = str(job_store.round_number)
+        os.environ.update(
+            {"TTP_LAUNCHED": "1", "TTP_ATTEMPT": number, "TTP_ROUND_ID": number, START_VARIABLE: start_id}
+        )
         os.environ["TTP_ATTEMPT_DIR"] = str(attempt_dir or "")
         servers = self._launching.fork_servers
         os.environ["TTP_FORK_SERVER"] = servers.address if servers is not None else ""
@@ -177,7 +180,7 @@ class HoldAgent(LocalElasticAgent):
             self._attempt_directory.remove()
             raise
         log.info(
-            "start %d: %s of %d on this node (of %d), pids %s; workers' store at %s:%d",
+            "attempt %d: %s of %d on this node (of %d), pids %s; workers' store at %s:%d",
             job_store.round_number, ranks_text(pids), worker_group.workers[0].world_size, nodes,
             ", ".join(str(pids[rank]) for rank in sorted(pids)), job_store.host, job_store.port,
         )  # fmt: skip

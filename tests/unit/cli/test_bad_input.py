@@ -169,8 +169,8 @@ def test_a_name_that_no_message_can_carry_is_refused(name: str) -> None:
 def test_an_integer_of_the_environment_is_bounded() -> None:
     """Also one of more digits than Python reads."""
     for value in (str(10**20), "1" * 5000, "x"):
-        with pytest.raises(ConfigError, match="TTP_ROUND_ID='"):
-            Settings.from_env({"TTP_ROUND_ID": value})
+        with pytest.raises(ConfigError, match="TTP_ATTEMPT='"):
+            Settings.from_env({"TTP_ATTEMPT": value})
 
 
 def test_workers_of_a_node_are_bounded() -> None:

@@ -76,7 +76,7 @@ def silent_store() -> Iterator[int]:
         connection.close()
 
 
-class Start:
+class RunningAttempt:
     """Two workers on this node, and their round."""
 
     def __init__(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.unit.launch.attempts import Start
+from tests.unit.launch.attempts import RunningAttempt
 from tests.unit.launch.controller_clients import Switchboard
 from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.links.controller_client import ControllerClient
@@ -34,11 +34,11 @@ def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.fixture
-def led(short_times: None) -> Iterator[Start]:
+def led(short_times: None) -> Iterator[RunningAttempt]:
     """Return an attempt with a controller."""
-    start = Start(60.0, controller=True)
-    yield start
-    start.close()
+    running = RunningAttempt(60.0, controller=True)
+    yield running
+    running.close()
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_workers_of_a_start_that_broke_in_the_middle_are_ended(monkeypatch: pyte
         raise OSError("no process left for the second")
 
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", broken)
-    for name in ("TTP_LAUNCHED", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_FORK_SERVER"):
+    for name in ("TTP_LAUNCHED", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_FORK_SERVER"):
         monkeypatch.setenv(name, "")  # put back afterwards
     try:
         with pytest.raises(OSError, match="no process left"):

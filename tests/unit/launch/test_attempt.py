@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.launch.attempts import DEADLINE_S, Start, silent_store
+from tests.unit.launch.attempts import DEADLINE_S, RunningAttempt, silent_store
 from tests.waiting import until
 from ttp.exchange import controller_file
 from ttp.exchange.discovery import controller_key
@@ -35,18 +35,18 @@ def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
     short_times: None, statuses: tuple[int, int], nodes: int, expected: bool
 ) -> None:
     """Where there is one, and nothing failed here."""
-    start = Start(60.0, controller=True, nodes=nodes)
+    running = RunningAttempt(60.0, controller=True, nodes=nodes)
     try:
         for rank, status in enumerate(statuses):
-            start.leave(status, rank)
-        start.held.start()
-        start.held.join(DEADLINE_S)
-        assert start.attempt.living() == [] and start.attempt.left_for_others() is expected
+            running.leave(status, rank)
+        running.held.start()
+        running.held.join(DEADLINE_S)
+        assert running.attempt.living() == [] and running.attempt.left_for_others() is expected
     finally:
-        start.close()
+        running.close()
 
 
-def test_survivors_are_held_while_a_controller_leads_them(led: Start) -> None:
+def test_survivors_are_held_while_a_controller_leads_them(led: RunningAttempt) -> None:
     """Several times as long as they would be without one."""
     led.fail_one()
     led.held.join(2.0)
@@ -56,7 +56,7 @@ def test_survivors_are_held_while_a_controller_leads_them(led: Start) -> None:
     assert not led.held.is_alive() and led.attempt.living() == []
 
 
-def test_workers_that_a_controller_has_led_get_a_short_grace_after_their_hold(led: Start) -> None:
+def test_workers_that_a_controller_has_led_get_a_short_grace_after_their_hold(led: RunningAttempt) -> None:
     """They had a fault's time to save; those without a controller may save at SIGTERM only."""
     led.fail_one()
     until(lambda: led.attempt.fault is not None, "the hold")
@@ -66,7 +66,7 @@ def test_workers_that_a_controller_has_led_get_a_short_grace_after_their_hold(le
 
 @pytest.mark.parametrize("lost", ["before", "after"])
 def test_survivors_whose_controller_was_lost_are_not_held_for_the_whole_timeout(
-    led: Start, lost: str, caplog: pytest.LogCaptureFixture
+    led: RunningAttempt, lost: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before the fault or in the middle of it: after it no controller leads them to a checkpoint."""
     if lost == "before":
@@ -80,7 +80,7 @@ def test_survivors_whose_controller_was_lost_are_not_held_for_the_whole_timeout(
 
 @pytest.mark.parametrize("signalled", [True, False])
 def test_drained_ranks_are_not_ended_without_a_controller(
-    led: Start, signalled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    led: RunningAttempt, signalled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They save without one; but not after a failure of one of them."""
     monkeypatch.setattr(
@@ -100,7 +100,7 @@ def test_drained_ranks_are_not_ended_without_a_controller(
 
 
 def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(
-    led: Start, monkeypatch: pytest.MonkeyPatch
+    led: RunningAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A standby takes over: the time without a controller counts from the last one's last connection."""
     now_s = time.monotonic()
@@ -126,13 +126,13 @@ def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
     short_times: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A script without a session: nothing can be saved."""
-    start = Start(60.0, controller=False)
+    running = RunningAttempt(60.0, controller=False)
     try:
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.attempt.living() == [0]
+        running.fail_one()
+        running.held.join(DEADLINE_S)
+        assert not running.held.is_alive() and running.attempt.living() == [0]
     finally:
-        start.close()
+        running.close()
     assert "the ranks had no controller for" in caplog.text
     assert "no rank called ttp.start() so far; this attempt is unprotected" in caplog.text
 
@@ -145,13 +145,13 @@ def test_that_no_rank_has_a_session_is_said_only_when_it_is_known(
     monkeypatch.setattr(attempt_module, "ASK_AGAIN_S", 0.1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        start = Start(60.0, controller=False, port=taken.getsockname()[1])
+        running = RunningAttempt(60.0, controller=False, port=taken.getsockname()[1])
         try:
-            start.fail_one()
-            start.held.join(DEADLINE_S)
-            assert not start.held.is_alive() and start.attempt.living() == [0]
+            running.fail_one()
+            running.held.join(DEADLINE_S)
+            assert not running.held.is_alive() and running.attempt.living() == [0]
         finally:
-            start.close()
+            running.close()
     assert "cannot determine whether the ranks have a controller: the workers' store at 127.0.0.1:" in caplog.text
     assert "no rank called ttp.start()" not in caplog.text
     assert "the ranks had no controller for 1 s" in caplog.text
@@ -164,17 +164,17 @@ def test_survivors_are_held_under_a_controller_that_only_the_file_of_their_ranks
     journals = tmp_path / "log"
     journals.mkdir()
     with silent_store() as port:
-        start = Start(60.0, controller=False, port=port, attempt_dir=tmp_path, reporter=Reporter())
+        running = RunningAttempt(60.0, controller=False, port=port, attempt_dir=tmp_path, reporter=Reporter())
         try:
             controller_file.write(tmp_path, controller_file.Controllers(("127.0.0.1:1",), 0, str(journals)))
-            start.fail_one()
-            start.held.join(4 * attempt_module.UNLED_S)
-            assert start.held.is_alive() and start.attempt.living() == [0]
-            start.leave(75)
-            start.held.join(DEADLINE_S)
-            assert not start.held.is_alive() and start.attempt.living() == []
+            running.fail_one()
+            running.held.join(4 * attempt_module.UNLED_S)
+            assert running.held.is_alive() and running.attempt.living() == [0]
+            running.leave(75)
+            running.held.join(DEADLINE_S)
+            assert not running.held.is_alive() and running.attempt.living() == []
         finally:
-            start.close()
+            running.close()
     assert re.search(r"holding rank 0 for up to (5\d|60) s", caplog.text)
     assert "cannot determine whether the ranks have a controller" not in caplog.text
     assert (journals / "story.jsonl").exists(), "the report is made where the journal is"
@@ -184,47 +184,47 @@ def test_how_workers_ended_that_torch_has_reaped_is_taken_from_torch(
     short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A lost status is a success only if torch reports no failure."""
-    start = Start(60.0, controller=True)
+    running = RunningAttempt(60.0, controller=True)
     try:
         monkeypatch.setattr(death_watch, "exit_status", lambda pid: LOST)
-        start.workers[0].kill()
+        running.workers[0].kill()
         until(
-            lambda: start.attempt.living() == [1], "the death of rank 0"
+            lambda: running.attempt.living() == [1], "the death of rank 0"
         )  # one after the other: reported in the order seen
-        start.workers[1].kill()
-        until(lambda: start.attempt.living() == [], "the death of rank 1")
-        assert not start.attempt.failed() and not start.attempt.succeeded()
-        start.attempt.learn({1: -9}, failed=True)
-        assert start.attempt.failed() and not start.attempt.succeeded()
-        assert start.attempt.outcome() == "rank 0: gone, its status is lost; rank 1: signal SIGKILL"
+        running.workers[1].kill()
+        until(lambda: running.attempt.living() == [], "the death of rank 1")
+        assert not running.attempt.failed() and not running.attempt.succeeded()
+        running.attempt.learn({1: -9}, failed=True)
+        assert running.attempt.failed() and not running.attempt.succeeded()
+        assert running.attempt.outcome() == "rank 0: gone, its status is lost; rank 1: signal SIGKILL"
         assert (
             "torchelastic detected the exit of ranks 0-1 first and killed its peers; no emergency checkpoint was possible"
             in caplog.text
         )
-        start.attempt.learn({}, failed=False)
-        assert start.attempt.deaths()[0].status == 0 and start.attempt.deaths()[1].status == -9
+        running.attempt.learn({}, failed=False)
+        assert running.attempt.deaths()[0].status == 0 and running.attempt.deaths()[1].status == -9
     finally:
-        start.held.start()
-        start.close()
+        running.held.start()
+        running.close()
 
 
 def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
     short_times: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch is asked about one in uninterruptible sleep all the same."""
-    start = Start(60.0, controller=True)
+    running = RunningAttempt(60.0, controller=True)
     try:
-        assert not start.attempt.settling()
+        assert not running.attempt.settling()
         monkeypatch.setattr(death_watch, "exit_status", lambda pid: None)
-        start.workers[1].kill()
-        until(lambda: 1 in start.attempt.deaths(), "the death of rank 1")
-        assert start.attempt.settling()
+        running.workers[1].kill()
+        until(lambda: 1 in running.attempt.deaths(), "the death of rank 1")
+        assert running.attempt.settling()
         monkeypatch.setattr(attempt_module, "SETTLE_S", 0.0)
-        assert not start.attempt.settling()
+        assert not running.attempt.settling()
     finally:
-        start.held.start()
+        running.held.start()
         monkeypatch.undo()
-        start.close()
+        running.close()
 
 
 @pytest.mark.parametrize(("status", "held"), [(3, False), (2, True)])
@@ -236,15 +236,15 @@ def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse
     monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 0.2)
     monkeypatch.setattr(attempt_module, "UNLED_S", 1.5)
     monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
-    start = Start(60.0, controller=False)
+    running = RunningAttempt(60.0, controller=False)
     try:
-        start.leave(status, rank=1)
-        until(start.attempt.failed, "the end to be seen")
-        start.held.start()
-        start.held.join(DEADLINE_S)
-        assert start.attempt.living() == [0] and start.attempt.grace_s() == attempt_module.SHUTDOWN_S
+        running.leave(status, rank=1)
+        until(running.attempt.failed, "the end to be seen")
+        running.held.start()
+        running.held.join(DEADLINE_S)
+        assert running.attempt.living() == [0] and running.attempt.grace_s() == attempt_module.SHUTDOWN_S
     finally:
-        start.close()
+        running.close()
     assert ("had no controller for 2 s" in caplog.text) is held
     assert ("had no controller for 0 s" in caplog.text) is not held
 
@@ -252,50 +252,50 @@ def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse
 def test_an_attempts_end_is_reported_with_what_this_node_saw(short_times: None, tmp_path: Path) -> None:
     """Who failed by itself, with its process, its exception and what follows; not the worker that ttprun has ended."""
     path = tmp_path / "story.jsonl"
-    start = Start(60.0, controller=False, reporter=Reporter(path))
+    running = RunningAttempt(60.0, controller=False, reporter=Reporter(path))
     try:
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        start.attempt.end_workers(signal.SIGTERM, 5.0)
-        start.attempt.raised[1] = Recorded("ValueError: boom", "")
-        start.attempt.next = "restart 1 of 3"
+        running.fail_one()
+        running.held.join(DEADLINE_S)
+        running.attempt.end_workers(signal.SIGTERM, 5.0)
+        running.attempt.raised[1] = Recorded("ValueError: boom", "")
+        running.attempt.next = "restart 1 of 3"
     finally:
-        start.close()
+        running.close()
     hold, held, begun, expected = [json.loads(line) for line in path.read_text().splitlines()]
     assert (hold["event"], hold["ranks"]) == ("hold", [0]) and hold["cause"].endswith("ended: signal SIGKILL")
     assert 0 < hold["up_to_s"] <= attempt_module.UNPROTECTED_S, "the attempt is not protected"
     assert (held["event"], held["ranks"]) == ("held", [0]) and held["why"].startswith("the ranks had no controller")
     assert (begun["event"], begun["start"], begun["rows"]) == ("start", 0, []) and len(begun["pids"]) == 2
     (culprit,) = expected["culprits"]
-    assert (culprit["rank"], culprit["pid"]) == (1, start.workers[1].pid)
+    assert (culprit["rank"], culprit["pid"]) == (1, running.workers[1].pid)
     assert culprit["cause"] == "signal SIGKILL: ValueError: boom" and expected["next"] == "restart 1 of 3"
 
 
 @pytest.mark.usefixtures("short_times")
 def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
     """Another node published the fault a while ago and joins again: this one's survivors have the remaining time only."""
-    start = Start(100.0, controller=True, nodes=2)
+    running = RunningAttempt(100.0, controller=True, nodes=2)
     try:
-        other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+        other = PeerAgents(JobStore("127.0.0.1", running.store.port, 0), 1, 2, look_s=0.02)
         other.start()
         other.publish_fault(time.monotonic() - 99.0)
-        peers = start.attempt.peers
+        peers = running.attempt.peers
         assert peers is not None
         until(lambda: peers.fault_begun_monotonic_s is not None, "the other node's report of a fault")
         other.close()
-        held = threading.Thread(target=start.attempt.hold, args=("the set of nodes changes",))
+        held = threading.Thread(target=running.attempt.hold, args=("the set of nodes changes",))
         held.start()
         held.join(DEADLINE_S)
-        assert not held.is_alive() and start.attempt.living() == [0, 1]
-        assert start.attempt.fault is not None and start.attempt.fault.left_s(time.monotonic()) == 0.0
+        assert not held.is_alive() and running.attempt.living() == [0, 1]
+        assert running.attempt.fault is not None and running.attempt.fault.left_s(time.monotonic()) == 0.0
         begun = re.search(r"the fault began (\d+) s ago on another node; its deadline applies", caplog.text)
         assert begun is not None and int(begun[1]) >= 99
         assert "TTP_OT (100 s) expired; terminating ranks 0-1" in caplog.text
     finally:
-        for worker in start.workers:
+        for worker in running.workers:
             worker.kill()
-        start.held.start()
-        start.close()
+        running.held.start()
+        running.close()
 
 
 @pytest.mark.parametrize("since", ["a controller is known", "the ranks have had their time"])
@@ -305,18 +305,18 @@ def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(
     """Later a controller handles it, or a script without a session trains: a silent agent is not a reason to end them."""
     monkeypatch.setattr(peer_agents, "LOOK_S", 0.02)
     monkeypatch.setattr(peer_agents, "LOST_S", 2.0)
-    start = Start(60.0, controller=False, nodes=2)
+    running = RunningAttempt(60.0, controller=False, nodes=2)
     try:
-        until(lambda: start.attempt.lost_node, "the silent node to be missed")
-        assert "node 1 of 2" in start.attempt.lost_node and start.attempt.unreached_store == ""
+        until(lambda: running.attempt.lost_node, "the silent node to be missed")
+        assert "node 1 of 2" in running.attempt.lost_node and running.attempt.unreached_store == ""
         if since == "a controller is known":
-            start.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
-            until(lambda: start.attempt.had_controller, "the controller to be found")
+            running.store.set(controller_key(0), f"127.0.0.1:1 {os.getpid()}")
+            until(lambda: running.attempt.had_controller, "the controller to be found")
         else:
             monkeypatch.setattr(attempt_module, "MEETING_S", 0.0)
-        assert start.attempt.lost_node == ""
+        assert running.attempt.lost_node == ""
     finally:
-        for worker in start.workers:
+        for worker in running.workers:
             worker.kill()
-        start.held.start()
-        start.close()
+        running.held.start()
+        running.close()

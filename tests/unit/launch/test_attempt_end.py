@@ -1,4 +1,4 @@
-"""The end of a start on several nodes: what ended it elsewhere, and a signal in the middle."""
+"""The end of an attempt on several nodes: what ended it elsewhere, and a signal in the middle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from tests.unit.launch.attempts import DEADLINE_S, START_ID, Start
+from tests.unit.launch.attempts import DEADLINE_S, START_ID, RunningAttempt
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from tests.waiting import until
 from ttp.launch.attempts.signals import SAME_S, ShutdownSignals
@@ -42,22 +42,22 @@ def test_an_attempt_that_another_node_ended_is_reported_with_that_nodes_text(tmp
     no agent has reported it either, it is not known."""
     path = tmp_path / "story.jsonl"
     reporter = Reporter(path)
-    start = Start(60.0, controller=False, reporter=reporter, nodes=2)
-    other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+    running = RunningAttempt(60.0, controller=False, reporter=reporter, nodes=2)
+    other = PeerAgents(JobStore("127.0.0.1", running.store.port, 0), 1, 2, look_s=0.02)
     try:
-        peers = start.attempt.peers
+        peers = running.attempt.peers
         assert peers is not None
         other.start()
         if words:
             other.publish_restart(words)
         until(lambda: peers.failure == words, "the other node's report")
-        start.leave(75, rank=0)
-        start.leave(75, rank=1)
-        start.held.start()
-        start.held.join(DEADLINE_S)
-        start.attempt.next = "restart 1 of 3"
+        running.leave(75, rank=0)
+        running.leave(75, rank=1)
+        running.held.start()
+        running.held.join(DEADLINE_S)
+        running.attempt.next = "restart 1 of 3"
     finally:
-        start.close()
+        running.close()
         other.close()
     reporter.finish("succeeded")
     _, *faults, end = lines_of_attempts(path)
@@ -76,17 +76,17 @@ def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: py
     endings: list[AttemptEnd] = []
 
     class Kept(Reporter):
-        def end(self, start: started.Start, ending: AttemptEnd) -> None:
+        def end(self, attempt: started.AttemptStart, ending: AttemptEnd) -> None:
             endings.append(ending)
 
-    start = Start(60.0, controller=True, reporter=Kept())
+    running = RunningAttempt(60.0, controller=True, reporter=Kept())
     try:
-        start.workers[1].kill()
-        start.attempt._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
+        running.workers[1].kill()
+        running.attempt._watch.wait(DEADLINE_S, lambda deaths: 1 in deaths and deaths[1].settled)
         begun_s = time.time()
-        start.attempt.end_at_once()
+        running.attempt.end_at_once()
     finally:
-        start.close()
+        running.close()
     (ending,) = endings
     assert ending.at_once.ranks == {0} and dict(ending.exits) == {1: "signal SIGKILL"}
     assert begun_s <= ending.at_once.unix_s <= time.time()
@@ -114,7 +114,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_attempt_is_re
     controller = subprocess.Popen(
         [sys.executable, "-c", code, "ttp.controller"], env=environ, stdout=subprocess.PIPE, start_new_session=True
     )
-    start = Start(60.0, controller=False, reporter=Reporter(path), nodes=2)
+    running = RunningAttempt(60.0, controller=False, reporter=Reporter(path), nodes=2)
     before = signal.signal(signal.SIGTERM, raise_signal)
 
     def tell_to_end() -> None:
@@ -123,13 +123,13 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_attempt_is_re
 
     try:
         assert controller.stdout is not None and controller.stdout.readline()
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        start.attempt.end_workers(signal.SIGTERM, 5.0)
+        running.fail_one()
+        running.held.join(DEADLINE_S)
+        running.attempt.end_workers(signal.SIGTERM, 5.0)
         teller = threading.Thread(target=tell_to_end)
         teller.start()
         with pytest.raises(SignalException):
-            start.attempt.close()
+            running.attempt.close()
         teller.join(DEADLINE_S)
         assert controller.wait(DEADLINE_S) == -signal.SIGTERM
         assert f"controller (pid {controller.pid}): ranks on other nodes may still be writing" in caplog.text
@@ -140,7 +140,7 @@ def test_a_signal_while_a_controller_is_waited_for_ends_it_and_the_attempt_is_re
         signal.signal(signal.SIGTERM, before)
         with controller:
             controller.kill()
-        start.close()
+        running.close()
 
 
 @RAISED_ANYWHERE
@@ -164,7 +164,7 @@ def test_a_first_signal_keeps_a_controllers_time_and_a_forcing_one_does_not(
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    start = Start(60.0, controller=False, reporter=Reporter(path), nodes=2)
+    running = RunningAttempt(60.0, controller=False, reporter=Reporter(path), nodes=2)
     notices = ShutdownSignals(clock)
     notices.install()
 
@@ -192,12 +192,12 @@ def test_a_first_signal_keeps_a_controllers_time_and_a_forcing_one_does_not(
     teller = threading.Thread(target=tell_to_end)
     try:
         assert controller.stdout is not None and controller.stdout.readline()
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        start.attempt.end_workers(signal.SIGTERM, 5.0)
+        running.fail_one()
+        running.held.join(DEADLINE_S)
+        running.attempt.end_workers(signal.SIGTERM, 5.0)
         teller.start()
         with pytest.raises(SignalException) as raised, notices.leaving():
-            start.attempt.close(True, lambda: notices.name)
+            running.attempt.close(True, lambda: notices.name)
         name = "SIGINT" if forces else "SIGTERM"
         assert raised.value.sigval.name == name
         assert controller.wait(DEADLINE_S) == (-signal.SIGTERM if forces else 0)
@@ -209,23 +209,23 @@ def test_a_first_signal_keeps_a_controllers_time_and_a_forcing_one_does_not(
             teller.join(DEADLINE_S)
         with controller:
             controller.kill()
-        start.close()
+        running.close()
 
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_controllers_that_other_nodes_may_need_have_the_rest_of_a_faults_time_unless_a_signal_forces_the_end(
     patient: bool, short_times: None
 ) -> None:
-    start = Start(60.0, controller=True, nodes=2)
+    running = RunningAttempt(60.0, controller=True, nodes=2)
     waits: list[float] = []
-    inner: Any = start.attempt
+    inner: Any = running.attempt
     inner._end_controllers = waits.append
     try:
-        start.fail_one()
-        start.leave(75)
-        start.held.join(DEADLINE_S)
-        start.attempt.close(patient)
+        running.fail_one()
+        running.leave(75)
+        running.held.join(DEADLINE_S)
+        running.attempt.close(patient)
         (wait_s,) = waits
         assert 0.0 < wait_s <= 60.0 if patient else wait_s == 0.0
     finally:
-        start.close()
+        running.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.unit.launch.attempts import DEADLINE_S, Start
+from tests.unit.launch.attempts import DEADLINE_S, RunningAttempt
 from tests.waiting import until
 from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.attempts import leftover_ranks
@@ -20,8 +20,8 @@ from ttp.launch.rendezvous.fresh_store import JobStore
 
 
 @pytest.fixture
-def patient(led: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Return a start whose ranks have very long to leave by themselves."""
+def patient(led: RunningAttempt, monkeypatch: pytest.MonkeyPatch) -> RunningAttempt:
+    """Return an attempt whose ranks have very long to leave by themselves."""
     monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 50.0)
     monkeypatch.setattr(leftover_ranks, "PATIENCE_S", 0.1)
     return led
@@ -32,15 +32,15 @@ def await_stop(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
-def let_one_leave(start: Start) -> None:
+def let_one_leave(running: RunningAttempt) -> None:
     """Rank 1 exits on the controller's order, and rank 0 is held."""
-    start.leave(75, rank=1)
-    until(start.attempt.failed, "the end to be seen")
-    start.held.start()
+    running.leave(75, rank=1)
+    until(running.attempt.failed, "the end to be seen")
+    running.held.start()
 
 
 def test_a_stopped_rank_is_ended_at_once_when_another_has_left_on_the_controllers_word(
-    patient: Start, caplog: pytest.LogCaptureFixture
+    patient: RunningAttempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would not leave by itself, nor at SIGTERM, and has nothing to save: no grace is waited for."""
     await_stop(patient.workers[0].pid)
@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_ended_at_once_when_another_has_left_on_the_controller
 
 
 def test_a_stopped_rank_lives_as_long_as_the_controller_has_not_sent_the_ranks_away(
-    patient: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    patient: RunningAttempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other left with the same exit code because it had lost its controller: the stopped one may be the only holder."""
     monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
@@ -76,19 +76,19 @@ def test_ranks_that_the_controller_has_not_sent_away_are_held_up_to_the_deadline
 ) -> None:
     """Not longer, and the deadline is logged."""
     monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
-    start = Start(2.0, controller=True)
+    running = RunningAttempt(2.0, controller=True)
     try:
-        start.line.decided = False
-        let_one_leave(start)
-        start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.attempt.living() == [0]
+        running.line.decided = False
+        let_one_leave(running)
+        running.held.join(DEADLINE_S)
+        assert not running.held.is_alive() and running.attempt.living() == [0]
         assert "TTP_OT (2 s) expired; terminating rank 0" in caplog.text
     finally:
-        start.close()
+        running.close()
 
 
 def test_a_stopped_rank_has_the_others_time_while_the_shutdown_is_undecided(
-    led: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    led: RunningAttempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The controller is lost: the other rank's exit code alone is not a reason to kill."""
     monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 1.0)
@@ -104,7 +104,7 @@ def test_a_stopped_rank_has_the_others_time_while_the_shutdown_is_undecided(
 
 
 def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
-    patient: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    patient: RunningAttempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A state of two seconds ago is not a reason."""
     asked = threading.Event()
@@ -124,19 +124,19 @@ def test_a_stopped_rank_that_goes_on_while_stacks_are_gathered_leaves_by_itself(
     assert "killed" not in caplog.text
 
 
-def end_given_up(start: Start, done: Callable[[], bool]) -> None:
+def end_given_up(running: RunningAttempt, done: Callable[[], bool]) -> None:
     """Look again and again, as the agent does."""
 
     def looked() -> bool:
         if not done():
-            start.attempt.end_given_up()
+            running.attempt.end_given_up()
         return done()
 
     until(looked, "the end of those that are given up")
 
 
 def test_ranks_that_stand_still_are_ended_when_the_controller_has_sent_all_away(
-    patient: Start, caplog: pytest.LogCaptureFixture
+    patient: RunningAttempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No rank here has failed or left: what the others had is saved, and perhaps the job is over on every other node."""
     for worker in patient.workers:
@@ -148,7 +148,7 @@ def test_ranks_that_stand_still_are_ended_when_the_controller_has_sent_all_away(
     assert "killed ranks 0-1 (stopped): these ranks have nothing more to save" in caplog.text
 
 
-def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: Start) -> None:
+def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: RunningAttempt) -> None:
     """A script that handles its trainer's exception saves and evaluates for as long as it likes. Who was silent is ended when it is
     through, for the end of one is the end of all; the controller is asked about it once."""
     patient.line.sent_away_monotonic_s = time.monotonic()
@@ -163,7 +163,7 @@ def test_ranks_that_were_sent_away_may_have_work_of_their_own(patient: Start) ->
 
 
 def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
-    patient: Start, monkeypatch: pytest.MonkeyPatch
+    patient: RunningAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sent the ranks away, so that all is decided; whom it had given up is not known any more."""
     monkeypatch.setattr(leftover_ranks, "ANSWERS_S", 0.3)
@@ -175,7 +175,7 @@ def test_a_controller_that_never_answers_costs_only_those_that_are_stopped(
     assert time.monotonic() - patient.line.sent_away_monotonic_s > 0.3
 
 
-def test_who_is_stopped_later_may_go_on(patient: Start) -> None:
+def test_who_is_stopped_later_may_go_on(patient: RunningAttempt) -> None:
     """A script that is stopped for inspection is not ended."""
     patient.line.sent_away_monotonic_s = time.monotonic() - leftover_ranks.ANSWERS_S - 1.0
     patient.attempt.end_given_up()
@@ -187,28 +187,28 @@ def test_who_is_stopped_later_may_go_on(patient: Start) -> None:
 
 def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_only(short_times: None) -> None:
     """This launcher had no line to the controller when that sent the ranks away. Others here may still have work of their own."""
-    start = Start(0.5, controller=True, nodes=2)
-    other = PeerAgents(JobStore("127.0.0.1", start.store.port, 0), 1, 2, look_s=0.02)
+    running = RunningAttempt(0.5, controller=True, nodes=2)
+    other = PeerAgents(JobStore("127.0.0.1", running.store.port, 0), 1, 2, look_s=0.02)
     try:
         other.start()
-        await_stop(start.workers[0].pid)
+        await_stop(running.workers[0].pid)
         for _ in range(20):
-            start.attempt.end_given_up()
-        assert start.attempt.living() == [0, 1], "nothing is known of the others"
+            running.attempt.end_given_up()
+        assert running.attempt.living() == [0, 1], "nothing is known of the others"
         other.publish_failed("b has failed (rank 3: signal SIGKILL)")
         began_s = time.monotonic()
         while time.monotonic() - began_s < 1.5:
-            start.attempt.end_given_up()
+            running.attempt.end_given_up()
             time.sleep(0.01)
-        assert start.attempt.living() == [0, 1], "the other one works"
-        start.leave(0, rank=1)
-        end_given_up(start, done=lambda: start.attempt.living() == [])
+        assert running.attempt.living() == [0, 1], "the other one works"
+        running.leave(0, rank=1)
+        end_given_up(running, done=lambda: running.attempt.living() == [])
     finally:
-        start.close()
+        running.close()
         other.close()
 
 
-def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) -> None:
+def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: RunningAttempt) -> None:
     """It may go on, and be the one that holds what is to be saved."""
     await_stop(patient.workers[0].pid)
     patient.fail_one()
@@ -221,7 +221,7 @@ def test_a_stopped_rank_is_not_ended_while_nothing_is_decided(patient: Start) ->
 
 
 def test_a_rank_that_was_silent_is_ended_soon_when_another_has_left_on_the_controllers_word(
-    patient: Start, caplog: pytest.LogCaptureFixture
+    patient: RunningAttempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The controller reports it; an interpreter that C code blocks looks healthy to the operating system."""
     patient.line.silent = frozenset({0, 7})
@@ -231,7 +231,7 @@ def test_a_rank_that_was_silent_is_ended_soon_when_another_has_left_on_the_contr
     assert "killed rank 0 (silent): these ranks have nothing more to save" in caplog.text
 
 
-def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patient: Start) -> None:
+def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patient: RunningAttempt) -> None:
     """Others' silence is nothing to it."""
     patient.line.silent = frozenset({7})
     let_one_leave(patient)
@@ -243,7 +243,7 @@ def test_a_rank_that_was_neither_stopped_nor_silent_has_its_time_to_leave(patien
 
 
 def test_a_stopped_rank_without_a_controller_has_no_grace_after_its_hold(
-    led: Start, caplog: pytest.LogCaptureFixture
+    led: RunningAttempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIGTERM would not reach it."""
     await_stop(led.workers[0].pid)
@@ -260,12 +260,12 @@ def test_a_stopped_rank_without_any_protection_keeps_its_grace(
     short_times: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its script may save at SIGTERM, as under torchrun, when somebody has it go on."""
-    start = Start(60.0, controller=False)
+    running = RunningAttempt(60.0, controller=False)
     try:
-        await_stop(start.workers[0].pid)
-        start.fail_one()
-        start.held.join(DEADLINE_S)
-        assert not start.held.is_alive() and start.attempt.living() == [0]
+        await_stop(running.workers[0].pid)
+        running.fail_one()
+        running.held.join(DEADLINE_S)
+        assert not running.held.is_alive() and running.attempt.living() == [0]
         assert "killed" not in caplog.text, "its end would be seen a moment later"
     finally:
-        start.close()
+        running.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.launch.report.merge import earlier, of_this_job
-from ttp.launch.report.reporter import Reporter, Start
+from ttp.launch.report.reporter import AttemptStart, Reporter
 
 from .test_reporter import KILLED_AT_S, ending, put, written
 
@@ -62,7 +62,7 @@ def test_repeated_steps_count_once_where_the_end_of_their_attempt_is_not_known(t
     reporter.end(put("killed", tmp_path), replace(ending(tmp_path, rank_2="signal SIGKILL"), first_step=1))
     reporter.begin(here=True)
     unknown = replace(ending(tmp_path), first_step=1, elsewhere=None)
-    reporter.end(Start(number=1, begun_unix_s=KILLED_AT_S + 1.0), unknown)
+    reporter.end(AttemptStart(number=1, begun_unix_s=KILLED_AT_S + 1.0), unknown)
     reporter.finish("failed")
     end = written(tmp_path / "story.jsonl")[-1]
     assert (end["untold_starts"], end["steps_again"], end["steps_lost"]) == ([1], 7, 7)

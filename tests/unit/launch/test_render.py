@@ -31,7 +31,7 @@ def killed(**changed: Any) -> list[str]:
 def test_a_kill_has_seven_lines() -> None:
     """Who, cause, where, saved, took, next."""
     assert fault_lines(KILL) == [
-        "--- fault in start 4: a process exited ---",
+        "--- fault in attempt 4: a process exited ---",
         "who     rank 2 on node a (pid 71)",
         "cause   signal SIGKILL",
         "where   last heartbeat: READY of step 42; the others: ranks 0-1 in READY of step 42; rank 3 in DONE of step 42",
@@ -114,7 +114,7 @@ def test_a_fault_of_another_node_has_that_nodes_text() -> None:
     """No rank here is at fault, and what was lost is not known."""
     report = reported([], 3, elsewhere="b failed (rank 2: signal SIGKILL) and restarts")
     assert fault_lines(report) == [
-        "--- fault in start 3: another node failed ---",
+        "--- fault in attempt 3: another node failed ---",
         "who     another node",
         "cause   b failed (rank 2: signal SIGKILL) and restarts",
         "saved   nothing: no controller on this node led the ranks",

@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
 from ttp.launch.report.incident import AttemptEnd
-from ttp.launch.report.reporter import Reporter, Start
+from ttp.launch.report.reporter import AttemptStart, Reporter
 from ttp.launch.report.story_file import read_journals
 from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import StackWriter
@@ -39,9 +39,9 @@ END_KEYS = [
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 
 
-def put(name: str, log_dir: Path, number: int = 0) -> Start:
+def put(name: str, log_dir: Path, number: int = 0) -> AttemptStart:
     shutil.copy(JOURNALS / f"{name}.jsonl", log_dir / f"journal_{number}.jsonl")
-    return Start(number=number, begun_unix_s=0.0)
+    return AttemptStart(number=number, begun_unix_s=0.0)
 
 
 def ending(log_dir: Path | None, **exits: str) -> AttemptEnd:
@@ -57,7 +57,7 @@ def test_a_job_is_reported_from_its_start_to_its_end(tmp_path: Path, capsys: pyt
     """The table once, though the client reads again and the end reads once more; then the fault; then the summary."""
     reporter = Reporter(clock=lambda: KILLED_AT_S + 2.0)
     reporter.begin(here=True)
-    start = Start(number=0, begun_unix_s=0.0)
+    start = AttemptStart(number=0, begun_unix_s=0.0)
     (tmp_path / "journal_0.jsonl").touch()
     assert not reporter.watch(start, tmp_path), "no rank has registered yet"
     put("killed", tmp_path)
@@ -68,7 +68,7 @@ def test_a_job_is_reported_from_its_start_to_its_end(tmp_path: Path, capsys: pyt
     assert printed.count("the job survives: any 1 of 4 ranks; 4 of 6 pairs ---") == 1
     rows = [line.split() for line in printed.splitlines() if "shard" in line]
     assert rows[0] == ["0", "vm", "22696", "shard", "0", "of", "2", "(0.2", "MiB)", "rank", "2"] and len(rows) == 4
-    parts = ("the job survives", "also on", "--- fault in start 0", "next    restart 1 of 3", "--- the job has ended")
+    parts = ("the job survives", "also on", "--- fault in attempt 0", "next    restart 1 of 3", "--- the job has ended")
     assert sorted(parts, key=printed.index) == list(parts)
     assert "lost    0 steps; 2." in printed
 
@@ -77,7 +77,7 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The controller client reads once a second; the agent's own line on a death may come first."""
-    late = "start 0 as it was before its fault:\n--- start 0: 4 ranks"
+    late = "attempt 0 as it was before its fault:\n--- attempt 0: 4 ranks"
     reporter = Reporter()
     reporter.begin(here=True)
     start = put("killed", tmp_path)
@@ -87,7 +87,7 @@ def test_a_table_that_comes_after_the_first_lines_of_the_fault_says_so(
         before + assembled + whole[len(before + assembled) :].partition("\n")[0] + "\n"
     )
     assert reporter.watch(start, tmp_path)
-    assert "--- start 0: 4 ranks" in (printed := capsys.readouterr().err) and "as it was before" not in printed
+    assert "--- attempt 0: 4 ranks" in (printed := capsys.readouterr().err) and "as it was before" not in printed
     again = Reporter()
     again.begin(here=True)
     again.end(put("killed", tmp_path), ending(tmp_path))
@@ -114,7 +114,7 @@ def test_the_lines_for_machines_are_frozen(tmp_path: Path) -> None:
 
 
 def test_two_agents_in_one_folder_are_distinguished(tmp_path: Path) -> None:
-    """Both begin with start 0, and the second appends."""
+    """Both begin with attempt 0, and the second appends."""
     for launch in ("none_1a", "none_2b"):
         reporter = Reporter(launch=launch)
         reporter.begin(here=True)
@@ -133,7 +133,7 @@ def test_a_restart_of_the_same_ranks_repeats_no_table(tmp_path: Path, capsys: py
         start = put("killed", tmp_path, number)
         assert reporter.watch(start, tmp_path)
     printed = capsys.readouterr().err
-    assert printed.count("also on") == 1 and "--- start 1: 4 ranks" in printed
+    assert printed.count("also on") == 1 and "--- attempt 1: 4 ranks" in printed
     assert [line["start"] for line in written(tmp_path / "story.jsonl")] == [0, 1]
 
 
@@ -169,7 +169,7 @@ def test_a_node_whose_standby_led_reports_what_rank_0s_agent_cannot_read(
     shutil.copy(JOURNALS / "taken_over" / "standby_1_1.jsonl", tmp_path)
     reporter = Reporter()
     reporter.begin(here=False)
-    reporter.end(Start(number=1, begun_unix_s=0.0), ending(tmp_path))
+    reporter.end(AttemptStart(number=1, begun_unix_s=0.0), ending(tmp_path))
     printed = capsys.readouterr().err
     assert "saved   step 17 in " in printed and "standby 1 took over" in printed
 
@@ -181,7 +181,7 @@ def test_the_fault_of_a_lost_node_is_reported_by_the_one_that_rank_0_moves_to(
     reporter = Reporter()
     for name in ("journal_1.jsonl", "standby_1_1.jsonl"):
         shutil.copy(JOURNALS / "taken_over" / name, tmp_path)
-    start = Start(number=1, begun_unix_s=0.0)
+    start = AttemptStart(number=1, begun_unix_s=0.0)
     for here in (False, True):
         reporter.begin(here=False)
         reporter.end(start, ending(tmp_path))
@@ -194,7 +194,7 @@ def test_workers_without_a_session_are_reported_on_the_console_only(capsys: pyte
     """And a summary that does not speak of training."""
     reporter = Reporter()
     reporter.begin(here=True)
-    reporter.end(Start(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
+    reporter.end(AttemptStart(number=0, begun_unix_s=0.0), ending(None, rank_1="exit code 1"))
     reporter.finish("failed", "rank 1: exit code 1")
     printed = capsys.readouterr().err
     assert (
@@ -209,7 +209,7 @@ def test_starts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(t
     """The first attempt died in an import; the second one's ranks published where its journals are."""
     reporter = Reporter(clock=lambda: KILLED_AT_S)
     reporter.begin(here=True)
-    reporter.end(Start(number=0, begun_unix_s=5.0, world_size=4), ending(None, rank_1="exit code 1"))
+    reporter.end(AttemptStart(number=0, begun_unix_s=5.0, world_size=4), ending(None, rank_1="exit code 1"))
     assert not list(tmp_path.iterdir())
     reporter.begin(here=True)
     reporter.end(put("killed", tmp_path, 1), ending(tmp_path))
@@ -253,16 +253,16 @@ def test_a_damaged_journal_costs_a_line_of_warning(
         journal.write_text(content)
     reporter = Reporter()
     reporter.begin(here=True)
-    start = Start(number=0, begun_unix_s=0.0)
+    start = AttemptStart(number=0, begun_unix_s=0.0)
     with caplog.at_level(logging.WARNING, "ttp.launch"):
         assert reporter.watch(start, tmp_path)
         reporter.end(start, ending(tmp_path))
     assert "cannot read the table of shards" in caplog.text
-    assert "cannot report the end of start 0" in caplog.text
+    assert "cannot report the end of attempt 0" in caplog.text
 
 
 def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Path) -> None:
-    """A new launcher in the same folder begins with start 0 again, and appends."""
+    """A new launcher in the same folder begins with attempt 0 again, and appends."""
     put("killed", tmp_path)
     with open(tmp_path / "journal_0.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"unix_s": KILLED_AT_S + 60, "event": "assembled", "fields": {}}) + "\n")
@@ -288,9 +288,10 @@ def test_an_agent_that_rank_0_moves_to_counts_the_earlier_ones_reports(
     later.end(put("killed", tmp_path, 2), ending(tmp_path))
     later.finish("succeeded")
     printed = capsys.readouterr().err
-    assert "starts  3 in 60.0 s" in printed
+    assert "ran     3 attempts in 60.0 s" in printed
     assert (
-        "faults  2 faults; the end of start 1 is not known on this node" in printed and "saved   steps 7, 7" in printed
+        "faults  2 faults; the end of attempt 1 is not known on this node" in printed
+        and "saved   steps 7, 7" in printed
     )
     end = written(tmp_path / "story.jsonl")[-1]
     assert (end["starts"], end["faults"], end["untold_starts"], end["lasted_since"]) == (3, 2, [1], 0)
@@ -300,14 +301,14 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
     """Disks that are not shared: nothing is known of the starts before, and nothing is made up."""
     reporter = Reporter(tmp_path / "story.jsonl", clock=lambda: 7.0)
     reporter.begin(here=True, number=2)
-    reporter.end(Start(number=2, begun_unix_s=0.0), AttemptEnd(
+    reporter.end(AttemptStart(number=2, begun_unix_s=0.0), AttemptEnd(
         log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={1: 71}))  # fmt: skip
     reporter.finish("succeeded")
     printed = capsys.readouterr().err
-    assert "starts  3; since start 2 0.0 s" in printed
+    assert "ran     3 attempts; 0.0 s since attempt 2" in printed
     assert (
-        "faults  0 faults; the end of starts 0-1 is not known on this node" in printed
-        and "lost    unknown: the end of starts 0-1" in printed
+        "faults  0 faults; the end of attempts 0-1 is not known on this node" in printed
+        and "lost    unknown: the end of attempts 0-1" in printed
     )
 
 
@@ -370,7 +371,7 @@ def test_a_lost_console_loses_no_event(tmp_path: Path, monkeypatch: pytest.Monke
     reporter = Reporter()
     reporter.begin(here=True)
     assert reporter.watch(put("killed", tmp_path), tmp_path)
-    reporter.end(Start(number=0, begun_unix_s=0.0), ending(tmp_path, rank_2="signal SIGKILL"))
+    reporter.end(AttemptStart(number=0, begun_unix_s=0.0), ending(tmp_path, rank_2="signal SIGKILL"))
     reporter.finish("succeeded")
     assert [line["event"] for line in written(tmp_path / "story.jsonl")] == ["start", "fault", "end"]
 
@@ -418,7 +419,7 @@ def test_a_malformed_line_of_an_earlier_agent_costs_that_agents_reports(
     end = written(path)[-1]
     assert list(end) == END_KEYS and (end["result"], end["why"]) == ("failed", "rank 2: signal SIGKILL")
     assert (end["starts"], end["faults"], end["untold_starts"]) == (2, 1, [0])
-    assert "the end of start 0 is not known on this node" in capsys.readouterr().err
+    assert "the end of attempt 0 is not known on this node" in capsys.readouterr().err
 
 
 def test_a_job_that_cannot_be_summed_up_has_an_end(

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.launch.test_reporter import KILLED_AT_S, ending, put, written
 from ttp.exchange import last_step
 from ttp.exchange.last_step import LastStep
-from ttp.launch.report.reporter import Reporter, Start
+from ttp.launch.report.reporter import AttemptStart, Reporter
 
 
 def test_the_last_line_is_of_the_step_where_training_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         reporter.end(put("killed", folder), first)
         assert "no step lost" in capsys.readouterr().err
         reporter.begin(here=True)
-        second = Start(number=1, begun_unix_s=KILLED_AT_S + 1.0)
+        second = AttemptStart(number=1, begun_unix_s=KILLED_AT_S + 1.0)
         last_step.write(folder, 1, LastStep(9, 9))
         reporter.end(second, replace(ending(folder), first_step=first_step, succeeded=True))
         reporter.finish("succeeded")
@@ -63,7 +63,7 @@ def test_steps_that_are_trained_again_after_a_broken_checkpoint_are_lost(
         lines = [line for line in written(folder / "story.jsonl") if line["event"] == "again"]
         printed = [(line["start"], line["first_step"], line["kept_step"], line["steps"]) for line in lines]
         assert printed == ([(1, first_step, 7, lost)] if lost else [])
-        said = f"start 1 resumed at step {first_step}, although step 7 was saved"
+        said = f"attempt 1 resumed at step {first_step}, although step 7 was saved"
         assert (said in caplog.text) == bool(lost)
 
 

@@ -56,8 +56,8 @@ TABLE = [
         replace(CALM, last=LastStep(60, 59)),
         "no checkpoint on disk of the last 1 step, up to step 60 (the newest is of step 59)",
     ),
-    (replace(CALM, untold_starts=(0, 1)), "unknown: the end of starts 0-1 is not known on this node"),
-    (replace(CALM, untold_starts=(1,)), "unknown: the end of start 1 is not known on this node"),
+    (replace(CALM, untold_starts=(0, 1)), "unknown: the end of attempts 0-1 is not known on this node"),
+    (replace(CALM, untold_starts=(1,)), "unknown: the end of attempt 1 is not known on this node"),
     (FAULT, "0 steps; 31.2 s without training"),
     (replace(FAULT, steps_lost=3), "3 steps; 31.2 s without training"),
     (replace(FAULT, unknown_losses=1), "unknown after 1 fault; 31.2 s without training"),
@@ -112,7 +112,7 @@ def test_the_summary_covers_the_entire_job() -> None:
     assert summary_lines(SUMMARY) == [
         "--- the job has ended ---",
         "result  succeeded",
-        "starts  3 in 301.0 s",
+        "ran     3 attempts in 301.0 s",
         "faults  2 faults, 1 false alarm",
         "saved   steps 42, 90",
         "lost    0 steps; 31.2 s without training",
@@ -126,9 +126,9 @@ def test_the_summary_does_not_hide_what_is_not_known() -> None:
     stopped = summary_lines(replace(SUMMARY, faults=1, notices=1, unknown_losses=1))
     assert "faults  0 faults, 1 preemption notice, 1 false alarm" in stopped
     assert "lost    unknown after 1 notice; 31.2 s without training" in stopped
-    assert "starts  3 in 120 min" in lines and not any(line.startswith("saved") for line in lines)
+    assert "ran     3 attempts in 120 min" in lines and not any(line.startswith("saved") for line in lines)
     calm = summary_lines(replace(SUMMARY, starts=1, faults=0, false_alarms=0, saved_steps=(), lost_s=0.0))
-    assert calm[2:] == ["starts  1 in 301.0 s", "faults  0 faults", "lost    nothing"]
+    assert calm[2:] == ["ran     1 attempt in 301.0 s", "faults  0 faults", "lost    nothing"]
 
 
 def test_steps_that_were_trained_again_without_a_fault_are_lost_too() -> None:

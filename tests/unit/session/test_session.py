@@ -388,8 +388,8 @@ def test_one_session_a_process(tmp_path: Path) -> None:
 
 def test_a_process_of_an_earlier_start_is_none_of_a_later_one() -> None:
     """Controllers refuse the messages of another job; under ttprun every start is one. torchrun's nodes may count differently."""
-    run = {"TORCHELASTIC_RUN_ID": "run", "TTP_ROUND_ID": "0"}
-    first, second = (Settings.from_env({**run, "TTP_LAUNCHED": "1", "TTP_ROUND_ID": number}) for number in "01")
+    run = {"TORCHELASTIC_RUN_ID": "run", "TTP_ATTEMPT": "0"}
+    first, second = (Settings.from_env({**run, "TTP_LAUNCHED": "1", "TTP_ATTEMPT": number}) for number in "01")
     assert first.start_name != second.start_name
     assert Settings.from_env(run).start_name == "run"
 

@@ -59,6 +59,7 @@ def test_the_tables_have_every_variable_and_no_other() -> None:
     shown = SETTINGS.read_text()
     users = re.findall(r"`([A-Z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", shown, re.M)))
     by_programs = {
+        "TTP_ATTEMPT",
         "TTP_ROUND_ID",
         "TTP_LAUNCHED",
         "TTP_FAULTS",
@@ -68,6 +69,20 @@ def test_the_tables_have_every_variable_and_no_other() -> None:
         "TTP_FORK_SERVER",
     }
     assert set(users) == set(VARIABLES) - by_programs
+
+
+@pytest.mark.parametrize(
+    ("environ", "number"),
+    [
+        ({}, 0),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, 1),
+        ({"TORCHELASTIC_RESTART_COUNT": "1", "TTP_ROUND_ID": "2"}, 2),
+        ({"TORCHELASTIC_RESTART_COUNT": "1", "TTP_ROUND_ID": "2", "TTP_ATTEMPT": "3"}, 3),
+    ],
+)
+def test_an_attempts_number_is_read_by_its_new_name_first(environ: dict[str, str], number: int) -> None:
+    """Then by the one before; without ttprun it is torchrun's count of restarts."""
+    assert Settings.from_env(environ).round_number == number
 
 
 def test_only_what_nothing_reads_is_unknown() -> None:

@@ -25,7 +25,7 @@ from ttp.launch.links.peer_agents import PeerAgents
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.exit_status import RankFailure, Recorded, describe, first_failure, outcome_text
 from ttp.launch.report.incident import AtOnce, AttemptEnd
-from ttp.launch.report.reporter import Start
+from ttp.launch.report.reporter import AttemptStart
 from ttp.launch.watch.death_watch import Death, DeathWatch
 from ttp.launch.watch.oom import OutOfMemory
 from ttp.launch.watch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
@@ -95,7 +95,7 @@ class Attempt:
         self._hosts_rank_zero = hosts_rank_zero
         self._fault: RankFailure | None = None
         self._ended: set[int] = set()
-        self._start = Start(number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size)
+        self._start = AttemptStart(number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size)
         self._reporter = launching.reporter
         if self._reporter is not None:
             self._reporter.begin(hosts_rank_zero, self._start.number)

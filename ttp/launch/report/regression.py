@@ -29,11 +29,11 @@ class GoneBack:
     def text(self, first_step: int) -> str:
         """Return it as text, for people."""
         why = f"because {self.skipped} was skipped" if self.skipped else f"although step {self.kept_step} was saved"
-        return f"resumed at step {first_step}, {why}: {counted(self.steps, 'step')} to repeat; the ranks' log of their start may show why"
+        return f"resumed at step {first_step}, {why}: {counted(self.steps, 'step')} to repeat; the ranks' log of that attempt may show why"
 
 
 def gone_back(
-    reports: Sequence[Report], start: int, first_step: int, progressed: Collection[int], skipped: str = ""
+    reports: Sequence[Report], attempt: int, first_step: int, progressed: Collection[int], skipped: str = ""
 ) -> GoneBack | None:
     """Compare an attempt's first completed step with what the faults before it had kept; None: it has resumed from there, or that is not known.
 
@@ -43,7 +43,9 @@ def gone_back(
     """
     since = max(progressed, default=-1)
     known = (
-        step_of_directory(Path(each.incident.goes_on_from)) for each in reversed(reports) if since <= each.start < start
+        step_of_directory(Path(each.incident.goes_on_from))
+        for each in reversed(reports)
+        if since <= each.start < attempt
     )
     kept = next((step for step in known if step is not None), 0)
     broken = step_of_directory(Path(skipped)) or 0

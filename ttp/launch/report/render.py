@@ -41,7 +41,7 @@ def labelled(found: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{label:<{_LABEL}}{text}" for label, text in found if text]
 
 
-def start_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> Table:
+def attempt_table(rows: Sequence[Mapping[str, Any]], pids: Mapping[str, int]) -> Table:
     """Lay out which shards are stored where: a row for each rank, or for each node of a large job."""
     by_rank = any(row["shards"] for row in rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -70,7 +70,7 @@ def fault_lines(report: Report) -> list[str]:
         ("took", _took(incident.took_ms or {}, incident.took_over)),
         ("next", _next(report)),
     ]
-    heading = f"--- fault in start {report.start}: {_KINDS.get(incident.kind, incident.kind)} ---"
+    heading = f"--- fault in attempt {report.start}: {_KINDS.get(incident.kind, incident.kind)} ---"
     return [heading, *labelled(found)]
 
 

@@ -33,7 +33,7 @@ from ttp.launch.report.incident import (
 )
 from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.regression import gone_back
-from ttp.launch.report.render import fault_lines, start_table
+from ttp.launch.report.render import attempt_table, fault_lines
 from ttp.launch.report.saved_alone_report import report_of_save
 from ttp.launch.report.story_file import ReportFile, read_events, read_journals
 from ttp.launch.report.summary import Summary, summary_lines
@@ -57,7 +57,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class AttemptStart:
     """One attempt, as the agent on rank 0's node knows it."""
 
     number: int
@@ -86,7 +86,7 @@ class Reporter:
         """Of the current attempt."""
         self._reported: set[int] = set()
         """Attempts whose end this agent has reported, with or without a fault."""
-        self._unreported: tuple[Start, AttemptEnd] | None = None
+        self._unreported: tuple[AttemptStart, AttemptEnd] | None = None
         """An attempt that another node's agent reports, unless that node is lost: then rank 0 moves to another node."""
         self._ended_in_fault = False
         """Whether the newest attempt that was reported here ended in a fault."""
@@ -117,34 +117,34 @@ class Reporter:
             if here and unreported is not None:
                 self._guarded_end(*unreported, introduce=False)
 
-    def watch(self, start: Start, log_dir: Path) -> bool:
+    def watch(self, attempt: AttemptStart, log_dir: Path) -> bool:
         """Show the attempt's table when all ranks are registered; False: not yet."""
         try:
-            lines = read_journals(log_dir, start.number, start.begun_unix_s)
+            lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s)
         except _UNREADABLE as error:
-            log.warning("start %d: cannot read the table of shards: %s", start.number, error)
+            log.warning("attempt %d: cannot read the table of shards: %s", attempt.number, error)
             return True
         with self._lock:
-            return self._introduce(start, log_dir, lines)
+            return self._introduce(attempt, log_dir, lines)
 
-    def end(self, start: Start, ending: AttemptEnd) -> None:
+    def end(self, attempt: AttemptStart, ending: AttemptEnd) -> None:
         """Report an attempt's fault, if it had one, after its workers and controllers on this node have ended."""
         with self._lock:
-            if self._here or _known_only_here(start, ending):
-                self._guarded_end(start, ending, introduce=True)
+            if self._here or _known_only_here(attempt, ending):
+                self._guarded_end(attempt, ending, introduce=True)
             else:
-                self._unreported = (start, ending)
+                self._unreported = (attempt, ending)
 
-    def hold(self, start: int, cause: str, ranks: Sequence[int], up_to_s: float) -> None:
+    def hold(self, attempt: int, cause: str, ranks: Sequence[int], up_to_s: float) -> None:
         """Write to story.jsonl that these ranks of this node have so long to save and exit, and why."""
         if self._here:  # read without the lock, which a hanging disk may hold
-            fields = {"start": start, "cause": cause, "ranks": list(ranks), "up_to_s": round(up_to_s, 3)}
+            fields = {"start": attempt, "cause": cause, "ranks": list(ranks), "up_to_s": round(up_to_s, 3)}
             self._file.write_in_thread(self._clock(), "hold", fields)
 
-    def held(self, start: int, held_s: float, why: str, ranks: Sequence[int]) -> None:
+    def held(self, attempt: int, held_s: float, why: str, ranks: Sequence[int]) -> None:
         """Write to story.jsonl that the wait for this node's ranks has ended; `ranks` still run, and are ended because of `why`."""
         if self._here:
-            fields = {"start": start, "held_s": round(held_s, 3), "why": why, "ranks": list(ranks)}
+            fields = {"start": attempt, "held_s": round(held_s, 3), "why": why, "ranks": list(ranks)}
             self._file.write_in_thread(self._clock(), "held", fields)
 
     def finish(self, result: str, why: str = "") -> None:
@@ -217,18 +217,18 @@ class Reporter:
                 log.warning("cannot read the other agents' reports from %s: %s", path, error)
         return Earlier()
 
-    def _guarded_end(self, start: Start, ending: AttemptEnd, *, introduce: bool) -> None:
+    def _guarded_end(self, attempt: AttemptStart, ending: AttemptEnd, *, introduce: bool) -> None:
         try:
-            if self._end(start, ending, introduce):
-                self._reported.add(start.number)
+            if self._end(attempt, ending, introduce):
+                self._reported.add(attempt.number)
         except _UNREADABLE as error:
-            log.warning("cannot report the end of start %d from %s: %s", start.number, ending.log_dir, error)
+            log.warning("cannot report the end of attempt %d from %s: %s", attempt.number, ending.log_dir, error)
 
-    def _introduce(self, start: Start, log_dir: Path, lines: Sequence[Line]) -> bool:
+    def _introduce(self, attempt: AttemptStart, log_dir: Path, lines: Sequence[Line]) -> bool:
         assembled = next((line for line in lines if line["event"] == "assembled"), None)
-        if assembled is None or self._introduced == start.number:
+        if assembled is None or self._introduced == attempt.number:
             return assembled is not None
-        self._introduced = start.number
+        self._introduced = attempt.number
         self._write_beside(log_dir)
         if self._down_since_unix_s is not None:
             self._lost_s += max(0.0, float(assembled["unix_s"]) - self._down_since_unix_s)
@@ -238,44 +238,44 @@ class Reporter:
         standbys = len(fields["standbys"])
         behind = "1 standby" if standbys == 1 else f"{standbys or 'no'} standbys"
         shown = ("world_size", "survives", "standbys", "warnings", "rows")
-        self._write("start", {"start": start.number, **{name: fields[name] for name in shown}, "pids": pids})
-        if report_of(start.number, lines, _NOTHING_KNOWN) is not None:  # the fault came between two reads
-            self._print([f"start {start.number} as it was before its fault:"])
+        self._write("start", {"start": attempt.number, **{name: fields[name] for name in shown}, "pids": pids})
+        if report_of(attempt.number, lines, _NOTHING_KNOWN) is not None:  # the fault came between two reads
+            self._print([f"attempt {attempt.number} as it was before its fault:"])
         ranks = counted(fields["world_size"], "rank")
         survives = f"the job survives: {fields['survives']}"
-        self._print([f"--- start {start.number}: {ranks}, a controller with {behind}; {survives} ---"])
+        self._print([f"--- attempt {attempt.number}: {ranks}, a controller with {behind}; {survives} ---"])
         if fields["rows"] != self._rows:  # a restart of the same ranks needs no second table
             self._rows = fields["rows"]
-            self._show(start_table(fields["rows"], pids), soft_wrap=False)
+            self._show(attempt_table(fields["rows"], pids), soft_wrap=False)
         self._print([f"warning: {text}" for text in fields["warnings"]])
         return True
 
-    def _end(self, start: Start, ending: AttemptEnd, introduce: bool) -> bool:
+    def _end(self, attempt: AttemptStart, ending: AttemptEnd, introduce: bool) -> bool:
         """Report an attempt's fault, if it had one; return whether it is known how it ended."""
         log_dir = ending.log_dir
-        lines = read_journals(log_dir, start.number, start.begun_unix_s) if log_dir is not None else []
+        lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else []
         if log_dir is not None:
             if introduce:  # a short attempt, which ended before the journals were read
-                self._introduce(start, log_dir, lines)
+                self._introduce(attempt, log_dir, lines)
             self._write_beside(log_dir)
-        if introduce and self._introduced != start.number:
-            self._write_unprotected(start, ending)
+        if introduce and self._introduced != attempt.number:
+            self._write_unprotected(attempt, ending)
         self._false_alarms += false_alarms(lines)
-        account = saved_alone.read(log_dir, start.number, start.begun_unix_s) if log_dir is not None else None
-        report = report_of(start.number, lines, ending, report_of_save(start.number, account) if account else None)
+        account = saved_alone.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else None
+        report = report_of(attempt.number, lines, ending, report_of_save(attempt.number, account) if account else None)
         if ending.first_step is not None:
-            self._compare(start.number, ending.first_step, ending.skipped)
+            self._compare(attempt.number, ending.first_step, ending.skipped)
         self._ended_in_fault, self._last = report is not None, None
         if ending.succeeded and log_dir is not None:
-            self._last = last_step.read(log_dir, start.number, start.begun_unix_s)
+            self._last = last_step.read(log_dir, attempt.number, attempt.begun_unix_s)
         if report is None:
             return bool(lines) or ending.elsewhere is not None
         unannounced = _unannounced(report, ending)
         if unannounced and report.incident.saved is None:
             self._ended_in_fault = False
             ranks = [culprit.rank for culprit in report.incident.culprits]
-            self._write("unannounced", {"start": start.number, "ranks": ranks})
-            log.warning("start %d: %s", start.number, UNANNOUNCED)
+            self._write("unannounced", {"start": attempt.number, "ranks": ranks})
+            log.warning("attempt %d: %s", attempt.number, UNANNOUNCED)
             return True
         if log_dir is not None:
             report = _with_stacks(report, lines, log_dir)
@@ -287,16 +287,16 @@ class Reporter:
         self._print(fault_lines(report))
         return True
 
-    def _compare(self, start: int, first_step: int, skipped: str) -> None:
+    def _compare(self, attempt: int, first_step: int, skipped: str) -> None:
         """Report an attempt that resumed from an older step than the fault before it, or an earlier job, had kept."""
-        known = self._reported.issuperset(range(start))
-        back = gone_back(self._reports, start, first_step, self._first_steps, skipped if known else "")
-        self._first_steps.append(start)
+        known = self._reported.issuperset(range(attempt))
+        back = gone_back(self._reports, attempt, first_step, self._first_steps, skipped if known else "")
+        self._first_steps.append(attempt)
         if back is None:
             return
         self._again += back.steps
-        self._write("again", {"start": start, **asdict(back)})
-        log.warning("start %d %s", start, back.text(first_step))
+        self._write("again", {"start": attempt, **asdict(back)})
+        log.warning("attempt %d %s", attempt, back.text(first_step))
 
     def _print(self, lines: Sequence[str]) -> None:
         if lines:
@@ -307,13 +307,13 @@ class Reporter:
         with suppress(OSError, ValueError):  # ValueError: the stream was closed
             open_console(sys.stderr, soft_wrap=soft_wrap, ends_program=False).print(what, markup=False)
 
-    def _write_unprotected(self, start: Start, ending: AttemptEnd) -> None:
+    def _write_unprotected(self, attempt: AttemptStart, ending: AttemptEnd) -> None:
         """Write the line of an attempt whose ranks were never all protected, as far as this node's journals show: its begin was not reported."""
-        self._introduced = start.number
+        self._introduced = attempt.number
         pids = {str(rank): pid for rank, pid in ending.pids.items()}
         nothing = {"survives": "", "standbys": [], "warnings": [_NEVER_ASSEMBLED], "rows": []}
-        fields = {"start": start.number, "world_size": start.world_size, **nothing, "pids": pids}
-        self._file.write(start.begun_unix_s, "start", fields)
+        fields = {"start": attempt.number, "world_size": attempt.world_size, **nothing, "pids": pids}
+        self._file.write(attempt.begun_unix_s, "start", fields)
 
     def _write(self, event: str, fields: Mapping[str, Any]) -> None:
         self._file.write(self._clock(), event, fields)
@@ -326,14 +326,14 @@ class Reporter:
 _NOTHING_KNOWN = AttemptEnd(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})
 
 
-def _known_only_here(start: Start, ending: AttemptEnd) -> bool:
+def _known_only_here(attempt: AttemptStart, ending: AttemptEnd) -> bool:
     """Return whether a standby on this node led the ranks and its journal is on this node's own disk, where rank 0's agent cannot read it."""
     if ending.log_dir is None:
         return False
     try:
-        if (ending.log_dir / f"journal_{start.number}.jsonl").exists():
+        if (ending.log_dir / f"journal_{attempt.number}.jsonl").exists():
             return False
-        return bool(read_journals(ending.log_dir, start.number, start.begun_unix_s))
+        return bool(read_journals(ending.log_dir, attempt.number, attempt.begun_unix_s))
     except _UNREADABLE:
         return False
 

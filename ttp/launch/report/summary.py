@@ -58,14 +58,16 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.false_alarms:
         faults += f", {counted(summary.false_alarms, 'false alarm')}"
     if summary.untold_starts:
-        faults += f"; the end of {_starts(summary.untold_starts)} is not known on this node"
+        faults += f"; the end of {_attempts(summary.untold_starts)} is not known on this node"
     saved = ", ".join(map(str, summary.saved_steps[-NAMED:]))
     more = "..., " if len(summary.saved_steps) > NAMED else ""
-    since = f"; since start {summary.lasted_since}" if summary.lasted_since else " in"
+    lasted = f" in {_seconds(summary.lasted_s)}"
+    if summary.lasted_since:
+        lasted = f"; {_seconds(summary.lasted_s)} since attempt {summary.lasted_since}"
     found = [
         ("result", summary.result),
         ("why", summary.why),
-        ("starts", f"{summary.starts}{since} {_seconds(summary.lasted_s)}"),
+        ("ran", counted(summary.starts, "attempt") + lasted),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
         ("lost", lost_text(summary)),
@@ -78,7 +80,7 @@ def lost_text(known: Summary) -> str:
     if not known.protected:
         return NOT_PROTECTED
     if known.untold_starts:
-        return f"unknown: the end of {_starts(known.untold_starts)} is not known on this node"
+        return f"unknown: the end of {_attempts(known.untold_starts)} is not known on this node"
     end = "" if known.ended_in_fault else _end(known.last)
     own = "" if known.ended_in_fault else _saves_itself(known.last)
     certain = not (known.unknown_losses or end or own)
@@ -114,8 +116,8 @@ def _saves_itself(last: LastStep | None) -> str:
     return f"the trainer saves its own checkpoints, its last step is {last.step}"
 
 
-def _starts(numbers: Sequence[int]) -> str:
-    return ranks_text(numbers).replace("rank", "start", 1)
+def _attempts(numbers: Sequence[int]) -> str:
+    return ranks_text(numbers).replace("rank", "attempt", 1)
 
 
 def _seconds(seconds: float) -> str:
