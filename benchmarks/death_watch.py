@@ -1,7 +1,7 @@
 """How soon a worker's death is known: the controller's verdict beside waitpid and the closing of a socket, for small and big workers.
 
 Kills real processes that hold so much memory of their own, 200 of each size unless that takes too long. Each has the death watch and
-the line to a real controller (a process of its own) that the launcher would have, and a fresh controller each, as a death ends a start
+the line to a real controller (a process of its own) that the launcher would have, and a fresh controller each, as a death ends an attempt
 of the job. Two are made ready at a time; nothing else runs while one is killed. Prints median, 99th percentile
 and worst of the time from SIGKILL until: the death watch reports; the controller has judged (its journal's line); the Freeze is at
 another rank; the worker's peer sees its socket close; waitpid returns. Then what watching costs in processor time.

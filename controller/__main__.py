@@ -185,7 +185,7 @@ async def serve(
 
 
 async def listen(host: str, port: int, patience_s: float) -> tuple[grpc.aio.Server, int]:
-    """Get the port; a certain one may still belong to an earlier start's controller, which is leaving. Raises ControllerError."""
+    """Get the port; a certain one may still belong to an earlier attempt's controller, which is leaving. Raises ControllerError."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -280,7 +280,7 @@ class Handler:
         if registration.world_size != world_size or not 0 <= rank < world_size:
             link.reject(
                 f"rank {rank} of {registration.world_size} registered, but this controller's job has {world_size} ranks;"
-                " is it another start of the job?"
+                " is it another attempt of the job?"
             )
             return False
         old = self.routes.get(rank)

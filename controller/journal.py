@@ -68,7 +68,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: ControllerSettings, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # then this start's lines follow the earlier ones
+        with contextlib.suppress(OSError):  # then this attempt's lines follow the earlier ones
             set_aside(path)
         self._settings = settings
         self._segment_bytes = segment_bytes
@@ -196,7 +196,7 @@ def set_aside(path: Path) -> None:
 
 
 def set_aside_later(log_dir: Path) -> None:
-    """Do so with the journals of all later starts than the first, which is about to begin, as an earlier launch had more starts; and
+    """Do so with the journals of all later attempts than the first, which is about to begin, as an earlier launch had more attempts; and
     with the stacks of all its hangs. Raises OSError."""
     for path in (*log_dir.glob("journal_*.jsonl"), *log_dir.glob("standby_*_*.jsonl")):
         if path.stem.split("_")[1] != "0":

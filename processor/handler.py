@@ -66,7 +66,7 @@ class RankMachine(Protocol):
 
 
 class Stream(Protocol):
-    """One attempt to talk to a controller. What happens on it comes to the handler as items."""
+    """One stream to a controller, from its connection to its end. What happens on it comes to the handler as items."""
 
     @property
     def term(self) -> int:

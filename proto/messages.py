@@ -316,7 +316,7 @@ class WriteOrder:
     step: int
     directory: str
     tmp_name: str
-    """`iter_0000042_tmp_<attempt>`: fresh for every attempt."""
+    """`iter_0000042_tmp_...`, the staging directory: fresh for every write attempt."""
     parts: tuple[Part, ...]
 
 
@@ -333,7 +333,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class PublishOrder:
-    """Make the attempt visible: metadata, manifest, fsync, rename, tracker; answered by Published or StepFailed."""
+    """Make what was written visible: metadata, manifest, fsync, rename, tracker; answered by Published or StepFailed."""
 
     freeze_id: int
     step: int
@@ -388,7 +388,7 @@ class StepFailed:
     tmp_name: str
     error: Text
     torn: tuple[int, ...] = ()
-    """Ranks of which a file of this attempt is there and is not what they reported: it ended short, without a report."""
+    """Ranks of which a file of this staging directory is there and is not what they reported: it ended short, without a report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Names of staging directories: where the writers of one attempt at a checkpoint put their files before it is published (PURE).
+"""Names of staging directories: where the writers of one write attempt put their files before it is published (PURE).
 
 Owns the one pattern: the controller makes such names, ranks take no other ones in an order.
 """
@@ -14,7 +14,7 @@ _STAGING = re.compile(r"iter_([0-9]{7,19})_tmp_([0-9]{1,19})_([0-9]{1,19})_([0-9
 
 @dataclass(frozen=True, slots=True)
 class StagingName:
-    """Fresh for every attempt of every controller."""
+    """Fresh for every write attempt of every controller."""
 
     step: int
     term: int

@@ -1,7 +1,7 @@
 """The caller's end of one stream to the controller, over synchronous gRPC (its threads live well with a data loader's forks).
 
 Owns the connection, the greeting's checks (right job, no fenced term), and nothing else: what comes in is handed to a
-listener, what goes out is queued. A stream that has ended is thrown away; the next attempt is a new object with a new
+listener, what goes out is queued. A stream that has ended is thrown away; the next try is a new object with a new
 channel, so that no backoff is inherited. Used by a rank's processor and by a node's agent.
 """
 
@@ -43,7 +43,7 @@ class StreamListener(Protocol):
 
 
 class ControlStream:
-    """One attempt to talk to the controller; `start`, then `send` after `stream_opened`, then `close`."""
+    """One try to talk to the controller; `start`, then `send` after `stream_opened`, then `close`."""
 
     def __init__(self, address: Address, job_id: str, listener: StreamListener, *, fence: int = 0) -> None:
         """`fence`: the highest term seen so far; a controller of a lower one is refused."""

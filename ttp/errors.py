@@ -19,7 +19,7 @@
 Every message has the form `<what is invalid>: got <value>, expected <what>. <what to do next>`.
 
 Two kinds of failure at a start: what stays wrong until somebody corrects it (STAY_WRONG below: ttprun makes no restart; a
-program that catches them ends with status 2), and faults, which the next start may not meet (ControllerError; status 75). A
+program that catches them ends with status 2), and faults, which the next attempt may not meet (ControllerError; status 75). A
 controller's port that is taken at the job's first start is a ConfigError, at a restart a fault: an earlier controller may
 still have it. NotWritable is final at the job's first start too. Another CheckpointError may be either, as what it is about
 may be a disk: the bundled trainer ends with status 2, and of another program ttprun makes restarts while they are of use.
@@ -49,7 +49,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class TornShare(CorruptCheckpoint):
-    """Files of an attempt are there and are not what their writers reported; `ranks` are those writers.
+    """Files of a staging directory are there and are not what their writers reported; `ranks` are those writers.
 
     A file that is missing is another matter: perhaps the directory is not the same for all.
     """
@@ -76,7 +76,7 @@ class DatasetError(TTPError):
 
 
 class ControllerError(TTPError):
-    """The controller could not be started, or was lost before the ranks had assembled: a fault, the next start may do better."""
+    """The controller could not be started, or was lost before the ranks had assembled: a fault, the next attempt may succeed."""
 
 
 class NonFinite(TTPError):
@@ -84,7 +84,7 @@ class NonFinite(TTPError):
 
 
 STAY_WRONG = (ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite)
-"""Errors of a start that are the same at the next one, until somebody corrects what is wrong."""
+"""Errors of an attempt that are the same in the next one, until somebody corrects what is wrong."""
 STAY_WRONG_AT_FIRST = (NotWritable,)
 """The same at the job's first start. Later a disk may have failed, and may come back."""
 

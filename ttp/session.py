@@ -97,7 +97,7 @@ def start(
     save_dirs: checkpoint directories in order of preference; each is tried at once. Shared by all ranks, or, with
     TTP_SHARED_DIRS=False, each node's own under the same names.
     layout: JSON facts for the manifest (the axes' sizes, the model's shape).
-    log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory that serves at this start).
+    log_dir: where the controller's journal goes (default: `ttp_log` in the first save directory that serves in this attempt).
     publisher: for a trainer that writes and loads checkpoints in a form of its own (`ttp.runtime.state_provider.Publisher`): it makes them of the
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
     keep_checkpoint_max: after a save the newest so many valid checkpoints of each directory stay, and older ones are removed beside

@@ -24,7 +24,7 @@ class ProcessorSettings:
     rank: int
     heartbeat_s: float = 1.0
     reconnect_s: float = 0.2
-    """Pause between attempts to reach the controller."""
+    """Pause between two tries to reach the controller."""
     controller_lost_s: float = 15.0
     """After a fault in its own rank, a processor that cannot reach a controller for this long gives up and exits."""
     boundary_s: float = 5.0
@@ -34,7 +34,7 @@ class ProcessorSettings:
     look_s: float = inf
     """Between two looks for controllers that others have started, while all known ones are lost; inf: none is started in their place."""
     start_s: float = 20.0
-    """Between two attempts of rank 0 to start a controller where there is none."""
+    """Between two tries of rank 0 to start a controller where there is none."""
     saves_alone: bool = False
     """The ranks can save a finished step together without a controller."""
     alone_s: float = 120.0

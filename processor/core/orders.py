@@ -66,7 +66,7 @@ def write(state: ProcessorState, message: WriteOrder, now: float, out: list[Effe
 
 
 def publish(state: ProcessorState, message: PublishOrder, now: float, out: list[Effect]) -> ProcessorState:
-    """Publish the attempt; one that was published already is answered from memory."""
+    """Publish the staging directory; one that was published already is answered from memory."""
     return _take_order(state, message, PublishCheckpoint(message), out)
 
 

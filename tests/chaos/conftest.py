@@ -25,7 +25,7 @@ SMALL = (
 STEPS = 24
 
 JOB_S = 800.0
-"""A job of a few starts takes a minute; this is for a machine that has ten times as much to do."""
+"""A job of a few attempts takes a minute; this is for a machine that has ten times as much to do."""
 TEST_S = 1800.0
 """A test waits for a job or two of its own, and the first one that asks for it for a job that it shares with others."""
 

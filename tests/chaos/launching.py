@@ -40,7 +40,7 @@ def running(pid):
     except OSError:
         return False
 """
-"""Plain Python, no torch: a worker starts in 50 ms. `note` leaves `<name>-<rank>-<start>` in the output folder."""
+"""Plain Python, no torch: a worker starts in 50 ms. `note` leaves `<name>-<rank>-<attempt>` in the output folder."""
 
 
 class Launch:
@@ -114,7 +114,7 @@ class Launch:
             self.until((self.out / name).exists, name)
 
     def notes(self, name: str) -> list[str]:
-        """Return the notes of this name, sorted: `<name>-<rank>-<start>`."""
+        """Return the notes of this name, sorted: `<name>-<rank>-<attempt>`."""
         return sorted(path.name for path in self.out.glob(f"{name}-*"))
 
     def read(self, note: str) -> str:

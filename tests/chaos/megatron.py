@@ -72,13 +72,13 @@ class Run:
         self.lines: Lines = {int(found[1]): found.groups()[1:] for found in LINE.finditer(self.text)}
 
     def events(self, start: int = 0) -> dict[str, dict[str, object]]:
-        """Return the last line of each event in the journal of the job's N-th start."""
+        """Return the last line of each event in the journal of the job's N-th attempt."""
         (path,) = self._mindio.glob(f"ttp_log/journal_{start}.jsonl")
         answer = [json.loads(line) for line in path.read_text().splitlines()]
         return {line["event"]: line["fields"] for line in answer}
 
     def published(self, start: int = 0) -> int:
-        """Return the step that the handlers published at the fault of the job's N-th start."""
+        """Return the step that the handlers published at the fault of the job's N-th attempt."""
         step = self.events(start)["published"]["step"]
         assert isinstance(step, int)
         return step

@@ -105,7 +105,7 @@ def test_a_restart_for_a_death_on_another_node_is_a_fault_without_a_session_too(
 
 @pytest.mark.long
 def test_a_job_without_a_session_is_reported_to_machines_too(tmp_path: Path) -> None:
-    """Its starts, its faults and why it has failed; and a program that is not there, for which there was no start."""
+    """Its attempts, its faults and why it has failed; and a program that is not there, for which there was no attempt."""
     story = ("--ttp-story", str(tmp_path / "story.jsonl"))
     with Launch(tmp_path, "note('begun'); sys.exit(3)", "--max-restarts", "1", *story) as job:
         assert job.wait() == 1
@@ -170,13 +170,13 @@ if rank == 1 and start == "0":
 run_as_program()
 """
 )
-"""The bundled trainer; in the first start rank 1 is killed when its training has been dismissed."""
+"""The bundled trainer; in the first attempt rank 1 is killed when its training has been dismissed."""
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nothing_is_trained_again_after_a_kill_on_the_way_out(tmp_path: Path) -> None:
-    """The last step is durable before any rank may leave, without a setting: the next start finds nothing to do."""
+    """The last step is durable before any rank may leave, without a setting: the next attempt finds nothing to do."""
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
     with Launch(tmp_path, DISMISSED, "--nproc-per-node", "2", arguments=trainer) as job:

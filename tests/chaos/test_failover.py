@@ -1,6 +1,6 @@
 """Real controllers get real signals, idle and in the middle of a dump; a standby takes over, and the job loses nothing.
 
-One job of six faults, a start each; the tests look at what its controllers reported.
+One job of six faults, an attempt each; the tests look at what its controllers reported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ STEPS = "--training_config.training_iters=400"
 LEASE_S = 8.0
 """Longer than by default: a busy machine alone makes no rank silent for so long."""
 IDLE, EARLY, WRITING, TOGETHER, STOPPED, TWICE = range(6)
-"""The faults, by the start of the job that they end."""
+"""The faults, by the attempt that they end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faulted:
     job: TrainingJob
     controller_killed_unix_s: float
-    """In start IDLE."""
+    """In attempt IDLE."""
     lost: tuple[int | None, ...]
-    """Committed steps that had to be trained again, by start."""
+    """Committed steps that had to be trained again, by attempt."""
 
 
 def lines_of(job: TrainingJob, start: int, event: str) -> list[Line]:
@@ -44,20 +44,20 @@ def lines_of(job: TrainingJob, start: int, event: str) -> list[Line]:
 
 
 def wait_for_line(job: TrainingJob, start: int, event: str) -> None:
-    job.wait_for(lambda: bool(lines_of(job, start, event)), f"{event} in start {start}", JOB_S)
+    job.wait_for(lambda: bool(lines_of(job, start, event)), f"{event} in attempt {start}", JOB_S)
 
 
 class Scenario:
-    """What is done to the job, one start after the other."""
+    """What is done to the job, one attempt after the other."""
 
     def __init__(self, job: TrainingJob) -> None:
         self.job = job
         self.killed: list[tuple[float, int]] = []
-        """When a rank of each start was killed, and the last step on record then."""
+        """When a rank of each attempt was killed, and the last step on record then."""
         self.controller_killed_unix_s = 0.0
 
     def train_a_little(self, start: int) -> int:
-        """Wait until the start has made new steps; return the pid of its controller."""
+        """Wait until the attempt has made new steps; return the pid of its controller."""
         wait_for_line(self.job, start, "assembled")
         self.job.wait_for_step(self.job.last_step() + 3)
         return self.job.controller_pids()[0]

@@ -24,7 +24,7 @@ LONG = 440
 ITERS = f"--training_config.training_iters={LONG}"
 SMALL_TIMES = {"TTP_HEARTBEAT_S": "0.1", "TTP_LEASE_S": "3", "TTP_HANG_FLOOR_S": "3"}
 HANG_START_S = "25"
-"""Longer than any start of such a small job on a loaded machine."""
+"""Longer than any attempt of such a small job on a loaded machine."""
 GRACE_S = 10.0
 """What an operator gives a job between SIGTERM and SIGKILL."""
 
@@ -36,7 +36,7 @@ def start(output: Path, ranks: int, faults: str = "", iters: int = LONG, **envir
 
 
 def story(job: TrainingJob, number: int, event: str) -> list[dict[str, Any]]:
-    """Return the lines of one kind in the journal of the job's `number`-th start."""
+    """Return the lines of one kind in the journal of the job's `number`-th attempt."""
     return [line for line in job.journals()[number] if line["event"] == event]
 
 
@@ -176,7 +176,7 @@ def test_signals_to_the_launcher_save_and_a_new_launcher_goes_on(tmp_path: Path,
 
 @pytest.mark.long
 def test_a_dump_outlives_its_writers_and_publishers(tmp_path: Path, whole_job: RunJob) -> None:
-    """Three deaths a dump: a writer before its file is durable and a publisher that has claimed the attempt; then a publisher
+    """Three deaths a dump: a writer before its file is durable and a publisher that has claimed the staging directory; then a publisher
     right before the rename that makes the checkpoint visible, and one after it, before the tracker."""
     faults = (
         "kill:rank=1,step=6,point=backward",

@@ -141,7 +141,7 @@ def test_a_trainer_that_goes_on_with_other_data_is_distinguished_from_one_that_d
 def test_a_trainer_that_keeps_a_tensor_a_step_is_distinguished_from_one_that_does_not(
     tmp_path: Path, kept: str, state: str
 ) -> None:
-    """64 KiB a step in the example trainer, at ten milliseconds a step: each start's growth is 62.5 MiB in 1,000 steps and
+    """64 KiB a step in the example trainer, at ten milliseconds a step: each attempt's growth is 62.5 MiB in 1,000 steps and
     what the trainer needs by itself. With the same line and no tensor it is not a twentieth of that."""
     example = (ROOT / "examples" / "own_trainer" / "train.py").read_text()
     line = "optimizer.zero_grad()\n"

@@ -22,7 +22,7 @@ KILLS = (
     "kill:rank=1,step=15,point=done,round=4",
     "kill:rank=0,step=18,point=gathering,round=5",
 )
-"""One kill in each place of a step, over all ranks, a start each."""
+"""One kill in each place of a step, over all ranks, an attempt each."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def killed_job(tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
 
 
 def published_steps(job: TrainingJob) -> list[int]:
-    """Return the step that each start of the job published, in order."""
+    """Return the step that each attempt of the job published, in order."""
     lines = [line for journal in job.journals() for line in journal if line.get("event") == "published"]
     return [int(line["step"]) for line in lines]
 
@@ -65,7 +65,7 @@ def test_kill_at_every_point_of_a_step_loses_nothing(killed_job: TrainingJob, wh
 def test_journals_of_killed_ranks_replay_to_the_same_decisions(
     killed_job: TrainingJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four ranks, one killed in each start: freeze, step, roll-forward, writers and publisher come out as they did."""
+    """Four ranks, one killed in each attempt: freeze, step, roll-forward, writers and publisher come out as they did."""
     paths = sorted((killed_job.output_dir / "log").glob("journal_*.jsonl"))
     assert len(paths) == len(KILLS) + 1, "the attempts with a kill, and one that finished"
     for path in paths:

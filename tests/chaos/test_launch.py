@@ -38,7 +38,7 @@ if start == "0":
 
 
 def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(tmp_path: Path) -> None:
-    """No rank is sent SIGTERM; the second start has every rank; one line reports each transition."""
+    """No rank is sent SIGTERM; the second attempt has every rank; one line reports each transition."""
     with Launch(tmp_path, HELD, "--nproc-per-node", "3", environ=WARM) as job:
         assert job.wait() == 0, job.text
         assert job.notes("persisted") == ["persisted-0-0", "persisted-2-0"]
@@ -85,7 +85,7 @@ def test_a_stuck_survivor_is_ended_when_the_time_of_the_fault_is_over(tmp_path: 
 
 
 def test_restarts_end_with_max_restarts(tmp_path: Path) -> None:
-    """As torchrun counts them: one start and so many restarts."""
+    """As torchrun counts them: one attempt and so many restarts."""
     with Launch(tmp_path, "note('begun'); sys.exit(3)", "--max-restarts", "2") as job:
         assert job.wait() == 1
         assert job.notes("begun") == ["begun-0-0", "begun-0-1", "begun-0-2"]
@@ -178,7 +178,7 @@ dist.destroy_process_group()
 
 
 def test_a_gloo_job_comes_back(tmp_path: Path) -> None:
-    """With torch's own rendezvous the second start finds the first one's addresses and fails."""
+    """With torch's own rendezvous the second attempt finds the first one's addresses and fails."""
     with Launch(tmp_path, GLOO, "--nproc-per-node", "2") as job:
         assert job.wait() == 0, job.text
         assert job.notes("sum") == ["sum-0-0", "sum-0-1", "sum-1-0", "sum-1-1"]
@@ -441,7 +441,7 @@ time.sleep(600)
 
 
 def test_the_controller_is_informed_of_deaths_and_leads_the_workers_at_a_signal(tmp_path: Path) -> None:
-    """The launcher finds it in the workers' store at each start. Ctrl-C becomes its notice, SIGTERM, and the workers have a
+    """The launcher finds it in the workers' store in each attempt. Ctrl-C becomes its notice, SIGTERM, and the workers have a
     fault's time to persist, more than --shutdown-timeout; then the controller is asked to leave."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)

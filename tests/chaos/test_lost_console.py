@@ -54,7 +54,7 @@ def assert_a_kill_was_survived(tmp_path: Path, reported: str) -> None:
 @pytest.mark.parametrize("arguments", [(), ("print",)], ids=["silent workers", "workers that print"])
 def test_a_kill_is_survived_when_nothing_reads_any_more(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """`| head -1` has gone before the fault: restart, report and exit status are as ever. Workers that print fail by it once, and
-    their next start prints to /dev/null."""
+    their next attempt prints to /dev/null."""
     line = '{ "$@" 2>&1; echo $? >"$S"; } | { head -1; touch "${S%status}go"; }'
     done = shell(tmp_path, line, *arguments)
     assert_a_kill_was_survived(tmp_path, done.stdout + done.stderr)

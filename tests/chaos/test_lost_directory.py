@@ -1,4 +1,4 @@
-"""The first checkpoint directory dies between two starts: the job goes on in the second one, and writes its report there."""
+"""The first checkpoint directory dies between two attempts: the job goes on in the second one, and writes its report there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_job_whose_first_directory_dies_goes_on_in_the_second(tmp_path: Path) 
         assert launch.wait() == 0, launch.text
         launch.assert_nothing_left()
     first, second = tmp_path / "first", tmp_path / "second"
-    assert "continuing without a directory" in launch.text and "left alone until the next start" in launch.text
+    assert "continuing without a directory" in launch.text and "left alone until the next attempt" in launch.text
     assert first.read_bytes() == b""
     last, *gasps = (verify(path).step for path in list_checkpoints([second]))
     # Whether the survivor had the record of the step in which the other died is a race of the collective: both are right.

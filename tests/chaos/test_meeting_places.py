@@ -36,7 +36,7 @@ if start == "0":
 
 
 def test_two_nodes_meet_in_a_file_and_again_after_a_fault(tmp_path: Path) -> None:
-    """The file is shared, as on one machine; each start has its own store all the same."""
+    """The file is shared, as on one machine; each attempt has its own store all the same."""
     options = (*C10D, str(tmp_path / "store"), "--rdzv-conf", "store_type=file", "--max-restarts", "1")
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(Launch(tmp_path, FALLS_ONCE, *options, name=f"node{n}")) for n in range(2)]

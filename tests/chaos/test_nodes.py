@@ -58,14 +58,14 @@ def lines_of(job: Observed, start: int, *events: str) -> list[Line]:
 
 
 def train_a_little(job: NodesJob, start: int, steps: int = 5) -> None:
-    """Wait until this start of the job has made so many new steps."""
-    job.wait_for(lambda: bool(lines_of(job, start, "assembled")), f"start {start}", 120)
+    """Wait until this attempt of the job has made so many new steps."""
+    job.wait_for(lambda: bool(lines_of(job, start, "assembled")), f"attempt {start}", 120)
     job.wait_for_step(job.last_step() + steps)
 
 
 def wait_for_verdict(job: NodesJob, start: int) -> list[Line]:
-    """Wait until a controller of this start has said what becomes of its fault."""
-    job.wait_for(lambda: bool(lines_of(job, start, "published", "refused")), f"a verdict in start {start}", 120)
+    """Wait until a controller of this attempt has said what becomes of its fault."""
+    job.wait_for(lambda: bool(lines_of(job, start, "published", "refused")), f"a verdict in attempt {start}", 120)
     return lines_of(job, start, "published", "refused")
 
 
@@ -124,7 +124,7 @@ def test_a_rank_killed_among_three_nodes_costs_nothing_and_is_reported_rightly(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
     """3 nodes x 2 ranks. The report names the rank, its process and node, the cause, the step and where it lies; the launcher
-    of rank 0's node reports it on its console, the others do not; what is said of every start is said once."""
+    of rank 0's node reports it on its console, the others do not; what is said of every attempt is said once."""
     three = nodes(3)
     with NodesJob(tmp_path / "faulted", three, overrides=arguments(*STEPS)) as job:
         train_a_little(job, 0)
@@ -238,7 +238,7 @@ def test_a_node_cut_off_and_back_finds_the_others_where_they_went(tmp_path: Path
         train_a_little(job, 0)
         step, cut = job.last_step(), job.node_of_rank(0)
         cut.unplug()
-        job.wait_for(lambda: len(job.journals()) > 1 and len(job.pids()) == 4, "a start of four ranks", 120)
+        job.wait_for(lambda: len(job.journals()) > 1 and len(job.pids()) == 4, "an attempt of four ranks", 120)
         train_a_little(job, 1)
         assert not job.ranks_on(cut)
         steps = [verify(path).step for path in list_checkpoints([job.output_dir / "checkpoints"])]
@@ -264,10 +264,10 @@ def test_a_node_lost_while_its_ranks_are_starting_is_reported_and_the_others_go_
     anybody. No controller is there to notice; the launchers do, long before torch's half an hour."""
     three = nodes(3)
     options, patient = arguments(*STEPS), RENDEZVOUS.replace("last_call_timeout=4", "last_call_timeout=20")
-    launcher = ("--rdzv-conf", patient)  # all three are there at the first start, however slow one is
+    launcher = ("--rdzv-conf", patient)  # all three are there at the first attempt, however slow one is
     with NodesJob(tmp_path / "faulted", three, nnodes="2:3", overrides=options, launcher=launcher) as job:
         first = ": ranks 0-1 of 6 on this node"
-        job.wait_for(lambda: any(first in job.console(node) for node in three), "a start of six ranks", 120)
+        job.wait_for(lambda: any(first in job.console(node) for node in three), "an attempt of six ranks", 120)
         lost = next(node for node in three if first in job.console(node))
         lost.power_off()
         assert not job.journals(), "too late: rank 0 has started a controller"

@@ -61,5 +61,5 @@ def test_two_launchers_have_one_deadline_when_nothing_is_decided(tmp_path: Path)
         assert f"TTP_OT ({TIMEOUT_S:.0f} s) expired; killing ranks 2-3" in second.text
         for job in both:
             assert "the ranks had no controller" not in job.text
-            job.until(lambda job=job: "attempt 1: rank" in job.text, "next start", within_s=180)  # type: ignore[misc]
+            job.until(lambda job=job: "attempt 1: rank" in job.text, "next attempt", within_s=180)  # type: ignore[misc]
         first.await_notes(*(f"begun-{rank}-1" for rank in range(4)))

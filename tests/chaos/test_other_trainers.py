@@ -114,7 +114,7 @@ def test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits(tmp_path:
 
 @pytest.mark.long
 def test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp(tmp_path: Path) -> None:
-    """Rank 1 is killed in the middle, rank 0 in the next start when it is about to save the weights: every loss, and those weights, are
+    """Rank 1 is killed in the middle, rank 0 in the next attempt when it is about to save the weights: every loss, and those weights, are
     what the plain form has under torchrun."""
     plain, faulted = tmp_path / "plain.py", tmp_path / "faulted.py"
     plain.write_text(without_ttp(SHORTEST))

@@ -127,7 +127,7 @@ while world == "3" or not (out / "lost").exists():  # as in torch's collectives:
 
 
 def start_of_three(folder: Path) -> str:
-    """Return the number of the start in which three ranks have begun; empty: there was none yet."""
+    """Return the number of the attempt in which three ranks have begun; empty: there was none yet."""
     begun = [path.name.split("-") for path in folder.glob("begun3-*")]
     starts = [start for _, _, start in begun]
     return next((start for start in starts if starts.count(start) == 3), "")
@@ -155,7 +155,7 @@ def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on
                 tmp_path, FOR_GOOD, "--nnodes", "2:3", *options, program=(str(driver),), name=f"node{number}"
             )
             nodes.append(stack.enter_context(launch))
-        nodes[0].until(lambda: bool(start_of_three(tmp_path)), "start of three ranks")
+        nodes[0].until(lambda: bool(start_of_three(tmp_path)), "attempt of three ranks")
         start = start_of_three(tmp_path)
         nodes[0].until(lambda: all(f"attempt {start}: rank " in node.text for node in nodes), "word of it from all")
         lost = next(node for node in nodes if (f"attempt {start}: rank 0 of 3" in node.text) == has_store)

@@ -34,7 +34,7 @@ if rank == 1 and start == "0":
 sys.argv = ["ttp.trainer", *sys.argv[2:]]
 run_as_program()
 """
-"""The bundled trainer; rank 1 finds the first start's controller and does not register before it may."""
+"""The bundled trainer; rank 1 finds the first attempt's controller and does not register before it may."""
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_trainer" / "train.py"
 
@@ -65,7 +65,7 @@ def test_faults_while_starting_resuming_and_in_the_first_step_are_survived(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("standbys", [0, 1])
-def test_a_controller_lost_while_the_world_assembles_costs_one_start(tmp_path: Path, standbys: int) -> None:
+def test_a_controller_lost_while_the_world_assembles_costs_one_attempt(tmp_path: Path, standbys: int) -> None:
     """Both ranks leave for the restart and say why, with a standby that no rank knows yet or without; the job comes back,
     and the report names the cause."""
     output = tmp_path / "output"
@@ -120,7 +120,7 @@ def test_a_script_whose_checkpoint_is_another_models_is_not_restarted(tmp_path: 
 
 
 @pytest.mark.long
-def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
+def test_the_limit_of_a_crash_loop_is_a_choice(tmp_path: Path) -> None:
     """0 leaves the end to --max-restarts alone; a signal to the launcher ends the waiting."""
     options = ("--max-restarts", "50", "--ttp-futile-starts", "0")
     with Launch(tmp_path, "note('begun'); sys.exit(3)", *options) as job:
@@ -135,7 +135,7 @@ def test_the_number_of_futile_starts_is_a_choice(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_script_that_always_dies_in_its_first_step_backs_off_and_stops(tmp_path: Path) -> None:
-    """Under a controller, whatever the time a start takes; a step that was committed before does not count."""
+    """Under a controller, whatever the time an attempt takes; a step that was committed before does not count."""
     first = "kill:rank=1,step=2,point=backward"
     later = ";".join(f"kill:rank=1,step=2,point=backward,round={start}" for start in (1, 2, 3))
     with Launch(

@@ -35,8 +35,8 @@ if rank == 0 and start == "0":
 """
 
 
-def test_a_launcher_that_is_killed_and_started_again_joins_the_next_start(tmp_path: Path) -> None:
-    """Node 0's ranks save and restart; the new launcher goes straight to that start, and the job ends well on both."""
+def test_a_launcher_that_is_killed_and_started_again_joins_the_next_attempt(tmp_path: Path) -> None:
+    """Node 0's ranks save and restart; the new launcher goes straight to that attempt, and the job ends well on both."""
     port = free_port()
     with contextlib.ExitStack() as stack:
 

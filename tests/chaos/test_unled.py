@@ -35,7 +35,7 @@ def test_survivors_whose_only_controller_was_killed_are_not_held_for_the_whole_t
         job.kill(0, signal.SIGSTOP)
         job.kill(1)
         killed = time.monotonic()
-        job.wait_for(lambda: len(job.journals()) > 1, "the next start", TOTAL_TIMEOUT_S / 4)
+        job.wait_for(lambda: len(job.journals()) > 1, "the next attempt", TOTAL_TIMEOUT_S / 4)
         seconds = time.monotonic() - killed
         assert job.wait(200) == 0, job.console_tail(80)
     console = (job.output_dir / "console.log").read_text()
@@ -86,7 +86,7 @@ def test_ranks_without_any_controller_save_the_step_in_flight_at_sigterm(
             job.wait(200)
         else:
             job.kill(1, signal.SIGTERM)
-            job.wait_for(lambda: len(job.journals()) > 1, "the next start", 200.0)
+            job.wait_for(lambda: len(job.journals()) > 1, "the next attempt", 200.0)
         account = saved_alone.read(output / "log", 0, 0.0)
         assert account is not None and account.noticed == ((0, 1, 2) if notified == "ttprun" else (1,))
         manifest = read_manifest(Path(account.path))

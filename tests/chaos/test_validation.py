@@ -74,7 +74,7 @@ def wait_for_checkpoints(job: TrainingJob, count: int) -> None:
 
 @pytest.mark.parametrize("axes", [Axes(data=2), Axes(data=2, pipeline=2)], ids=str)
 def test_a_rank_killed_while_it_evaluates_costs_no_step_and_no_number(tmp_path: Path, axes: Axes) -> None:
-    """The step before is saved, and the next start evaluates it again: the same bits. Rank 0, which notes the loss, and the last."""
+    """The step before is saved, and the next attempt evaluates it again: the same bits. Rank 0, which notes the loss, and the last."""
     whole = run(tmp_path / "whole", axes, *LONG)
     with TrainingJob(tmp_path / "faulted", ranks=axes.ranks, overrides=arguments(*overrides(axes), *LONG)) as faulted:
         for start, (step, rank) in enumerate([(4, 0), (8, axes.ranks - 1)]):

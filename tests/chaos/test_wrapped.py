@@ -26,7 +26,7 @@ def test_ranks_behind_shells_save_at_a_kill_and_at_a_notice(tmp_path: Path) -> N
         victim = job.pids()[1]
         job.wait_for(lambda: f"rank 1 is process {victim}, started by its worker" in job.console_tail(400), "pids", 60)
         job.kill(1)
-        job.wait_for(lambda: len(job.journals()) > 1, "the next start", 120)
+        job.wait_for(lambda: len(job.journals()) > 1, "the next attempt", 120)
         job.wait_for_step(job.last_step() + 3)
         second = dict(job.pids())
         reported = f"rank 0 is process {second[0]}, started by its worker"

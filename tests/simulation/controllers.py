@@ -221,7 +221,7 @@ class Controller:
         self.handler.receive_heartbeats(known)
 
     def receive_again(self, rank: int, message: Upward) -> None:
-        """A rank's message comes once more on its stream, or one of another start does that the adapters let through."""
+        """A rank's message comes once more on its stream, or one of another attempt does that the adapters let through."""
 
         def receive() -> None:
             link = self.handler.routes.get(rank)

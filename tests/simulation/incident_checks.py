@@ -57,7 +57,7 @@ def _wrong_outcome(job: Job, controller: Controller, incident: Incident) -> list
         manifest = directory.manifest if directory is not None else None
         if directory is None or manifest is None or (root, saved.step) not in job.disk.published:
             return [f"reports {saved}, which is not on disk"]
-        if manifest.term == controller.term:  # else another controller's attempt was there first
+        if manifest.term == controller.term:  # else another controller's checkpoint was there first
             nbytes = sum(directory.files[file].nbytes for file in manifest.files)
             if saved.bytes != nbytes:
                 found.append(f"reports {saved.bytes} bytes, on disk are {nbytes}")

@@ -89,7 +89,7 @@ class PieceWorker(Worker):
         return Manifest(order.step, names, host_state, order.term, order.tmp_name, order.record)
 
     def _place(self, order: PublishOrder, claim: str) -> None:
-        """Rename the piece; one that has its name is renamed first, unless it is this attempt's or a later term's."""
+        """Rename the piece; one that has its name is renamed first, unless it is this write's or a later term's."""
         root = self._root(order)
         try:
             self.disks.check(self.rank, root)
@@ -106,7 +106,7 @@ class PieceWorker(Worker):
         self.job.happened("renamed", self.rank)
 
     def _is_done(self, order: PublishOrder) -> bool:
-        """True when this attempt's piece is published. Raises DiskError when a later term's is."""
+        """True when this write's piece is published. Raises DiskError when a later term's is."""
         there = self.disks.directories.get((self._root(order), final_name(order.step)))
         if there is None or there.manifest is None:
             return False

@@ -17,7 +17,7 @@ _PUBLISHED = re.compile(r"iter_\d{7}(_superseded_\d+)?")
 
 
 class Key(NamedTuple):
-    """What the pieces of one attempt have in common; of several whole attempts the highest is loaded."""
+    """What the pieces of one write have in common; of several whole writes the highest is loaded."""
 
     step: int
     term: int
@@ -52,7 +52,7 @@ class OwnDisks(Disk):
     # --- a publisher's acts ---
 
     def claim(self, root: str, tmp_name: str, claim: str, mine: Collection[str]) -> None:
-        """Take an attempt's directory, or what an earlier publisher has claimed of it, under a name of one's own; of several
+        """Take a staging directory, or what an earlier publisher has claimed of it, under a name of one's own; of several
         one with the files."""
         names = [name for where, name in self.directories if where == root and _is_of(name, tmp_name)]
         names.sort(key=lambda name: (not self.directories[root, name].files.keys() >= set(mine), name))
@@ -99,7 +99,7 @@ class OwnDisks(Disk):
                 yield root, key_of(directory.manifest), directory
 
     def lacking(self, hosts: Collection[str]) -> dict[Key, tuple[str, ...]]:
-        """Return, of every attempt with a piece on these hosts, the files that are on none of them; none: it is whole."""
+        """Return, of every write with a piece on these hosts, the files that are on none of them; none: it is whole."""
         listed: dict[Key, tuple[str, ...]] = {}
         found: dict[Key, set[str]] = {}
         for _, key, directory in self.pieces(hosts):
@@ -109,7 +109,7 @@ class OwnDisks(Disk):
         return {key: tuple(name for name in names if name not in found[key]) for key, names in listed.items()}
 
     def hosts_of(self, key: Key) -> frozenset[str]:
-        """Return the hosts that have a piece of an attempt."""
+        """Return the hosts that have a piece of a write."""
         return frozenset(host_of(root) for root, its, _ in self.pieces(self.hosts) if its == key)
 
     def left(self) -> frozenset[str]:

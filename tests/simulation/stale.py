@@ -1,4 +1,4 @@
-"""Messages of an earlier start, an earlier process or an earlier freeze, that come when they are not waited for any more.
+"""Messages of an earlier attempt, an earlier process or an earlier freeze, that come when they are not waited for any more.
 
 Some are made up; the others were really said in this job, under a freeze that is over, and come once more.
 """

@@ -49,7 +49,7 @@ def test_words_of_earlier_freezes_really_come_again() -> None:
     assert {"Freeze", "Thaw", "WriteOrder", "StateReport", "Written"} <= set(said), said
 
 
-def test_a_piece_is_published_twice_where_its_first_attempt_was_given_up() -> None:
+def test_a_piece_is_published_twice_where_its_first_directory_was_given_up() -> None:
     """A host is lost after another has published: all is written anew, and the old word comes again."""
     replanned = 0
     for seed in range(JOBS):

@@ -153,7 +153,7 @@ class Worker:
 
     def _begin_write(self, order: WriteOrder) -> None:
         """Read the values at the start and at the end: a holder must stand still meanwhile. As `OptimizerStateProvider.write` does, use again
-        what earlier attempts have of the ordered parts, and write the others."""
+        what earlier writes have of the ordered parts, and write the others."""
         self.writing = True
         before = dict(self.replica.held(order.step))
         reused, left = self._written.take(order.step, order.directory, order.tmp_name, order.parts)

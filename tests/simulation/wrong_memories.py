@@ -44,7 +44,7 @@ def second_order_is_lost_with_its_writer(patch: Patch) -> None:
 
 
 def repeated_answer_settles_another_order(patch: Patch) -> None:
-    """An answer is known by its attempt's name, whatever parts it is about."""
+    """An answer is known by its staging directory's name, whatever parts it is about."""
     written = writing.written
 
     def wrong(state: Any, answer: Any, now: float, out: Any) -> Any:
@@ -86,7 +86,7 @@ def _for_every(patch: Patch, table: Any, kind: type, right: Any, wrong: Any) -> 
 
 
 def published_of_an_earlier_freeze_counts(patch: Patch) -> None:
-    """What a place had published in an attempt that was given up is taken for its part of this one."""
+    """What a place had published of a staging directory that was given up is taken for its part of this one."""
     _count_late(patch, Published)
 
 

@@ -60,7 +60,7 @@ def _living(state: Any) -> list[int]:
     return [rank for rank in range(state.settings.world_size) if roll_forward.is_holder(state, rank)]
 
 
-def piece_of_an_earlier_attempt_counts(patch: Patch) -> None:
+def piece_of_an_earlier_write_counts(patch: Patch) -> None:
     """A host that has published stays done when all is written anew."""
     published, start, done = publishing.published, start_publishing, set[tuple[float, str]]()
 

@@ -163,7 +163,7 @@ def earlier_piece_is_removed(patch: Patch) -> None:
 
 
 def late_publisher_of_a_lower_term_supersedes(patch: Patch) -> None:
-    """Only its own attempt is left alone by a publisher."""
+    """Only its own staging directory is left alone by a publisher."""
 
     def wrong(self: PieceWorker, order: PublishOrder) -> bool:
         there = self.disks.directories.get((self._root(order), final_name(order.step)))

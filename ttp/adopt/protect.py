@@ -45,7 +45,7 @@ from ttp.session import ResumePoint, Session, refusals_in_one_line, start
 T = TypeVar("T")
 
 _ROUNDS_ANEW = (
-    "DistributedDataParallel forms its buckets anew after the first step of every start: on three ranks or more the step after a"
+    "DistributedDataParallel forms its buckets anew after the first step of every attempt: on three ranks or more the step after a"
     " restart is rounded otherwise, in the last bit; find_unused_parameters=True keeps the buckets as they are"
 )
 
@@ -150,7 +150,7 @@ class Guard:
         self._passes = 0
         """Forward passes of the step in flight."""
         self._all_passes = 0
-        """Those of all steps, over all starts of the job."""
+        """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
         self._seeds = seeds
@@ -199,7 +199,7 @@ class Guard:
 
     @property
     def step(self) -> int:
-        """Updates so far, over all starts of the job."""
+        """Updates so far, over all attempts of the job."""
         self._usage.asks_for_the_step()
         return self._adopted.current_step
 
@@ -252,7 +252,7 @@ class Guard:
             yield
 
     def seeded_collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a loader's `collate_fn` that draws the same for the same batch in every start, where a trainer skips batches without putting them
+        """Return a loader's `collate_fn` that draws the same for the same batch in every attempt, where a trainer skips batches without putting them
         together: each batch is one forward pass."""
         numbers = itertools.count(self._all_passes)
 
@@ -346,7 +346,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def _rounds_anew(model: torch.nn.Module, world_size: int) -> bool:
-    """Say whether the first step of a start adds the gradients up in another order than later steps do."""
+    """Say whether the first step of an attempt adds the gradients up in another order than later steps do."""
     is_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     return is_ddp and world_size > 2 and not model.find_unused_parameters
 

@@ -172,7 +172,7 @@ class _Progress:
         self._state = state
         self._streams = streams
         self.passes = 0
-        """Passes over a stream that were begun, over all starts; 0 where the data have a length, which the Trainer reckons with."""
+        """Passes over a stream that were begun, over all attempts; 0 where the data have a length, which the Trainer reckons with."""
 
     def begin_pass(self) -> int:
         """Count a pass, and return how many there are."""

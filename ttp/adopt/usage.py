@@ -22,7 +22,7 @@ from ttp.runtime.rank_runtime import show
 from ttp.session import ResumePoint, Session, find_session
 
 _KNOWN_AFTER = 2
-"""Steps of a start without one of the guard's batches: no step to warm up, but a loop that does not ask for them."""
+"""Steps of an attempt without one of the guard's batches: no step to warm up, but a loop that does not ask for them."""
 
 _UNSCHEDULED = (
     "the optimizer has a scheduler of torch that ttp.protect was not given: a restart begins its schedule again, with other learning rates;"
@@ -31,7 +31,7 @@ _UNSCHEDULED = (
 
 
 class Usage:
-    """What one trainer did with its guard in this start."""
+    """What one trainer did with its guard in this attempt."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Usage:
         self._keeps_place = True
 
     def step_ended(self, step: int) -> None:
-        """A step of this start is finished."""
+        """A step of this attempt is finished."""
         self._steps, self._newest_step = self._steps + 1, step
         if self._steps == _KNOWN_AFTER and not self._keeps_place:
             self._warn(self._uncounted())
@@ -121,10 +121,12 @@ class Usage:
             show(logging.WARNING, text)
 
     def _uncounted(self) -> str:
-        restart = "a restart begins" if self._resumed is None else f"this start, after step {self._resumed.step}, began"
+        restart = (
+            "a restart begins" if self._resumed is None else f"this attempt, after step {self._resumed.step}, began"
+        )
         what = "the interrupted epoch" if self._counts_epochs else "the whole loop"
         return (
-            f"the first {_KNOWN_AFTER} steps of this start took no batch from guard.batches(loader) or guard.enumerate(loader):"
+            f"the first {_KNOWN_AFTER} steps of this attempt took no batch from guard.batches(loader) or guard.enumerate(loader):"
             f" {restart} {what} at its first batch again, expected `for batch in guard.batches(loader)` within `for epoch in"
             " guard.epochs(count)`, or `for step in range(guard.step + 1, last + 1)` where data is a function of the step; a trainer"
             " that keeps its place by itself says so by reading guard.step before its first step"
@@ -135,6 +137,6 @@ class Usage:
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
         interval = f" (save_interval is {self._save_interval})" if self._save_interval else ""
         return (
-            f"TTP wrote no checkpoint in this start, {steps}{interval}: unless the trainer saves the weights itself, they are lost;"
+            f"TTP wrote no checkpoint in this attempt, {steps}{interval}: unless the trainer saves the weights itself, they are lost;"
             " call guard.save() as the last line of train, on all ranks"
         )

@@ -118,8 +118,8 @@ def judged(kill: Kill, line: FaultTimeline, journal: Sequence[Line]) -> Survived
 
 
 def _kill_once(job: TrainingJob, rng: random.Random, ranks: int, number: int) -> Kill:
-    """Wait for the start's first new step, then kill a random rank at a random moment."""
-    job.wait_for(lambda: len(job.starts()) == number + 1 and len(job.pids()) == ranks, f"start {number + 1}", 120)
+    """Wait for the attempt's first new step, then kill a random rank at a random moment."""
+    job.wait_for(lambda: len(job.starts()) == number + 1 and len(job.pids()) == ranks, f"attempt {number}", 120)
     first = job.last_step()
     job.wait_for_step(first + 1)
     recent = [float(line["time_ms"]) for line in job.metrics()[-12:] if line.get("time_ms")]

@@ -90,7 +90,7 @@ def _in_dump() -> Iterator[MatrixCase]:
 
 
 def _in_start() -> Iterator[MatrixCase]:
-    """A second fault while the next start begins."""
+    """A second fault while the next attempt begins."""
     for role, rank in ROLES.items():
         for point in START_POINTS:
             for kind in ("kill", "segv"):

@@ -150,5 +150,5 @@ def remove_tree(path: Path) -> None:
     if path.is_symlink():  # of a link the link alone
         path.unlink(missing_ok=True)
     while path.exists():
-        with contextlib.suppress(FileNotFoundError):  # a start of the job may be cleaning the same away
+        with contextlib.suppress(FileNotFoundError):  # an attempt of the job may be cleaning the same away
             shutil.rmtree(path)

@@ -1,6 +1,6 @@
 """Staging directories: where the shares of one checkpoint are written before it is published.
 
-Owns their names, the refusal of every other name, and their removal; also the test, at the start, that a directory takes a checkpoint.
+Owns their names, the refusal of every other name, and their removal; also the test, at an attempt's begin, that a directory takes a checkpoint.
 What a caller names is made, renamed or removed only when it is a staging directory: a real directory called `iter_0000042_tmp_NAME`, or a
 publisher's claim of it. Never touches a published checkpoint, one that was renamed as broken, or what this package keeps under names of the
 same kind.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPT = re.compile(r"(iter_[0-9]{7,19})_tmp_([0-9A-Za-z][0-9A-Za-z_.-]{0,127})")
 _CLAIM = "_claim_"
 PRUNED = "_tmp_pruned_"
-"""In the name of a checkpoint that is being removed: no search finds it, and a start of the job cleans it away."""
+"""In the name of a checkpoint that is being removed: no search finds it, and the next attempt of the job cleans it away."""
 SUPERSEDED = "_superseded_"
 """In the name of a node's part that a later write of its step has replaced: it is found all the same."""
 _KEPT_BY_OTHERS = re.compile(r"published|(pruned|superseded|gather)_.*")

@@ -56,14 +56,14 @@ class Request:
 
 
 class Store(Protocol):
-    """The checkpoints of one start of a job, as one of its ranks sees them."""
+    """The checkpoints of one attempt of a job, as one of its ranks sees them."""
 
     leader: int
     """The rank that looks after this rank's directories: for all ranks, or for those of its node."""
     node: str
     """This rank's node, where that matters for a directory; else empty."""
     start: int
-    """The number of this start, where it distinguishes parts of checkpoints; else 0."""
+    """The number of this attempt, where it distinguishes parts of checkpoints; else 0."""
     in_use_advice: str
     """Ends the message that another job writes into a directory."""
 

@@ -1,4 +1,4 @@
-"""How the ranks of a start find their controller: through the store that they met in.
+"""How the ranks of an attempt find their controller: through the store that they met in.
 
 Owns the store's keys and the waiting. Rank 0 publishes the controller's address, or why there is none, so that no rank waits
 for what will not come.
@@ -23,7 +23,7 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 1.0
 
 
 def controller_key(round_number: int) -> str:
-    """Return the store's key for the controller of a start; `ttprun` looks there too. Value: `host:port pid`."""
+    """Return the store's key for the controller of an attempt; `ttprun` looks there too. Value: `host:port pid`."""
     return f"ttp/controller/{round_number}"
 
 
@@ -33,7 +33,7 @@ def failure_key(round_number: int) -> str:
 
 
 def log_dir_key(round_number: int) -> str:
-    """Return the store's key for the folder of a start's journals on rank 0's node; `ttprun` reads them there."""
+    """Return the store's key for the folder of an attempt's journals on rank 0's node; `ttprun` reads them there."""
     return f"ttp/log_dir/{round_number}"
 
 
@@ -55,12 +55,12 @@ def process_text(pid: int | str = "self") -> str:
 
 
 def publish(store: Store, round_number: int, address: str, pid: int) -> None:
-    """Tell all ranks of this start where the controller listens (rank 0)."""
+    """Tell all ranks of this attempt where the controller listens (rank 0)."""
     store.set(controller_key(round_number), f"{address} {pid}")
 
 
 def publish_failure(store: Store, round_number: int, error: Exception) -> None:
-    """Publish that there will be no controller in this start (rank 0): all ranks raise the same error."""
+    """Publish that there will be no controller in this attempt (rank 0): all ranks raise the same error."""
     kind = next((kind for kind in _REFUSALS if isinstance(error, kind)), ControllerError)
     store.set(failure_key(round_number), f"{kind.__name__} {error}")
 

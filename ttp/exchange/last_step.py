@@ -1,6 +1,6 @@
 """The last step of an attempt and the newest one on disk, from rank 0 to its agent: a small file beside the controller's journal.
 
-Owns the file `last_step_<round>.json`. Written when training ends, not per step; a fault's step is in the journal. A file that cannot be
+Owns the file `last_step_<attempt>.json`. Written when training ends, not per step; a fault's step is in the journal. A file that cannot be
 written or read costs a line of the job's summary.
 """
 

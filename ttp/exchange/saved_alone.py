@@ -1,6 +1,6 @@
 """What ranks saved without a controller, from rank 0 to its agent: a small file beside the controllers' journals.
 
-Owns the file `saved_alone_<round>.json`. A file that cannot be written or read costs the agent's report of the save, not the save.
+Owns the file `saved_alone_<attempt>.json`. A file that cannot be written or read costs the agent's report of the save, not the save.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The agent's side of its fork server: starts it, has workers forked, and knows what cannot be forked.
 
-Owns the server's process and the one channel to it. A server that dies or does not answer costs a start its speed, never the job: the workers
-are executed then, as torchrun does, and the next start has a new server.
+Owns the server's process and the one channel to it. A server that dies or does not answer costs an attempt its speed, never the job: the workers
+are executed then, as torchrun does, and the next attempt has a new server.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger("ttp.launch")
 
 PROGRAM = Path(__file__).with_name("request_loop.py")
 PRELOAD_S = 120.0
-"""How long a start waits for the imports; then its workers import for themselves."""
+"""How long an attempt waits for the imports; then its workers import for themselves."""
 ANSWER_S = 30.0
-"""How long the forks of a start may take."""
+"""How long the forks of an attempt may take."""
 CLOSE_S = 1.0
 MOST_DEATHS = 3
 """So many servers in a row are lost without having forked a worker, and there is no further one."""
@@ -96,7 +96,7 @@ class ForkServer:
         self._imported: dict[str, Any] = {}
         self._deaths = 0
         self._reason = ""
-        """Why there is no server; empty: there is one, or the next start makes one."""
+        """Why there is no server; empty: there is one, or the next attempt makes one."""
 
     @property
     def pid(self) -> int:
@@ -284,7 +284,7 @@ class ForkServer:
         return answer
 
     def _lost(self, error: str) -> NotForked:
-        """Give up a server that has ended or does not answer; the next start has another one, unless too many were lost in a row."""
+        """Give up a server that has ended or does not answer; the next attempt has another one, unless too many were lost in a row."""
         self._end()
         self._deaths += 1
         reason = f"the fork server was lost: {error}"

@@ -1,4 +1,4 @@
-"""The checkpoint directories as all ranks of a start see them: who keeps them, which of them the start uses, what it may go on
+"""The checkpoint directories as all ranks of an attempt see them: who keeps them, which of them the attempt uses, what it may go on
 from.
 
 All ranks make one and call its methods in the same order, for they agree by collectives, except where it says otherwise. Owns
@@ -27,7 +27,7 @@ from ttp.runtime.rank_runtime import show
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a directory does not serve, as some rank found it at the start."""
+    """Why a directory does not serve, as some rank found it at the attempt's begin."""
 
     reason: str
     full: bool
@@ -37,10 +37,10 @@ class Failure:
 def split_directories(
     save_dirs: Sequence[str], found: Sequence[Mapping[str, Failure]]
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-    """Return what this start uses, what of that serves already, and why each other one does not (found: every rank's failures).
+    """Return what this attempt uses, what of that serves already, and why each other one does not (found: every rank's failures).
 
     A directory that is merely full is used: room comes back, and is looked for at every save and every fault. Any other that
-    fails on any rank is left alone until the next start: its lock may not be held, so that another job may write there by the
+    fails on any rank is left alone until the next attempt: its lock may not be held, so that another job may write there by the
     time it is back, or a rank lacks it.
     """
     reasons = {directory: failure.reason for failures in found for directory, failure in failures.items()}
@@ -50,7 +50,7 @@ def split_directories(
 
 
 class JobDirectories:
-    """The checkpoint directories of one start of the job."""
+    """The checkpoint directories of one attempt of the job."""
 
     def __init__(self, named: Sequence[str], settings: Settings, rank: int, device: torch.device) -> None:
         """Claim and try all of `named`: find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks
@@ -67,7 +67,7 @@ class JobDirectories:
         """What a directory leader's error begins with."""
         self._mine = RunDirectories(self.named, settings.job_id, settings.round_number == 0, self.store)
         self.used, self.serving = self._prepare()
-        """Those that this start writes into, and those of them that could take a checkpoint at its begin."""
+        """Those that this attempt writes into, and those of them that could take a checkpoint at its begin."""
 
     def _agree_on_store(self) -> Store:
         """Return the kind of directories that all ranks have. Raises ConfigError."""
@@ -90,7 +90,7 @@ class JobDirectories:
                 self._mine.claim()
             except NotWritable as error:
                 refusal = f"{self.node}{error}"
-        # No attempt begins before old ones are removed.
+        # No staging directory is made before old ones are removed.
         gathered = exchange_json([refusal, self._mine.mark, self._mine.failing], self._device)
         refusal = next((text for text, _, _ in gathered if text), "")
         _, mark, unclaimed = gathered[self.store.leader]
@@ -113,7 +113,9 @@ class JobDirectories:
             self.release()
             raise NotWritable(refusals[0])
         for directory, why in reasons.items() if self._rank == 0 else ():
-            until = "room is looked for at every save" if directory in used else "it is left alone until the next start"
+            until = (
+                "room is looked for at every save" if directory in used else "it is left alone until the next attempt"
+            )
             show(logging.WARNING, f"continuing without a directory: {why}; {until}")
         return used, serving
 

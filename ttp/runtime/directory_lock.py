@@ -79,7 +79,7 @@ class RunDirectories:
         """Directories that could not be claimed, and why: a restart goes on without them, but reads those whose lock it has."""
 
     def claim(self) -> None:
-        """Lock all directories and remove what interrupted attempts, and an earlier job's note, left.
+        """Lock all directories and remove what interrupted writes, and an earlier job's note, left.
 
         Raises NotWritable where another job writes, and at the job's first start for a directory that fails. At a restart that
         one is left out (`failing`): a disk that had filled up is what the fault may have been, and others have the step.
@@ -106,7 +106,7 @@ class RunDirectories:
     def remove_mark(self) -> None:
         """Every rank has looked."""
         for directory in self._save_dirs if self.mark else ():
-            with contextlib.suppress(OSError):  # of a disk that fails; the next start removes it
+            with contextlib.suppress(OSError):  # of a disk that fails; the next attempt removes it
                 (Path(directory) / self.mark).unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -115,7 +115,7 @@ class RunDirectories:
             os.close(self._locks.popitem()[1])
 
     def forget_superseded(self, step: int) -> None:
-        """All ranks have loaded the checkpoint of `step`: of older ones, the attempts that later ones have superseded go."""
+        """All ranks have loaded the checkpoint of `step`: of older ones, the parts that later writes have superseded go."""
         for directory in self._readable:
             try:
                 removed = self._store.remove_superseded([directory], step)
@@ -124,7 +124,7 @@ class RunDirectories:
                 continue
             for path in removed:
                 log.info(
-                    "removed %s: a later attempt at that step is there, and all ranks have loaded step %d", path, step
+                    "removed %s: a later write of that step is there, and all ranks have loaded step %d", path, step
                 )
 
     def candidates(self, choice: str) -> list[str]:

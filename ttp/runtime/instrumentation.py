@@ -39,10 +39,10 @@ class Instrumentation(Protocol):
     """What a session reports to its instrumentation, in the order of the calls."""
 
     def at_start(self, point: str) -> None:
-        """The start has come to this point."""
+        """The attempt has come to this point of its begin."""
 
     def logs_in(self, log_dir: Path) -> None:
-        """Controllers of this start write their journals there."""
+        """Controllers of this attempt write their journals there."""
 
     def attach(self, optimizer: HookedOptimizer, holder: HookedHolder) -> None:
         """Hook the points of a step and of a dump, where something is meant for them."""

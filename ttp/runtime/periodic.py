@@ -1,6 +1,6 @@
 """Periodic and requested checkpoints: written by all ranks together between two steps, each shard's bytes shared among its holders.
 
-Owns the agreement of the ranks on one attempt after the other; what is written and published is the holder's work, as it
+Owns the agreement of the ranks on one write attempt after the other; what is written and published is the holder's work, as it
 is at a fault. Never called at a fault.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("ttp")
 
 
 class PeriodicSaves:
-    """The periodic and requested checkpoints of one start, as one rank takes part in them."""
+    """The periodic and requested checkpoints of one attempt of the job, as one rank takes part in them."""
 
     def __init__(
         self, holder: OptimizerStateProvider, directories: JobDirectories, rank: int, round_number: int
@@ -95,7 +95,7 @@ class PeriodicSaves:
         return path, refusal
 
     def _discard(self, directory: str, tmp_name: str) -> None:
-        """Give a failed attempt's room back: the dying gasp may need it."""
+        """Give a failed write attempt's room back: the dying gasp may need it."""
         if self._directories.keeps:
             discard_staging(directory, tmp_name)
 

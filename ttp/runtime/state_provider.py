@@ -28,10 +28,10 @@ KEPT_STEPS = 3
 
 
 class Publisher(Protocol):
-    """Makes what all writers wrote of one step a checkpoint that the next start goes on from.
+    """Makes what all writers wrote of one step a checkpoint that the next attempt goes on from.
 
-    Called by one rank, on the processor's work thread, when every share is durable; after a failure by another rank, for the
-    same attempt. The job's own is `OptimizerStateProvider.publish`; a session may be given another.
+    Called by one rank, on the processor's work thread, when every share is durable; after a failure by another rank, of the
+    same staging directory. The job's own is `OptimizerStateProvider.publish`; a session may be given another.
     """
 
     def publish(self, order: PublishOrder, state: Mapping[str, Any], advance: Callable[[int], None]) -> str:
@@ -141,7 +141,7 @@ class OptimizerStateProvider:
         return self.optimizer.roll_forward(record)
 
     def write(self, order: WriteOrder) -> ShareResult:
-        """Write the ordered parts, or use again what an earlier attempt at the same step has of them."""
+        """Write the ordered parts, or use again what an earlier write attempt at the same step has of them."""
         directory, name, step = order.directory, order.tmp_name, order.step
         reused, left = self._written.take(step, directory, name, order.parts)
         parts = [part for part in order.parts if part in left]

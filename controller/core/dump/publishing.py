@@ -1,8 +1,8 @@
-"""Making a written attempt visible, by one rank at a time in each place (PURE).
+"""Making a written staging directory visible, by one rank at a time in each place (PURE).
 
 Owns the choice of the publishers. A *place* is what sees a directory: all ranks together when it is shared, the ranks of
 one node when every node has its own; then a step is published when every node that holds files of it has published them.
-Two publishers of one attempt do no harm: the rename is exclusive, and a valid checkpoint of that step that is there
+Two publishers of one staging directory do no harm: the rename is exclusive, and a valid checkpoint of that step that is there
 already is kept.
 """
 
@@ -103,12 +103,12 @@ def _written_anew(
 
 
 def _places(state: StateAt[Ordered]) -> tuple[str, ...]:
-    """Return where the files of this attempt are: somewhere at least, because every shard was written."""
+    """Return where the files of this staging directory are: somewhere at least, because every shard was written."""
     return tuple(sorted({_place_of(state, rank) for rank in _writers(state)})) or ("",)
 
 
 def _writers(state: StateAt[Ordered]) -> tuple[int, ...]:
-    """Return the ranks that wrote something of this attempt, dead ones included."""
+    """Return the ranks that wrote something of this staging directory, dead ones included."""
     return state.at.dump.work.ranks(lambda work: bool(work.results))
 
 
@@ -146,7 +146,7 @@ def published(
 ) -> ControllerState:
     """A place's checkpoint is visible; it does not matter which publisher says so. After the last, the ranks may leave.
 
-    Where each node has its own directories, another attempt's piece would list other files; but there each attempt has a
+    Where each node has its own directories, another write's part would list other files; but there each write attempt has a
     freeze of its own, and words of an older one never come here.
     """
     dump, fault = state.at.dump, state.at.fault

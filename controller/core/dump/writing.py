@@ -1,6 +1,6 @@
 """Write orders: every shard once, by live holders, in one directory (PURE).
 
-Owns the attempt: its name, who owes which parts, and what was written. A writer that dies, fails or falls silent is
+Owns the staging directory: its name, who owes which parts, and what was written. A writer that dies, fails or falls silent is
 replaced for the parts that it had not finished; a directory that no rank can write to is given up for the next.
 """
 
@@ -33,7 +33,7 @@ SLOW_DISK_BYTES_PER_S = 50e6
 
 
 def tmp_name(state: StateAt[Ordered]) -> str:
-    """Return this attempt's directory name: no other attempt of any controller has it."""
+    """Return the staging directory's name: no other write attempt of any controller has it."""
     step, attempt = state.at.dump.decision.step, state.at.dump.attempt + 1
     return str(StagingName(step, state.settings.term, state.freeze_id, attempt))
 
@@ -106,7 +106,7 @@ def written(state: StateAt[Writing], answer: Written, now: float, out: list[Effe
 
 
 def write_failed(state: StateAt[Writing], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:
-    """A writer's disk failed it: it writes no more into this attempt's directory."""
+    """A writer's disk failed it: it writes no more into this staging directory."""
     dump, rank, name = state.at.dump, answer.rank, tmp_name(state)
     if (answer.stage, answer.tmp_name) != ("write", name) or not dump.work[rank].orders:
         return state
@@ -155,7 +155,7 @@ def replace_writers(state: StateAt[Writing], lost: tuple[int, ...], now: float, 
 
 
 def failing_here(state: StateAt[Ordered]) -> frozenset[int]:
-    """Return the ranks that are given nothing to write in this attempt's directory."""
+    """Return the ranks that are given nothing to write in this staging directory."""
     dump, fault = state.at.dump, state.at.fault
     directory = dump.directories[dump.attempt]
     return dump.failed_here.union(rank for where, rank in fault.unfit if where == directory)
@@ -205,5 +205,5 @@ def _not_asked(state: StateAt[Ordered], tried: frozenset[int]) -> bool:
 
 
 def results(dump: Dump) -> tuple[ShareResult, ...]:
-    """Return all that was written in this attempt, by rank."""
+    """Return all that was written in this staging directory, by rank."""
     return tuple(result for work in dump.work for result in work.results)

@@ -120,9 +120,9 @@ class Dump:
     """WRITING: ranks that owed nothing any more when half of the patience with the newest order was over: they are given the work
     of others. None: that moment has not come."""
     attempt: int = 0
-    """Index into `directories`, and the last number of the attempt's name is one more."""
+    """Index into `directories`, and the last number of the staging directory's name is one more."""
     failed_here: frozenset[int] = frozenset()
-    """Ranks whose write failed in this attempt's directory."""
+    """Ranks whose write failed in this staging directory."""
     order: PublishOrder | None = None
     publishers: frozenset[int] = frozenset()
     """Ranks that were ordered to publish and have not answered: one for each place that is not published yet."""
@@ -131,7 +131,7 @@ class Dump:
     published_places: frozenset[str] = frozenset()
     failed_publishers: frozenset[int] = frozenset()
     doubted: frozenset[int] = frozenset()
-    """Ranks of which a publisher said that a file of this attempt is torn."""
+    """Ranks of which a publisher said that a file of this staging directory is torn."""
     errors: tuple[str, ...] = ()
     """What failed in writing and publishing, for the refusal's reason."""
 

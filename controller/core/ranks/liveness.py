@@ -146,7 +146,7 @@ def _check_registration(state: ControllerState, message: Registration) -> None:
     if message.world_size != world_size:
         raise ProtocolError(
             f"rank {message.rank} on {message.host} registers a world of {message.world_size} ranks, job "
-            f"{state.settings.job_id} has {world_size}; is a process of an earlier start still running?"
+            f"{state.settings.job_id} has {world_size}; is a process of an earlier attempt still running?"
         )
 
 

@@ -297,7 +297,7 @@ def test_generators_that_differ_between_ranks_stay_different(tmp_path: Path, mak
 
 
 class Unsteady:
-    """Another order at every start."""
+    """Another order in every attempt."""
 
     def __init__(self, first: int) -> None:
         self.first = first

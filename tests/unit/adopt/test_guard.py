@@ -94,7 +94,7 @@ def test_ddp_that_rounds_a_restarts_first_step_otherwise_is_known(
 
 
 def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither threads nor a controller go on for a trainer that is not protected, and the next start is not refused."""
+    """Neither threads nor a controller go on for a trainer that is not protected, and the next `ttp.start` is not refused."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

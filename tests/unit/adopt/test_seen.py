@@ -139,7 +139,7 @@ def draws(seeds: Seeds) -> list[float]:
     return [torch.rand(()).item(), random.random(), np.random.random()]
 
 
-def test_every_rank_draws_for_itself_and_the_same_in_each_start() -> None:
+def test_every_rank_draws_for_itself_and_the_same_in_each_attempt() -> None:
     """From torch's, Python's and numpy's generators."""
     torch.manual_seed(0)
     first = Seeds(torch.device("cpu"), enabled=True)

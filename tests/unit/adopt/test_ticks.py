@@ -43,8 +43,8 @@ def test_a_one_cycle_schedule_is_not_repeated_past_its_end() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_what_is_known_of_a_run_is_kept_over_its_starts() -> None:
-    """At an epoch's end that is done again the schedule steps in front of a start's first pass: that is not a loop which always does."""
+def test_what_is_known_of_a_run_is_kept_over_its_attempts() -> None:
+    """At an epoch's end that is done again the schedule steps in front of an attempt's first pass: that is not a loop which always does."""
     for early in (False, True):
         ticks = Ticks(ExponentialLR(optimizer(), 0.9))
         ticks.begin(0 if early else 1, early)

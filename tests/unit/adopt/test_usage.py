@@ -21,8 +21,8 @@ from ttp.config import Settings
 OFF = Settings(enable=False)
 EPOCHS = 3
 BATCHES = 4
-UNCOUNTED = "the first 2 steps of this start took no batch from guard.batches(loader) or guard.enumerate(loader): "
-UNSAVED = "TTP wrote no checkpoint in this start, "
+UNCOUNTED = "the first 2 steps of this attempt took no batch from guard.batches(loader) or guard.enumerate(loader): "
+UNSAVED = "TTP wrote no checkpoint in this attempt, "
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def test_a_trainer_that_keeps_its_place_gets_no_warning_and_goes_on_where_it_sto
 def test_batches_that_are_not_counted_are_reported_with_what_a_restart_does_again(
     tmp_path: Path, said: list[str], loop: Loop, lost: str, done: int
 ) -> None:
-    """Once in each start, at the second step, when nothing was restarted yet; a log that reads guard.step keeps no place."""
+    """Once in each attempt, at the second step, when nothing was restarted yet; a log that reads guard.step keeps no place."""
     first = Trainer(tmp_path, save_interval=1)
     for batch in loop(first):
         assert said == [] or first.guard.step >= 2
@@ -158,7 +158,7 @@ def test_batches_that_are_not_counted_are_reported_with_what_a_restart_does_agai
     again.guard.close()
     assert again.guard.step == done, "so the warning is right"
     assert len(said) == 2
-    assert said[1].startswith(f"{UNCOUNTED}this start, after step {BATCHES + 2}, began {lost} at")
+    assert said[1].startswith(f"{UNCOUNTED}this attempt, after step {BATCHES + 2}, began {lost} at")
 
 
 def test_one_step_alone_is_not_a_loop(tmp_path: Path, said: list[str]) -> None:
@@ -208,7 +208,7 @@ def test_rank_0_speaks_for_all(tmp_path: Path, said: list[str]) -> None:
 
 
 def test_a_job_that_ends_with_nothing_saved_is_reported(tmp_path: Path, said: list[str]) -> None:
-    """Once, with what to do; the steps are those of this start."""
+    """Once, with what to do; the steps are those of this attempt."""
     trainer = Trainer(tmp_path)
     trainer.steps(3)
     assert said == []
@@ -226,7 +226,9 @@ def test_an_interval_that_never_came_is_reported(tmp_path: Path, said: list[str]
     assert len(said) == 1 and said[0].startswith(UNSAVED) and "save_interval is 1000" in said[0]
 
 
-def test_a_start_that_went_on_and_saved_nothing_is_informed_of_its_own_steps(tmp_path: Path, said: list[str]) -> None:
+def test_an_attempt_that_resumed_and_saved_nothing_is_informed_of_its_own_steps(
+    tmp_path: Path, said: list[str]
+) -> None:
     """The checkpoint that it began with has none of them. With an interval the last steps are the trainer's own choice."""
     first = Trainer(tmp_path, save_interval=2)
     first.steps(2)

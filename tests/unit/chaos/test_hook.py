@@ -89,7 +89,7 @@ def hooked(*orders: FaultOrder) -> Iterator[tuple[Harness, Hook]]:
             harness.close()
 
 
-def test_an_order_of_the_start_happens_at_its_point_from_its_step_on_and_is_reported_before() -> None:
+def test_an_order_of_an_attempt_happens_at_its_point_from_its_step_on_and_is_reported_before() -> None:
     """Other points and earlier steps pass; the harness knows of the injection before it falls."""
     with hooked(FaultOrder(5, Injection("raise", 1, 4, "ready"))) as (harness, hook):
         optimizer = Optimizer()

@@ -114,10 +114,10 @@ def test_a_good_run_holds_in_every_verdict_with_its_times() -> None:
         line("published", 104.5, step=SAVED, path="/c/iter_0000005"),
         line("decided", 113.0),
     ],
-    ids=["the step that a start without a new one has loaded", "a controller that had been stopped decides"],
+    ids=["the step that an attempt without a new one has loaded", "a controller that had been stopped decides"],
 )
 def test_what_changes_nothing_is_not_a_violation(event: dict[str, Any]) -> None:
-    """The second start ends before its first new step, and finds the same step; a fenced controller continues with what it had received."""
+    """The second attempt ends before its first new step, and finds the same step; a fenced controller continues with what it had received."""
 
     def change(record: Record) -> None:
         record.journal += [event, {**line("took_over", 111.0), "controller": 1}]
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_was_corrupted_must_be_skipped_aloud() -> None:
 
 
 def test_what_an_earlier_fault_has_broken_is_not_a_fall_back_of_a_later_one() -> None:
-    """It stays there, and every start skips it, until the job has come past its step."""
+    """It stays there, and every attempt skips it, until the job has come past its step."""
 
     def skip(record: Record) -> None:
         broken = ("iter_0000007: bits",)
@@ -324,15 +324,15 @@ def test_what_an_earlier_fault_has_broken_is_not_a_fall_back_of_a_later_one() ->
     assert run.incidents[0].outcome == "saved" and run.incidents[0].lost == 0
 
 
-def test_a_rank_that_grows_is_named_with_its_start_and_the_limit() -> None:
-    """In one start of one rank; a limit above it holds; in a job that was seen for too short nothing is claimed."""
+def test_a_rank_that_grows_is_named_with_its_attempt_and_the_limit() -> None:
+    """In one attempt of one rank; a limit above it holds; in a job that was seen for too short nothing is claimed."""
 
     def leak(record: Record) -> None:
         record.memory[(1, 1), 1] = held(1, 1, 0.0625)
 
     run = good_run(leak)
     verdict = next(one for one in judge(run) if one.name == "memory")
-    assert verdict.state == VIOLATED and "rank 1 (pid 81) in start 1: 62.5 MiB in 1,000 steps" in verdict.text
+    assert verdict.state == VIOLATED and "rank 1 (pid 81) in attempt 1: 62.5 MiB in 1,000 steps" in verdict.text
     assert "1 of 4 curves" in verdict.text and "over 32 MiB" in verdict.text and "rank 0" not in verdict.text
     assert states(dataclasses.replace(run, growth_mib=63.0))["memory"] == HELD
     short = good_run(lambda record: record.memory.clear())
@@ -341,12 +341,12 @@ def test_a_rank_that_grows_is_named_with_its_start_and_the_limit() -> None:
 
 
 def test_a_leak_of_the_unbroken_run_is_reported_as_its_own() -> None:
-    """The run with no fault is the longest start of all."""
+    """The run with no fault is the longest attempt of all."""
     run = good_run()
     assert run.unbroken is not None
     run.unbroken.memory[(1, 0), 0] = held(0, 0, 0.0625)
     verdict = next(one for one in judge(run) if one.name == "memory")
-    assert verdict.state == VIOLATED and "the unbroken run's rank 0 (pid 70) in start 0: 62.5 MiB" in verdict.text
+    assert verdict.state == VIOLATED and "the unbroken run's rank 0 (pid 70) in attempt 0: 62.5 MiB" in verdict.text
 
 
 def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_terminal_gets_a_table_that_grows_and_where_the_job_stands(tmp_path: P
         "saved",
         "200 ms",
         "not reached",
-        "training; step 8; start 2 of 2",
+        "training; step 8; 2 attempts of 2",
     ):
         assert words in text, text
 

@@ -46,7 +46,7 @@ def grown(made: Curve, *faulted: tuple[float, float]) -> float:
 
 @pytest.mark.parametrize("kib_a_step", [8, 64, 4096])
 def test_a_tensor_kept_each_step_is_reported_by_its_size(kib_a_step: int) -> None:
-    """In MiB for 1,000 steps, through an allocator's noise of a MiB, whatever step the start began with."""
+    """In MiB for 1,000 steps, through an allocator's noise of a MiB, whatever step the attempt began with."""
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -60,19 +60,19 @@ def test_what_is_made_in_the_first_steps_is_not_a_growth() -> None:
 
 
 def test_caches_that_fill_slowly_are_not_growth() -> None:
-    """They rise for a third of the start, or ever less: the last third has no slope worth a word."""
+    """They rise for a third of the attempt, or ever less: the last third has no slope worth a word."""
     assert grown(curve(lambda step: 60.0 * min(1.0, step / 400))) == 0.0
     assert grown(curve(lambda step: 60.0 * (1 - math.exp(-step / 150)))) < 1.0
 
 
 def test_one_level_that_changes_is_not_a_growth() -> None:
-    """A dump's buffers that stay, wherever in the start it comes."""
+    """A dump's buffers that stay, wherever in the attempt it comes."""
     for place in range(100):
         assert grown(curve(lambda step, place=place: 80.0 * (step > place * STEPS_A_SAMPLE))) == 0.0  # type: ignore[misc]
 
 
 def test_noise_is_not_a_growth() -> None:
-    """A random walk of pages that come and go within 6 MiB, in a hundred short starts: none is near the default limit."""
+    """A random walk of pages that come and go within 6 MiB, in a hundred short attempts: none is near the default limit."""
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def test_a_hog_of_the_harness_is_not_the_trainers() -> None:
     assert grown(leak, (40.0, 75.0)) == pytest.approx(62.5, rel=0.05)
 
 
-def test_a_start_that_is_too_short_is_not_judged() -> None:
+def test_an_attempt_that_is_too_short_is_not_judged() -> None:
     """Too few looks, or too few steps, however steep."""
     assert growth_of(Curve((1, 0), 0, 70)) is None
     assert growth_of(curve(lambda step: step, samples=LEAST_SAMPLES - 1)) is None

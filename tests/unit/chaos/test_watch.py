@@ -11,8 +11,8 @@ from ttp.chaos.observed.recorder import Recorder
 from ttp.controller.journal import set_aside
 
 
-def test_journals_are_read_wherever_a_start_keeps_them(tmp_path: Path) -> None:
-    """The second start's first directory had died: its journal is in the next one; no line is read twice."""
+def test_journals_are_read_wherever_an_attempt_keeps_them(tmp_path: Path) -> None:
+    """The second attempt's first directory had died: its journal is in the next one; no line is read twice."""
     watch = Recorder()
     for start, name in enumerate(("a", "b", "b")):
         folder = tmp_path / name

@@ -93,7 +93,7 @@ def test_the_newest_of_several_directories_is_found_whatever_the_trackers_say(jo
     assert found is not None and found.path == newest and found.skipped == ()
 
 
-def test_attempts_and_broken_ones_are_not_checkpoints(job: Job, tmp_path: Path) -> None:
+def test_staging_directories_and_broken_ones_are_not_checkpoints(job: Job, tmp_path: Path) -> None:
     """Only the exact name of a step counts."""
     path = job.save(tmp_path, 42)
     for name in ("iter_0000043_tmp_a", "iter_0000044_broken_1", "iter_45", "iter_00000046", "xiter_0000047"):

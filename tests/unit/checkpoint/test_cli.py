@@ -263,7 +263,7 @@ def test_inspect_calls_broken_what_list_does(job: Job, tmp_path: Path) -> None:
 
 
 def test_list_names_what_else_takes_room(job: Job, tmp_path: Path) -> None:
-    """Attempts, half removed and broken ones, with what becomes of each."""
+    """Staging directories, half removed and broken ones, with what becomes of each."""
     path = job.save(tmp_path, 42)
     for name in (
         "iter_0000043_tmp_a",

@@ -49,7 +49,7 @@ def test_every_hole_overlap_and_contradiction_is_refused(job: Job, tmp_path: Pat
     refused_as("overlaps", files=more, tensors=(*whole.tensors, twice))
 
 
-def test_an_incomplete_attempt_is_not_published(job: Job, tmp_path: Path) -> None:
+def test_an_incomplete_staging_directory_is_not_published(job: Job, tmp_path: Path) -> None:
     """A share that no rank reported leaves a hole: the tables of the files are what counts."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 3)
     with pytest.raises(CorruptCheckpoint, match=r"are in no box|is in no share"):

@@ -120,7 +120,7 @@ def test_bytes_that_change_on_the_way_are_not_taken(cluster: Cluster, job: Job) 
 def test_a_file_that_cannot_get_its_name_is_said_on_every_rank(
     cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank waits for the rank that failed; what stays half moved is removed by the next start, and nothing else is."""
+    """No rank waits for the rank that failed; what stays half moved is removed by the next attempt, and nothing else is."""
     cluster.save(job, 7)
     replace, unlink = os.replace, Path.unlink
 
@@ -141,15 +141,15 @@ def test_a_file_that_cannot_get_its_name_is_said_on_every_rank(
 
 
 def test_a_step_that_only_one_node_has_published_counts_when_all_files_are_there(cluster: Cluster, job: Job) -> None:
-    """Node b was lost between writing and publishing: its files are in an attempt that has no manifest."""
+    """Node b was lost between writing and publishing: its files are in a staging directory that has no manifest."""
     cluster.save(job, 4)
     cluster.save(job.later(), 7, publishers=(0,))
     found = cluster.gather(job)
     assert steps(found) == {4} and "iter_0000007" in cluster.skipped[0]
 
 
-def test_a_later_attempt_supersedes_an_earlier_one_which_is_found_all_the_same(cluster: Cluster, job: Job) -> None:
-    """Both nodes publish the first attempt; of the second, b has none: the first one is whole and is taken."""
+def test_a_later_write_supersedes_an_earlier_one_which_is_found_all_the_same(cluster: Cluster, job: Job) -> None:
+    """Both nodes publish the first write; of the second, b has none: the first one is whole and is taken."""
     cluster.save(job, 7, attempt="1_1_1", term=1)
     cluster.save(job, 7, attempt="2_1_1", term=2, publishers=(0,))
     assert read_manifest(cluster.root / "a" / "iter_0000007").term == 2
@@ -176,7 +176,7 @@ def test_superseded_pieces_go_when_a_newer_step_was_loaded_and_not_before(cluste
         "iter_0000007",
         "iter_0000007_superseded_1",
         "iter_0000009",
-        "iter_0000009_superseded_2",  # the first attempt alone was whole, and has the name again
+        "iter_0000009_superseded_2",  # the first write alone was whole, and has the name again
     ]
     assert read_manifest(cluster.root / "a" / "iter_0000004").term == 2
     assert (cluster.root / "b" / "iter_0000004_superseded_1").is_dir(), "another node's are its own keeper's"
@@ -199,7 +199,7 @@ def test_a_piece_that_is_the_only_one_of_its_step_is_kept(
 def test_a_removal_that_is_cut_short_leaves_no_half_piece(
     cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What remains has the name of an unfinished attempt, which the next start cleans away."""
+    """What remains has the name of a staging directory, which the next attempt cleans away."""
     cluster.save(job, 7, attempt="1_1_1", term=1)
     cluster.save(job, 7, attempt="2_1_1", term=2)
 
@@ -233,7 +233,7 @@ def kill_at_rename(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
 def test_a_piece_is_found_when_its_superseder_was_killed_between_the_renames(
     cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the superseded name is left of the first attempt on node a; cleaning removes the other attempt's claim."""
+    """Only the superseded name is left of the first write on node a; cleaning removes the other one's claim."""
     cluster.save(job, 7, attempt="1_1_1", start=5)
     with monkeypatch.context() as patch:
         kill_at_rename(patch, "iter_0000007")
@@ -255,14 +255,14 @@ def test_a_late_publisher_of_a_lower_term_changes_nothing(cluster: Cluster, job:
     before = sorted(path.name for path in (cluster.root / "a").iterdir())
     name = "iter_0000007_tmp_1_1_1"
     results = [write_share(cluster.disk(0), name, 0, job.held(), {})]
-    with pytest.raises(CheckpointError, match="term 2 in start 1; this order is of term 1"):
+    with pytest.raises(CheckpointError, match="term 2 in attempt 1; this order is of term 1"):
         cluster.publish(0, name, 7, results, term=1)
     assert sorted(path.name for path in (cluster.root / "a").iterdir()) == sorted([*before, name])
 
 
-def test_a_later_start_supersedes_whatever_its_terms_are(cluster: Cluster, job: Job) -> None:
+def test_a_later_attempt_of_the_job_supersedes_whatever_its_terms_are(cluster: Cluster, job: Job) -> None:
     """A new job begins with low terms: its step takes the place of one that an earlier job left, and is the one loaded.
-    A publisher of the earlier start that wakes up late changes nothing."""
+    A publisher of the earlier attempt that wakes up late changes nothing."""
     cluster.save(job, 7, attempt="501_1_1", start=3, term=501)
     assert next_start([str(cluster.root / "a")]) == 4
     cluster.save(job.later(), 7, attempt="1_1_1", start=4, term=1)
@@ -302,7 +302,7 @@ def test_a_publisher_whose_claim_is_taken_by_one_that_had_stood_still_finds_its_
     assert [cluster.publish(1, name, 7, results)] == published and verify(published[0]).step == 7
 
 
-def test_an_attempt_that_is_gone_is_not_published(cluster: Cluster, job: Job) -> None:
+def test_a_staging_directory_that_is_gone_is_not_published(cluster: Cluster, job: Job) -> None:
     results = [write_share(cluster.disk(r), "iter_0000007_tmp_x", r, s, {}) for r, s in enumerate(job.shares(4))]
     with pytest.raises(CheckpointError, match="is gone or was taken over by other publishers"):
         cluster.publish(0, "iter_0000007_tmp_y", 7, results)
@@ -329,8 +329,8 @@ def test_a_piece_with_a_file_that_ended_short_is_not_published_and_its_writer_is
     assert caught.value.ranks == (1,) and not (cluster.root / "a" / "iter_0000007").exists()
 
 
-def test_a_claim_with_the_files_is_taken_before_an_attempt_made_anew(cluster: Cluster, job: Job) -> None:
-    """A publisher died over its claim, and a writer that had been silent has begun in the attempt's directory once more."""
+def test_a_claim_with_the_files_is_taken_before_a_staging_directory_made_anew(cluster: Cluster, job: Job) -> None:
+    """A publisher died over its claim, and a writer that had been silent has begun in the staging directory once more."""
     name, disk = "iter_0000005_tmp_x", cluster.disk(0)
     results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
     os.rename(disk / name, disk / f"{name}_claim_0")

@@ -53,7 +53,7 @@ class Shared:
         self.job.save(self.folders[0], step)
 
     def newest(self) -> int | None:
-        """Return the step that a start of the job finds."""
+        """Return the step that an attempt of the job finds."""
         found = find.find_newest_valid(self.folders)
         return None if found is None else found.manifest.step
 
@@ -210,7 +210,7 @@ def test_an_interruption_anywhere_leaves_nothing_that_looks_whole_and_is_not(
         for folder in again.folders:
             assert [name for name in os.listdir(folder) if name.startswith("iter_")] == ["iter_0000020"]
         for folder in cut.folders:
-            clean_stale(folder)  # what a start of the job does
+            clean_stale(folder)  # what an attempt of the job does
             assert [name for name in os.listdir(folder) if "pruned" in name] == []
 
 
@@ -248,7 +248,7 @@ def test_a_folder_that_cannot_be_changed_is_reported(job: Job, tmp_path: Path, m
     assert verify(tmp_path / "iter_0000010").step == 10
 
 
-def test_a_start_that_cleans_at_the_same_time_does_no_harm(
+def test_an_attempt_that_cleans_at_the_same_time_does_no_harm(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The half removed directory is taken away under prune's hands."""
@@ -311,7 +311,7 @@ def test_a_step_that_is_not_whole_here_is_kept_unless_asked_for(nodes: NodeLocal
 
 
 def test_parts_of_two_writes_are_not_mixed(nodes: NodeLocal) -> None:
-    """Node a has the later attempt's piece alone, and behind it the earlier one's: the step is whole by the earlier, and stays with both."""
+    """Node a has the later write's piece alone, and behind it the earlier one's: the step is whole by the earlier, and stays with both."""
     nodes.cluster.save(nodes.job, 10)
     nodes.cluster.save(nodes.job, 20, "x", start=1)
     nodes.cluster.save(nodes.job.later(), 20, "y", start=2, publishers=(0,))
@@ -327,7 +327,7 @@ def test_parts_of_two_writes_are_not_mixed(nodes: NodeLocal) -> None:
 
 
 def test_whole_checkpoints_among_parts_are_refused(nodes: NodeLocal) -> None:
-    """Which of the two kinds a start would load, the command cannot know."""
+    """Which of the two kinds an attempt would load, the command cannot know."""
     nodes.cluster.save(nodes.job, 10)
     nodes.job.save(nodes.folders[0], 20)
     status, text = nodes.prune("--keep", 1, "--yes")

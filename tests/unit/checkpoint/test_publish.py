@@ -127,7 +127,7 @@ def test_at_every_system_call_a_death_leaves_a_whole_newest_checkpoint(
 def test_a_death_while_writing_a_share_leaves_the_older_checkpoint(
     job: Job, tmp_path: Path, act: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """Whatever it left is not taken for a checkpoint, and goes at the next start."""
+    """Whatever it left is not taken for a checkpoint, and goes at the next attempt."""
     job.save(tmp_path / "count", 41, 1)
     calls: list[str] = []
     with at_call(-1, refused, calls):
@@ -176,7 +176,7 @@ def test_all_is_durable_before_the_name_appears(job: Job, tmp_path: Path, monkey
 
 
 def test_a_valid_checkpoint_is_never_overwritten(job: Job, tmp_path: Path) -> None:
-    """A second attempt at the same step keeps the first one's bytes, and leaves nothing behind."""
+    """A second write of the same step keeps the first one's bytes, and leaves nothing behind."""
     path = job.save(tmp_path, 42)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     assert job.later().save(tmp_path, 42, attempt="b") == path
@@ -243,7 +243,7 @@ def test_the_tracker_ends_at_the_newest_of_racing_publishers(job: Job, tmp_path:
 def test_a_slow_publisher_overtaken_by_its_successor_changes_nothing(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each of its steps the first one stops, a second publishes the attempt, the first goes on: same path, valid."""
+    """At each of its steps the first one stops, a second publishes the staging directory, the first goes on: same path, valid."""
     monkeypatch.setattr(durable, "_LOCK_PATIENCE_S", 0.0)  # the overtaken one may hold the lock
     for number in range(count_of_calls(job, tmp_path / "count")):
         directory = tmp_path / str(number)
@@ -316,7 +316,7 @@ def stoppable(runners: list[Runner]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_two_publishers_of_one_attempt_in_any_interleaving_leave_one_whole_checkpoint(
+def test_two_publishers_of_one_staging_directory_in_any_interleaving_leave_one_whole_checkpoint(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The first stops anywhere, its successor works and stops anywhere, the first goes on to its end, then the second.
@@ -349,8 +349,8 @@ def test_two_publishers_of_one_attempt_in_any_interleaving_leave_one_whole_check
         job.assert_equal(job.read(directory / "iter_0000042"))
 
 
-def test_a_publisher_that_lost_the_attempt_says_so(job: Job, tmp_path: Path) -> None:
-    """Neither the attempt nor the checkpoint is there."""
+def test_a_publisher_that_lost_the_staging_directory_says_so(job: Job, tmp_path: Path) -> None:
+    """Neither the staging directory nor the checkpoint is there."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 2)
     (tmp_path / "iter_0000042_tmp_a").rename(tmp_path / "elsewhere")
     with pytest.raises(
@@ -381,7 +381,7 @@ def test_what_dead_writers_left_is_not_published(job: Job, tmp_path: Path) -> No
 def test_a_checkpoint_is_read_again_in_full_only_where_there_is_a_doubt(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A huge one takes longer than a publisher may be silent. Its own attempt's, and what this run wrote, are not doubted."""
+    """A huge one takes longer than a publisher may be silent. Its own staging directory's, and what this run wrote, are not doubted."""
     summed: list[str] = []
 
     def noted(path: Path, entry: FileEntry, advance: Any = None) -> None:
@@ -397,14 +397,14 @@ def test_a_checkpoint_is_read_again_in_full_only_where_there_is_a_doubt(
 
 
 def test_a_state_that_json_cannot_carry_is_named_and_nothing_is_touched(job: Job, tmp_path: Path) -> None:
-    """The attempt stays as it was, for a better call."""
+    """The staging directory stays as it was, for a better call."""
     results = job.write(tmp_path, "iter_0000042_tmp_a", 1)
     with pytest.raises(CheckpointError, match=r"state\.trainer\.rng is a Tensor"):
         job.publish(tmp_path, "iter_0000042_tmp_a", results, 42, state={"trainer": {"rng": torch.zeros(1)}})
     assert os.listdir(tmp_path) == ["iter_0000042_tmp_a"]
 
 
-def test_only_leftovers_of_attempts_are_cleaned(job: Job, tmp_path: Path) -> None:
+def test_only_leftovers_of_staging_directories_are_cleaned(job: Job, tmp_path: Path) -> None:
     """Published, broken and foreign things stay."""
     job.save(tmp_path, 42)
     stale = ["iter_0000043_tmp_a", "iter_0000043_tmp_a_claim_0", ".ttp_probe_1", f".{durable.TRACKER_NAME}.9.9"]

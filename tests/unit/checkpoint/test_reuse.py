@@ -1,4 +1,4 @@
-"""Shares that are durable already: which of them a later attempt of the step may link, and which it must never."""
+"""Shares that are durable already: which of them a later write attempt of the step may link, and which it must never."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = (Part("group", 0, 2), Part("group", 1, 2))
 
 
 def written(directory: Path, tmp_name: str, *parts: Part) -> WrittenShare:
-    """Write a file with these parts in an attempt, as a rank has that answers the write order."""
+    """Write a file with these parts in a staging directory, as a rank has that answers the write order."""
     content = repr(parts).encode()
     name = f"rank_0_{'_'.join(f'{part.index}.{part.count}' for part in parts)}.distcp"
     (directory / tmp_name).mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def shares(tmp_path: Path) -> WrittenShares:
-    """Return the memory of a rank that has written both parts of STEP in one attempt, a file each."""
+    """Return the memory of a rank that has written both parts of STEP in one staging directory, a file each."""
     made = WrittenShares()
     for part in PARTS:
         made.add(STEP, written(tmp_path, FIRST, part))

@@ -269,7 +269,7 @@ def test_truncation_after_verification_is_found_by_the_reader(job: Job, tmp_path
 
 @pytest.mark.parametrize("tmp_name", ["iter_0000042", "../x_tmp_a", ""])
 def test_a_share_is_never_written_into_a_published_directory(job: Job, tmp_path: Path, tmp_name: str) -> None:
-    """Only attempts' own names are taken."""
+    """Only names of staging directories are taken."""
     with pytest.raises(CheckpointError, match="invalid name of a staging directory"):
         write_share(tmp_path, tmp_name, 0, job.held(), {})
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Whatever name is given, nothing is filled, renamed or removed but that attempt's own staging directory."""
+"""Whatever name is given, nothing is filled, renamed or removed but the staging directory of that name."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(name="../elsewhere")
 @example(name="iter_0000042_tmp_a_claim_/../../elsewhere")
 @example(name="")
-def test_nothing_but_the_attempts_own_staging_directory_is_touched(
+def test_nothing_but_the_named_staging_directory_is_touched(
     checkpoint: Path, act: Callable[[Path, str], object], name: str
 ) -> None:
     with tempfile.TemporaryDirectory() as made:
@@ -139,7 +139,7 @@ def test_nothing_but_the_attempts_own_staging_directory_is_touched(
 
 
 def names_of(name: str) -> Iterator[str]:
-    """Say, by a rule of its own, which directories of the tree belong to an attempt of this name."""
+    """Say, by a rule of its own, which directories of the tree belong to a staging directory of this name."""
     if name in (OWN, "iter_0000041_tmp_a", "iter_0000042_tmp_b", "iter_0000042_tmp_ab"):
         yield name
     if name in (OWN, CLAIM):  # a claim's publisher writes into the claim by its name
@@ -172,7 +172,7 @@ def test_the_names_of_controllers_and_of_periodic_checkpoints_are_taken(name: st
 
 
 def test_a_valid_checkpoint_outlives_a_publish_that_names_it_as_its_staging_directory(job: Job, tmp_path: Path) -> None:
-    """A missing file made the publisher take the checkpoint that is there for its own attempt, and remove it."""
+    """A missing file made the publisher take the checkpoint that is there for its own staging directory, and remove it."""
     path = job.save(tmp_path, 42)
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match="invalid name of a staging directory: got 'iter_0000042'"):
@@ -226,7 +226,7 @@ def test_a_link_in_the_place_of_a_staging_directory_is_refused_by_everything(
     assert contents(tmp_path) == before
 
 
-def test_of_a_leftover_link_a_start_removes_the_link_alone(tmp_path: Path) -> None:
+def test_of_a_leftover_link_the_next_attempt_removes_the_link_alone(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()

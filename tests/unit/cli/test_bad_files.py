@@ -113,7 +113,7 @@ def test_a_value_of_another_type_is_refused_by_its_name(
 
 
 @pytest.mark.timeout(60)
-def test_notes_of_a_start_that_are_none_count_as_absent(content: Callable[[Path], None], tmp_path: Path) -> None:
+def test_notes_of_an_attempt_that_are_none_count_as_absent(content: Callable[[Path], None], tmp_path: Path) -> None:
     """An agent reads them at an attempt's end: it waits for no pipe."""
     for module in (last_step, saved_alone):
         content(module.path_of(tmp_path, 0))

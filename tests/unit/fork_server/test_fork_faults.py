@@ -163,7 +163,7 @@ def children() -> str:
     return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
 
 
-def test_of_a_start_that_is_not_forked_whole_nothing_runs(script: Callable[[str], str], tmp_path: Path) -> None:
+def test_of_an_attempt_that_is_not_forked_whole_nothing_runs(script: Callable[[str], str], tmp_path: Path) -> None:
     """A trial, the one between, one worker, and the second worker cannot be forked. The first has no time to run, and is reaped."""
     args = [sys.executable, "-u", script("print('ran')")]
     environ = {**os.environ, **module(tmp_path, "limited", LIMITED)}

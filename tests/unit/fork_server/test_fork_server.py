@@ -291,7 +291,7 @@ def test_a_server_that_died_is_started_again(script: Callable[[str], str], tmp_p
 
 
 def test_a_server_that_dies_again_and_again_is_given_up(script: Callable[[str], str], tmp_path: Path) -> None:
-    """Each start executes its workers then, and the last of the servers is not followed by another one."""
+    """Each attempt executes its workers then, and the last of the servers is not followed by another one."""
     name, path = script(""), module(tmp_path, "deadly", "import os; os._exit(7)")
     with serving(["deadly"], environ=path) as server:
         for _ in range(MOST_DEATHS):
@@ -413,8 +413,8 @@ def belongings(pid: int) -> tuple[int, int]:
 
 
 @pytest.mark.long
-def test_200_starts_leave_nothing_in_server_or_agent(script: Callable[[str], str]) -> None:
-    """No descriptor, no thread, no process, and no memory that grows with the starts."""
+def test_200_attempts_leave_nothing_in_server_or_agent(script: Callable[[str], str]) -> None:
+    """No descriptor, no thread, no process, and no memory that grows with the attempts."""
     args = [sys.executable, "-u", script("")]
     program = Program(tuple(args), os.environ)
     grown = []

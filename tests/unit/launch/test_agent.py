@@ -48,7 +48,7 @@ def make_agent(nodes: FixedNodes | None = None, max_restarts: int = 3) -> HoldAg
     return HoldAgent(spec, DefaultLogsSpecs(), launching)
 
 
-def test_workers_of_a_start_that_broke_in_the_middle_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_an_attempt_that_broke_in_the_middle_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch forgets those that run when a later one cannot be started; another child of this process is left alone."""
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     started: list[subprocess.Popen[bytes]] = []
@@ -199,7 +199,7 @@ UNREACHED = "the workers' store on node 0, a:41234, (timed out)"
 def test_attempts_whose_nodes_never_reach_each_other_end(
     lost: str, unreached: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not counted as restarts. The node that cannot reach the workers' store leaves first; a start that met begins
+    """They are not counted as restarts. The node that cannot reach the workers' store leaves first; an attempt whose nodes met begins
     the count anew."""
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: None)
     agent = make_agent(FixedNodes(HashStore(), 0, 1))
@@ -408,7 +408,7 @@ def test_torch_is_not_asked_about_a_worker_that_has_begun_to_end(monkeypatch: py
     ("new_step", "took_s", "final"),
     [(False, 1.0, True), (False, 3600.0, True), (True, 1.0, False), (True, 3600.0, False), (None, 1.0, False)],
 )
-def test_a_refusal_is_final_however_long_the_start_took_if_it_made_no_new_step(
+def test_a_refusal_is_final_however_long_the_attempt_took_if_it_made_no_new_step(
     new_step: bool | None, took_s: float, final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later it is a failure as any other: the configuration was good enough to train with."""
@@ -429,7 +429,7 @@ def test_a_refusal_is_final_however_long_the_start_took_if_it_made_no_new_step(
 def test_an_attempt_is_reported_before_the_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait may be half a minute, and whoever reads wants to know at once."""
     done: list[str] = []
-    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: done.append("the start is closed"))
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: done.append("the attempt is closed"))
     monkeypatch.setattr(time, "sleep", lambda pause_s: done.append(f"waits {pause_s:g} s"))
     agent = make_agent(max_restarts=3)
     monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
@@ -439,7 +439,7 @@ def test_an_attempt_is_reported_before_the_back_off(monkeypatch: pytest.MonkeyPa
     agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
     agent._stop_workers(agent.get_worker_group())
     agent._stop_workers(agent.get_worker_group())
-    assert done == ["the start is closed", "waits 1 s", "the start is closed", "waits 0 s"]
+    assert done == ["the attempt is closed", "waits 1 s", "the attempt is closed", "waits 0 s"]
 
 
 def test_a_script_that_is_not_there_is_refused_before_any_worker(

@@ -104,7 +104,7 @@ TERM = SignalException("SIGTERM", signal.SIGTERM)
         ("SIGTERM", KeyboardInterrupt(), ["signal SIGTERM", "drain", "end_at_once", "close at once"], False),
     ],
 )  # fmt: skip
-def test_whatever_signal_comes_at_the_end_the_start_is_closed_once_and_leaves_no_directory(
+def test_whatever_signal_comes_at_the_end_the_attempt_is_closed_once_and_leaves_no_directory(
     notice: str, came: BaseException | None, done: list[str], comes_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes out at last, but where torch raises the notice itself."""
@@ -120,4 +120,4 @@ def test_whatever_signal_comes_at_the_end_the_start_is_closed_once_and_leaves_no
         agent._shutdown(signal.SIGTERM)
     assert attempt.done == done and ended == ["torch", "directory"]
     agent._shutdown(signal.SIGTERM)
-    assert attempt.done == done and ended == ["torch", "directory", "torch"], "the start has ended"
+    assert attempt.done == done and ended == ["torch", "directory", "torch"], "the attempt has ended"

@@ -299,7 +299,7 @@ def test_a_fault_has_one_deadline_on_all_nodes(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("since", ["a controller is known", "the ranks have had their time"])
-def test_a_lost_node_ends_a_start_only_while_its_ranks_have_yet_to_meet(
+def test_a_lost_node_ends_an_attempt_only_while_its_ranks_have_yet_to_meet(
     since: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later a controller handles it, or a script without a session trains: a silent agent is not a reason to end them."""

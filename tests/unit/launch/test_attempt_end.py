@@ -71,7 +71,7 @@ def test_an_attempt_that_another_node_ended_is_reported_with_that_nodes_text(tmp
 
 
 @pytest.mark.usefixtures("short_times")
-def test_ranks_that_a_second_signal_ended_are_known_at_the_starts_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_a_second_signal_ended_are_known_at_the_attempts_end(caplog: pytest.LogCaptureFixture) -> None:
     """But not one that had ended before: its end is a fault of its own."""
     endings: list[AttemptEnd] = []
 

@@ -140,7 +140,7 @@ def test_the_journals_folder_is_watched_until_there_was_enough_to_see(
 def test_the_first_step_is_known_even_when_it_came_in_the_last_moment(
     store: TCPStore, switchboard: Switchboard
 ) -> None:
-    """Of this start; a later word of it changes nothing."""
+    """Of this attempt; a later word of it changes nothing."""
     client = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, switchboard, search_s=60.0)
     client.start()
     store.set(progress_key(6), "3")
@@ -389,7 +389,7 @@ def test_an_answer_of_long_ago_says_nothing_of_now(store: TCPStore, monkeypatch:
 def test_the_ranks_processes_are_passed_on_once_all_have_published_them(
     store: TCPStore, switchboard: Switchboard
 ) -> None:
-    """Nothing more is asked then; another start's are not taken for them."""
+    """Nothing more is asked then; another attempt's are not taken for them."""
     reported: list[Mapping[int, str]] = []
     place = JobStore("127.0.0.1", store.port, 7)
     client = ControllerClient(place, {4: 70, 5: 71}, switchboard, processes_known=reported.append, search_s=0.005)

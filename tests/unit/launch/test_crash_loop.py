@@ -12,11 +12,11 @@ from ttp.launch.watch.processes import Lost
 def judge(
     starts: CrashLoop, new_step: bool | None = False, lasted_s: float = 1.0, protected: bool = False
 ) -> CrashLoopVerdict:
-    """Judge a start, by default one that died at once."""
+    """Judge an attempt, by default one that failed at once."""
     return starts.ended(new_step=new_step, lasted_s=lasted_s, protected=protected)
 
 
-def test_the_third_futile_start_in_a_row_ends_the_job() -> None:
+def test_the_third_attempt_in_a_row_without_a_step_ends_the_job() -> None:
     """After waits of one and two seconds, with the reason and the flag."""
     starts = CrashLoop(3)
     first, second, third = (judge(starts) for _ in range(3))

@@ -66,7 +66,7 @@ def test_what_rank_0_refuses_all_ranks_refuse_alike(kind: type[Exception]) -> No
         find(store, Clock())
 
 
-def test_another_starts_entries_are_not_taken_for_this_ones() -> None:
+def test_another_attempts_entries_are_not_taken_for_this_ones() -> None:
     store, clock = HashStore(), Clock()
     discovery.publish(store, 6, "old:1", 1)
     discovery.publish_failure(store, 6, ControllerError("old trouble"))

@@ -84,7 +84,7 @@ def client(handler: FreshStoreRendezvous) -> TCPStore:
 
 @pytest.mark.parametrize("prefixed", [True, False], ids=["c10d", "static"])
 def test_each_round_has_an_empty_store_that_all_nodes_agree_on(prefixed: bool) -> None:
-    """What the workers of one start wrote is not there for the next."""
+    """What the workers of one attempt wrote is not there for the next."""
     base = HashStore()
     nodes = [
         FreshStoreRendezvous(FixedNodes(base, rank, 2, prefixed), "127.0.0.1", same_keys_every_round=not prefixed)
@@ -154,8 +154,8 @@ def static_node(base: Store, rank: int, nodes: int = 2, join_timeout_s: float = 
     return FreshStoreRendezvous(inner, "127.0.0.1", same_keys_every_round=True, join_timeout_s=join_timeout_s)
 
 
-def test_a_static_launcher_that_is_started_again_joins_the_start_that_begins() -> None:
-    """It counts nothing by itself, and the starts before, whose stores are gone, are not for it."""
+def test_a_static_launcher_that_is_started_again_joins_the_attempt_that_begins() -> None:
+    """It counts nothing by itself, and the attempts before, whose stores are gone, are not for it."""
     base = HashStore()
     first, second = static_node(base, 0), static_node(base, 1)
     for _ in range(6):
@@ -168,7 +168,7 @@ def test_a_static_launcher_that_is_started_again_joins_the_start_that_begins() -
     assert again.job_store == first.job_store and again.job_store.round_number == 7
 
 
-def test_a_static_starts_agents_find_no_key_of_an_earlier_one() -> None:
+def test_a_static_attempts_agents_find_no_key_of_an_earlier_one() -> None:
     """A launcher that is started again with another number of workers is not given the ranks of its forerunner."""
     base = HashStore()
     nodes = [static_node(base, 0), static_node(base, 1)]
@@ -181,7 +181,7 @@ def test_a_static_starts_agents_find_no_key_of_an_earlier_one() -> None:
 
 
 def test_a_static_node_0s_restart_reaches_a_node_that_has_succeeded() -> None:
-    """The last start's store is there until all have joined: the other launcher looks into it now and then only, and joins
+    """The last attempt's store is there until all have joined: the other launcher looks into it now and then only, and joins
     when it has learned of it."""
     base = HashStore()
     first, second = static_node(base, 0), static_node(base, 1)
@@ -205,7 +205,7 @@ def test_a_static_node_0s_restart_reaches_a_node_that_has_succeeded() -> None:
 
 
 def test_a_static_node_0_does_not_wait_for_one_that_cannot_start_again() -> None:
-    """It has said so in the last start's store; its words are the reason."""
+    """It has said so in the last attempt's store; its words are the reason."""
     base = HashStore()
     first, second = static_node(base, 0), static_node(base, 1)
     join_all([first, second])

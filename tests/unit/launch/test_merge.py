@@ -20,7 +20,7 @@ END: dict[str, Any] = {"unix_s": 9.0, "event": "end"}
 
 
 def test_an_earlier_job_in_the_same_file_is_left_out() -> None:
-    """It may have ended, or all its launchers may have been killed; its starts had the same numbers."""
+    """It may have ended, or all its launchers may have been killed; its attempts had the same numbers."""
     mine = [line(10.0, "start", 0), line(12.0, "fault", 0), line(15.0, "start", 1)]
     ended = [line(1.0, "start", 0), line(2.0, "fault", 0), END]
     killed = [[line(1.0, "start", 0), line(2.0, "fault", 0), line(3.0, "start", 1)], [line(1.0, "start", 0)]]

@@ -58,7 +58,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_version_2_each_kill_explains_one_worker(machine: Machine) -> None:
-    """Kills from before this start explain nothing; the file and its count are named."""
+    """Kills from before this attempt explain nothing; the file and its count are named."""
     machine.mount(MOUNT_CPU, MOUNT_V2)
     for pid in (11, 12, 13):
         machine.worker(pid, "0::/job/step\n")
@@ -116,7 +116,7 @@ def test_nothing_to_read_explains_nothing(machine: Machine, tmp_path: Path) -> N
 
 
 def test_the_kernels_log_names_the_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what comes after the start, and only where its numbers are this process's own."""
+    """Only what comes after the attempt's begin, and only where its numbers are this process's own."""
     machine.log.write_bytes(b"3,1,5,-;Out of memory: Killed process 11 (python) total-vm:9kB\n")
     hidden = KernelLog(machine.log, machine.proc)
     assert not hidden.has_killed(12)

@@ -1,4 +1,4 @@
-"""What launchers of one start tell each other, over a real store."""
+"""What launchers of one attempt tell each other, over a real store."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def test_a_standby_is_asked_as_one_that_its_launcher_guards(spawn: Spawn) -> Non
     assert standby.wait() == -signal.SIGUSR1
 
 
-def test_only_controllers_of_this_start_are_ended(spawn: Spawn) -> None:
-    """Another job's controller, and a worker of this start, are left alone even when their pid was published."""
+def test_only_controllers_of_this_attempt_are_ended(spawn: Spawn) -> None:
+    """Another job's controller, and a worker of this attempt, are left alone even when their pid was published."""
     # `read`, because a shell that starts a program is for a moment two processes of the same name.
     other = spawn("echo ready; read x", "ttp.controller", **{START_VARIABLE: "start-d2"})
     worker = spawn("echo ready; read x", "train.py", **{START_VARIABLE: "start-d1"})

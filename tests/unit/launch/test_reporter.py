@@ -205,7 +205,7 @@ def test_workers_without_a_session_are_reported_on_the_console_only(capsys: pyte
     )
 
 
-def test_starts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(tmp_path: Path) -> None:
+def test_attempts_without_a_session_have_their_lines_as_soon_as_there_is_a_place(tmp_path: Path) -> None:
     """The first attempt died in an import; the second one's ranks published where its journals are."""
     reporter = Reporter(clock=lambda: KILLED_AT_S)
     reporter.begin(here=True)
@@ -261,7 +261,7 @@ def test_a_damaged_journal_costs_a_line_of_warning(
     assert "cannot report the end of attempt 0" in caplog.text
 
 
-def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Path) -> None:
+def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_ones(tmp_path: Path) -> None:
     """A new launcher in the same folder begins with attempt 0 again, and appends."""
     put("killed", tmp_path)
     with open(tmp_path / "journal_0.jsonl", "a", encoding="utf-8") as file:
@@ -274,7 +274,7 @@ def test_an_earlier_jobs_lines_in_the_same_file_are_not_this_starts(tmp_path: Pa
 def test_an_agent_that_rank_0_moves_to_counts_the_earlier_ones_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own start was the third: the first fault is in the file, how the second start ended died with its teller."""
+    """Its own attempt was the third: the first fault is in the file, how the second one ended died with its teller."""
     first = Reporter(clock=lambda: KILLED_AT_S)
     for number in (0, 1):
         first.begin(here=True, number=number)
@@ -297,8 +297,8 @@ def test_an_agent_that_rank_0_moves_to_counts_the_earlier_ones_reports(
     assert (end["starts"], end["faults"], end["untold_starts"], end["lasted_since"]) == (3, 2, [1], 0)
 
 
-def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Disks that are not shared: nothing is known of the starts before, and nothing is made up."""
+def test_a_launcher_that_knows_its_own_attempt_only_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Disks that are not shared: nothing is known of the attempts before, and nothing is made up."""
     reporter = Reporter(tmp_path / "story.jsonl", clock=lambda: 7.0)
     reporter.begin(here=True, number=2)
     reporter.end(AttemptStart(number=2, begun_unix_s=0.0), AttemptEnd(
@@ -313,7 +313,7 @@ def test_a_launcher_that_knows_its_own_start_only_says_so(tmp_path: Path, capsys
 
 
 def test_events_are_written_beside_the_newest_journals_once_their_disk_fails(tmp_path: Path) -> None:
-    """The directory of the first start's journals fails at the second, whose journals are in the next one."""
+    """The directory of the first attempt's journals fails in the second, whose journals are in the next one."""
     reporter = Reporter(clock=lambda: KILLED_AT_S)
     places = [tmp_path / "first", tmp_path / "second"]
     for number, place in enumerate(places):

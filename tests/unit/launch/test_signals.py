@@ -217,7 +217,7 @@ class Leaving:
 
 @pytest.fixture
 def shut_down(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[HoldAgent, Leaving], None]:
-    """Return what torch does at a start's end; signals are `later` than the first by more than a moment."""
+    """Return what torch does at an attempt's end; signals are `later` than the first by more than a moment."""
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda self, *args, **kwargs: None)
 
     def end(agent: HoldAgent, attempt: Any) -> None:
@@ -260,8 +260,8 @@ def test_ctrl_c_after_a_notice_ends_workers_at_once(
     assert attempt.done == ["signal SIGTERM", "ended at once", "closed at once, SIGTERM"]
 
 
-def test_a_notice_at_a_starts_end_is_not_lost(clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]) -> None:
-    """The next start would follow."""
+def test_a_notice_at_an_attempts_end_is_not_lost(clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]) -> None:
+    """The next attempt would follow."""
     agent = agent_of(clock)
     attempt = Leaving(lambda: send("SIGTERM"))
     attempt.living = lambda: [] if "left" in attempt.done else [0]  # type: ignore[method-assign]
@@ -270,7 +270,7 @@ def test_a_notice_at_a_starts_end_is_not_lost(clock: Clock, shut_down: Callable[
     assert attempt.done == ["left", "closed, SIGTERM"]
 
 
-def test_ctrl_c_twice_at_a_starts_end_ends_all_at_once(
+def test_ctrl_c_twice_at_an_attempts_end_ends_all_at_once(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
 ) -> None:
     """The first was a notice that had to wait; the second is a person who wants no more."""
@@ -307,7 +307,7 @@ def test_a_first_signal_before_the_drain_kills_no_worker(
     assert attempt.done == ["signal SIGTERM", "left", "closed, SIGTERM"] and "second signal" not in caplog.text
 
 
-def test_a_first_notice_while_a_start_is_closed_comes_out_afterwards(
+def test_a_first_notice_while_an_attempt_is_closed_comes_out_afterwards(
     clock: Clock, shut_down: Callable[[HoldAgent, Leaving], None]
 ) -> None:
     """Other nodes' ranks may be writing under this node's controller, and none of its own remain."""

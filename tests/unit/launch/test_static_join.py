@@ -95,7 +95,7 @@ def test_the_loss_of_node_0s_launcher_ends_the_wait(capfd: pytest.CaptureFixture
     assert "Start ttprun on all nodes again" in said[0] and "--rdzv-backend c10d" in said[0]
 
 
-def test_starts_are_counted_for_all() -> None:
+def test_attempts_are_counted_for_all() -> None:
     """The first is 0."""
     store = HashStore()
     assert [count_start(store) for _ in range(3)] == [0, 1, 2]

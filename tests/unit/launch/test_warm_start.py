@@ -80,7 +80,7 @@ def test_what_cannot_be_forked_is_executed(tmp_path: Path, server: ForkServer) -
     assert result is not None and [Path(result.stdouts[rank]).read_text() for rank in range(2)] == ["0\n", "1\n"]
 
 
-def test_torch_ends_a_start_whose_program_cannot_be_executed(tmp_path: Path, server: ForkServer) -> None:
+def test_torch_ends_an_attempt_whose_program_cannot_be_executed(tmp_path: Path, server: ForkServer) -> None:
     """Its processes have ended for torch, those that were not tried, too."""
     with forking(server):
         workers = start(tmp_path, ["-u", "-m", "this"], "/no/such")

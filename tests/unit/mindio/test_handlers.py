@@ -103,7 +103,7 @@ def test_whatever_a_handler_raises_says_whose_it_is(error: BaseException) -> Non
         ("iter_0000003_tmp_1_1_1", "../iter_0000002/a", "invalid file of rank 0"),
     ],
 )
-def test_an_order_to_publish_that_is_not_an_attempts_is_refused_before_any_handler_is_called(
+def test_an_order_to_publish_that_names_no_staging_directory_is_refused_before_any_handler_is_called(
     tmp_path: Path, tmp_name: str, file: str, refusal: str
 ) -> None:
     job = current_job()

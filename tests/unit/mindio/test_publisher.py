@@ -28,7 +28,7 @@ SHAPES = {"a": (4,), "b": (2,)}
 
 
 class Bench:
-    """An attempt with the shares of rank 1, a trainer whose handlers write down that they were called, and its publishers."""
+    """A staging directory with the shares of rank 1, a trainer whose handlers write down that they were called, and its publishers."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -123,7 +123,7 @@ def test_handlers_that_fail_have_published_nothing_and_are_called_anew(bench: Be
     assert [call[0] for call in bench.calls] == ["show", "restore", "save", "rename"]
 
 
-def test_an_attempt_that_another_publisher_has_is_left_to_it(bench: Bench) -> None:
+def test_a_staging_directory_that_another_publisher_has_is_left_to_it(bench: Bench) -> None:
     """One that was taken for dead wakes up behind its successor: before its handlers, or between them."""
 
     def taken_over() -> None:
@@ -161,7 +161,7 @@ def test_a_trainer_without_one_of_the_handlers_is_refused_before_anything_is_cla
     assert bench.left() == [NAME] and not bench.calls
 
 
-def test_an_attempt_that_was_published_and_is_being_removed_is_not_called_broken(
+def test_a_staging_directory_that_was_published_and_is_being_removed_is_not_called_broken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another publisher has left its note after this one looked for it, and half of the shares are gone: no rank wrote them wrong."""

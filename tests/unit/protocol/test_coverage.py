@@ -84,7 +84,7 @@ def test_a_large_job_is_shown_node_by_node_in_a_screen_at_most() -> None:
 
 
 def test_only_rank_0_receives_what_to_show() -> None:
-    """One line per fact, once per start, not once per rank."""
+    """One line per fact, once per attempt, not once per rank."""
     job = ControllerBench(holders=((0, 2), (1, 3)), assembled=False)
     for rank in range(4):
         job.say(registration(rank, host="ab"[rank % 2]))

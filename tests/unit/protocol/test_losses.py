@@ -279,7 +279,7 @@ def test_a_failed_writer_gets_no_parts_that_move_later() -> None:
     assert sorted(job.orders()) == [1], "not rank 2, which has nothing to do"
 
 
-def test_an_answer_of_an_earlier_attempt_does_not_count_in_the_next_directory() -> None:
+def test_an_answer_of_an_earlier_write_does_not_count_in_the_next_directory() -> None:
     """The parts are the same and the directory is not."""
     job = dying()
     first = job.orders()
@@ -357,7 +357,7 @@ def test_a_refusal_has_the_reason_why_nothing_could_be_published() -> None:
     assert "/b: rank 0: read-only /b" in reason and "/b: rank 2: read-only /b" in reason
 
 
-def test_a_failure_to_publish_counts_from_its_publisher_and_about_its_attempt_only() -> None:
+def test_a_failure_to_publish_counts_from_its_publisher_and_about_its_staging_directory_only() -> None:
     job, rank, order = publishing()
     for failure in (failed(1, order), failed(rank, replace(order, tmp_name="iter_0000006_tmp_3_1_9"))):
         with pytest.raises(ProtocolError, match="a rank that was ordered to publish"):

@@ -108,7 +108,7 @@ def test_a_publisher_names_the_writers_of_torn_files() -> None:
     assert [failure.torn for failure in rank.said(StepFailed)] == [(2, 3)]
 
 
-def test_a_failed_publish_leaves_the_write_of_the_same_attempt_as_it_is() -> None:
+def test_a_failed_publish_leaves_the_write_of_the_same_directory_as_it_is() -> None:
     rank = frozen()
     rank.receive(write_order())
     rank.receive(publish_order())

@@ -84,8 +84,8 @@ def test_a_node_lost_between_writing_and_publishing_is_noticed() -> None:
     assert not job.logged("publish_sent"), "node a would publish a step of which node b's part is gone"
 
 
-def test_a_piece_of_an_earlier_attempt_does_not_count() -> None:
-    """Rank 0's word about the first attempt comes late: the second one lists other files."""
+def test_a_piece_of_an_earlier_write_does_not_count() -> None:
+    """Rank 0's word about the first write comes late: the second one lists other files."""
     job = publishing(3)
     job.say(killed(2))
     job.say(*(report(rank, 2, Phase.COMPUTE, 7) for rank in (0, 1)))

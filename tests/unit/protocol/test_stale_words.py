@@ -45,7 +45,7 @@ def test_an_earlier_freezes_roll_forward_answers_nothing(word: Upward) -> None:
 
 
 def test_an_earlier_freezes_write_answers_nothing() -> None:
-    """Not even under the name of this attempt."""
+    """Not even under the name of this staging directory."""
     job = dying()
     order = job.orders()[0]
     job.say(Written(0, EARLIER, order.tmp_name, order.parts, job.written(0, order).result))

@@ -23,7 +23,7 @@ SENT_AWAY = Exit(75, "step 7 is saved")
 
 
 class Stream:
-    """One attempt of the line. The test says what comes; a closed one reports its end at once, as a broken one does."""
+    """One stream of the line. The test says what comes; a closed one reports its end at once, as a broken one does."""
 
     def __init__(self, bench: Bench, address: str, line: AgentLink, fence: int) -> None:
         self._bench, self._line = bench, line
@@ -253,7 +253,7 @@ def test_a_line_that_is_closed_lets_what_was_said_out_and_takes_no_greeting_any_
 
 
 def test_a_line_that_is_closed_before_the_greeting_ends_its_stream_and_starts_none(bench: Bench) -> None:
-    """Also where its thread comes to the next attempt a moment later."""
+    """Also where its thread comes to the next stream a moment later."""
     stream = bench.next()
     bench.line.close(7.0)
     assert stream.closes[0] == 0.0, "there is nothing to wait for"

@@ -215,7 +215,7 @@ def timers_of_the_test(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Any
 def test_a_stream_that_ends_before_its_greeting_leaves_no_timer_behind(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that still runs would be a thread for each attempt; and none keeps a process from ending."""
+    """One that still runs would be a thread for each try; and none keeps a process from ending."""
     timers = timers_of_the_test(monkeypatch)
     caller = Caller()
     stream = started(caller)

@@ -37,7 +37,7 @@ NOT_HELD = replace(HELD, closed=False)
 
 
 class Stream:
-    """One attempt to talk to a controller."""
+    """One stream to a controller."""
 
     def __init__(self, term: int = 1) -> None:
         self.term, self.refused = term, False

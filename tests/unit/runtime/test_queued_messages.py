@@ -66,7 +66,7 @@ def publish_order(directory: str, freeze_id: int, attempt: int) -> PublishOrder:
 
 def test_an_order_of_an_older_freeze_that_is_still_queued_is_not_executed(rank: Rank) -> None:
     """The work thread is busy with the first order when the ranks are frozen anew, perhaps by another controller: what is queued
-    behind it belongs to an attempt that is over."""
+    behind it belongs to a write that is over."""
     begun, go_on = threading.Event(), threading.Event()
     write = rank.holder.write
 

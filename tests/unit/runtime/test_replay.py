@@ -66,7 +66,7 @@ def test_the_end_of_a_long_journal_decides_the_same_again(tmp_path: Path) -> Non
 
 
 def test_the_journal_of_an_earlier_launch_is_moved_aside_and_replays_there(tmp_path: Path) -> None:
-    """Both begin with start 0 in the same folder; what is left of later starts is the earlier one's as well."""
+    """Both begin with attempt 0 in the same folder; what remains of later attempts is the earlier one's as well."""
     path = tmp_path / "journal_0.jsonl"
     record(path, EVENTS)
     for later in ("journal_1.jsonl", "standby_1_1.jsonl"):

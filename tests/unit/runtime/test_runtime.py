@@ -232,7 +232,7 @@ def test_a_taken_port_is_a_clear_error(new_controller: StartController, tmp_path
 
 
 def test_a_port_that_is_being_left_is_waited_for(new_controller: StartController, tmp_path: Path) -> None:
-    """A restart comes while the controller of the start before may still hold its port."""
+    """A restart comes while the controller of the attempt before may still hold its port."""
     first = new_controller()
     port = int(first.address.rpartition(":")[2])
     leaving = threading.Timer(0.5, first.terminate)

@@ -57,7 +57,7 @@ def test_what_is_written_is_the_state_or_the_local_copy_of_a_closed_gate() -> No
     assert isinstance(tasks.begin(write(3)), WorkFailed)
 
 
-def test_a_failed_write_names_its_attempt_and_whose_files_are_torn() -> None:
+def test_a_failed_write_names_its_staging_directory_and_whose_files_are_torn() -> None:
     _, tasks = frozen()
     answer = tasks.failed(write(3), TornShare("ended short", (2,)))
     assert isinstance(answer, WorkFailed)

@@ -192,7 +192,7 @@ def test_one_directory_is_enough_at_a_restart_and_none_is_not() -> None:
 
 
 def test_never_in_a_used_folder_is_refused_at_the_first_start_and_at_its_restart(tmp_path: Path) -> None:
-    """The launcher restarts the refused start: it must not slip through then."""
+    """The launcher restarts the refused attempt: it must not slip through then."""
     publish(tmp_path, 4)
     for run in (first_start(tmp_path), restart(tmp_path)):
         with pytest.raises(CheckpointError, match=r"resume is 'never'.*iter_0000004"):

@@ -1,4 +1,4 @@
-"""A start uses the directories that serve, tries those again that are only full, and leaves all others alone."""
+"""An attempt uses the directories that serve, tries those again that are only full, and leaves all others alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_directory_that_was_full_at_the_start_is_tried_again(
     assert session.save() == str(a / "iter_0000001")
 
 
-def test_the_next_start_uses_it_again(tmp_path: Path, fail: Callable[[Path, int], None]) -> None:
+def test_the_next_attempt_uses_it_again(tmp_path: Path, fail: Callable[[Path, int], None]) -> None:
     """Somebody has corrected it meanwhile."""
     a, b = places(tmp_path)
     fail(a, errno.EIO)
@@ -146,10 +146,10 @@ def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "leader"), [(0, 0), (1, 0), (2, 2)])
-def test_nodes_with_their_own_directories_agree_on_the_highest_start_and_each_has_a_leader(
+def test_nodes_with_their_own_directories_agree_on_the_highest_attempt_and_each_has_a_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, leader: int
 ) -> None:
-    """A node that is new has seen no start: its number would take parts of an earlier start for newer ones."""
+    """A node that is new has seen no attempt: its number would take parts of an earlier attempt for newer ones."""
     settings = replace(FIRST, shared_dirs=False, host="ab"[rank // 2])
     others = [[False, "a", 3], [False, "a", 7], [False, "b", 1]]
 

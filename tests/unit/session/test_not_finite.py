@@ -1,4 +1,4 @@
-"""A start that resumes a state with NaN or infinity warns with its step, and names the newest checkpoint without."""
+"""An attempt that resumes a state with NaN or infinity warns with its step, and names the newest checkpoint without."""
 
 from __future__ import annotations
 

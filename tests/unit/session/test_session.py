@@ -77,7 +77,7 @@ def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path:
 
 
 def test_a_piece_carries_the_term_of_the_controller_that_ordered_it(tmp_path: Path) -> None:
-    """A standby took over within the start: an order of the first controller comes late, and changes nothing."""
+    """A standby took over within the attempt: an order of the first controller comes late, and changes nothing."""
     own = Settings(enable=False, shared_dirs=False, host="node-x")
     model, optimizer, session = new_run(tmp_path, own)
     do_steps(model, optimizer, session, 3)
@@ -112,7 +112,7 @@ def test_a_publisher_puts_its_own_record_of_the_step_into_the_manifest(tmp_path:
 
 
 def test_an_exception_is_persisted_and_goes_on(tmp_path: Path) -> None:
-    """Even a lone rank is a whole holder when its own code raises: the next start loses nothing."""
+    """Even a lone rank is a whole holder when its own code raises: the next attempt loses nothing."""
     model, optimizer, session = new_run(tmp_path / "faulted", ON)
     with pytest.raises(ZeroDivisionError, match="own mistake"):
         ttp.ttp_to_persist(do_steps)(model, optimizer, session, 9, dies_after=5)
@@ -323,7 +323,7 @@ def test_saving_and_resuming_work_without_protection(tmp_path: Path) -> None:
     assert not (tmp_path / "ttp_log").exists()
 
 
-def test_a_save_falls_through_to_the_next_directory_and_leaves_no_attempt(
+def test_a_save_falls_through_to_the_next_directory_and_leaves_no_staging_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then, with no directory left, it says so."""
@@ -376,7 +376,7 @@ def test_a_restart_goes_on_without_a_directory_that_fails(
 
 
 def test_one_session_a_process(tmp_path: Path) -> None:
-    """The second start says what to do."""
+    """The second call says what to do."""
     _, optimizer, session = new_run(tmp_path, OFF)
     with pytest.raises(ConfigError, match="called twice"):
         ttp.start(optimizer, save_dirs=[tmp_path], settings=OFF)
@@ -386,8 +386,8 @@ def test_one_session_a_process(tmp_path: Path) -> None:
         ttp.current_session()
 
 
-def test_a_process_of_an_earlier_start_is_none_of_a_later_one() -> None:
-    """Controllers refuse the messages of another job; under ttprun every start is one. torchrun's nodes may count differently."""
+def test_a_process_of_an_earlier_attempt_is_none_of_a_later_one() -> None:
+    """Controllers refuse the messages of another job; under ttprun every attempt is one. torchrun's nodes may count differently."""
     run = {"TORCHELASTIC_RUN_ID": "run", "TTP_ATTEMPT": "0"}
     first, second = (Settings.from_env({**run, "TTP_LAUNCHED": "1", "TTP_ATTEMPT": number}) for number in "01")
     assert first.start_name != second.start_name

@@ -76,7 +76,7 @@ def test_no_rank_starts_a_standby_when_configured_not_to_or_when_alone() -> None
     assert places([1]) == places([4], TTP_STANDBYS="0") == places([2, 2], TTP_STANDBYS="0") == {}
 
 
-def test_terms_rise_from_place_to_place_and_from_start_to_start() -> None:
+def test_terms_rise_from_place_to_place_and_from_attempt_to_attempt() -> None:
     """So that every later controller fences all before it; keys tell them apart in the store."""
     terms = [term_of(start, place) for start in range(4) for place in (*range(MOST_STANDBYS + 9), TERMS_OF_A_START - 2)]
     assert terms == sorted(set(terms)) and terms[0] > 0

@@ -62,7 +62,7 @@ def test_line_is_in_the_kernel_when_append_returns(tmp_path: Path) -> None:
     assert (tmp_path / "m").read_bytes() == b'{"step": 1}\n'
 
 
-def test_torn_last_line_is_cut_at_the_next_start(tmp_path: Path) -> None:
+def test_torn_last_line_is_cut_in_the_next_attempt(tmp_path: Path) -> None:
     """At every byte where the writer could have died."""
     whole = b'{"step": 1}\n{"step": 2}\n'
     for size in range(len(whole) + 1):

@@ -185,7 +185,7 @@ def test_overflow_skips_the_step_and_lowers_the_scale(run: Run) -> None:
 
 
 def test_the_names_of_mindspores_adamw_are_adamw(run: Run) -> None:
-    """The same bits; Adam has others. The layout's line is that of MindFormers, once a start."""
+    """The same bits; Adam has others. The layout's line is that of MindFormers, once an attempt."""
     outputs = {
         name: run(name, {"optimizer_config.optimizer_type": name, "training_config.training_iters": 3})
         for name in ("AdamW", "mint.AdamW", "SpeedAdamW", "Adam")

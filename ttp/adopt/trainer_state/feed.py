@@ -32,7 +32,7 @@ class Feed:
         self._origins: dict[int, tuple[Any, str]] = {}
         """By id: a generator, kept alive, and the hash of its state when it was first met."""
         self.used = False
-        """The trainer takes its batches from the guard, in this start or in an earlier one."""
+        """The trainer takes its batches from the guard, in this attempt or in an earlier one."""
 
     def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool | None) -> int:
         """The loader is about to be asked for an epoch's batches, of which `done` were handed out; return the number of the one that comes first."""

@@ -1,7 +1,7 @@
 """The state of a loader that has one of its own (torchdata's StatefulDataLoader), kept for every rank, so that a resume need not fetch an epoch's
 batches again from its first.
 
-A loader's state is its rank's alone, and that of a dead rank is known to no survivor. So the ranks exchange their states in the first step of a start and
+A loader's state is its rank's alone, and that of a dead rank is known to no survivor. So the ranks exchange their states in the first step of an attempt and
 in every `EVERY`th, while all are about to be READY. A resume loads the newest exchanged state of its own rank, and fetches and drops the batches from there to
 where the run stood. Owns these states, and which loaders have one that leads to the same batches; never iterates over a loader.
 """
@@ -35,7 +35,7 @@ class LoaderStates:
         self._rank, self._world_size, self._exchange = rank, world_size, exchange
         self._loader: Any = None
         self._asked = self._needed = False
-        """The ranks have said in this start whether a loader has a state; some rank's has."""
+        """The ranks have said in this attempt whether a loader has a state; some rank's has."""
         self._warned = False
         self.loaded = False
         """The epoch's batches come from a state that was loaded."""
@@ -43,7 +43,7 @@ class LoaderStates:
         """Newest last: epoch, batches of it that were handed out, every rank's state. Replaced as a whole: other threads read it."""
 
     def take(self, step: int, epoch: int, batch: int) -> None:
-        """`step` is about to be READY on every rank (a collective in the first step of a start, and where loaders have states)."""
+        """`step` is about to be READY on every rank (a collective in the first step of an attempt, and where loaders have states)."""
         first = not self._asked
         if first:
             self._asked, self._needed = True, any(self._exchange(self._loader is not None))

@@ -66,7 +66,7 @@ class Seeds:
             np.random.set_state(numpy)
 
     def number(self, *place: str | int) -> int:
-        """Return the seed for a place in the run, the same on every rank, at any start."""
+        """Return the seed for a place in the run, the same on every rank, in any attempt."""
         digest = hashlib.sha256(repr((self.base, *place)).encode()).digest()
         return int.from_bytes(digest[:7], "little")  # below 2**63 and the same for every generator
 

@@ -23,7 +23,7 @@ KEPT = 8
 CHOICES = ("error", "warn")
 
 _FROM_FIRST = (
-    "Let the loader give the same batches in every start: seed what shuffles it, call sampler.set_epoch(epoch), draw augmentations"
+    "Let the loader give the same batches in every attempt: seed what shuffles it, call sampler.set_epoch(epoch), draw augmentations"
     " from torch's, numpy's or Python's generator without persistent_workers, set up data before ttp.protect"
 )
 _FROM_STATE = (
@@ -114,7 +114,7 @@ class SeenBatches:
                 return
 
     def _compare_inputs(self, step: int, got: str, expected: str) -> None:
-        """The first batch of a start: that of `step` before the fault, if the model was called with it then."""
+        """The first batch of an attempt: that of `step` before the fault, if the model was called with it then."""
         what_to_do = (
             "Draw the first batch after ttp.protect and all else at random before it, make batches a function of the step, or take them"
             " from guard.batches(loader)"

@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 16
 
 
 class Peer:
-    """One rank of one start."""
+    """One rank of one attempt."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

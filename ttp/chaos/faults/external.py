@@ -49,7 +49,7 @@ class Injector:
         self._places: dict[int, int] = {}
         """The node of each rank."""
         self.key: Key = (0, 0)
-        """The start that is hit."""
+        """The attempt that is hit."""
 
     def __enter__(self) -> Injector:
         return self
@@ -81,7 +81,7 @@ class Injector:
         return place == "dump" or (place == "rank" and (fault.point != NOW or fault.kind not in SIGNALS))
 
     def order(self, fault: FaultSpec, rank: int, step: int) -> FaultOrder:
-        """Make the order for a rank; in a dump or a start the step does not count."""
+        """Make the order for a rank; in a dump or while ranks start the step does not count."""
         self._order_count += 1
         fields = {"call": fault.call, "call_name": fault.call_name, "times": fault.times, "mib": fault.mib}
         return FaultOrder(

@@ -4,7 +4,7 @@ Faults come from two places: `TTP_FAULTS` (`ttp.chaos.faults.inject`), fixed at 
 on which `ttp chaos` gives orders while the job trains. Without either nothing here is ever called during a step, there is
 no thread and no socket. A harness that is gone, or takes in nothing any more, is not a fault: the rank trains on.
 
-On the socket, a JSON object a line. The rank sends `hello` first and waits for the orders of its start; then it reports where
+On the socket, a JSON object a line. The rank sends `hello` first and waits for the orders of its attempt; then it reports where
 the journals are (`log_dir`), every step that it has finished (the commit record's bits), what it resumed from, and, right before a fault, that it begins
 (`firing`: the moment of a death is known to the harness to a fraction of a millisecond). Orders may come at any time.
 """
@@ -42,7 +42,7 @@ from ttp.proto.messages import CommitRecord
 from ttp.runtime.instrumentation import Around, HookedHolder, HookedOptimizer, Instrumentation
 
 FIRST_ORDERS_S = 30.0
-"""How long a rank waits for the orders of its start. The harness answers within milliseconds, unless it is stopped itself."""
+"""How long a rank waits for the orders of its attempt. The harness answers within milliseconds, unless it is stopped itself."""
 TELL_S = 5.0
 """How long a rank waits with a line for a harness that takes in none: one that is stopped, say. Then it counts as gone."""
 CLOSE_S = 5.0
@@ -72,7 +72,7 @@ def parse_order(line: Mapping[str, Any]) -> FaultOrder:
 
 
 class RankFaults:
-    """All faults of one rank in one start, plugged into its session (`ttp.runtime.instrumentation`)."""
+    """All faults of one rank in one attempt, plugged into its session (`ttp.runtime.instrumentation`)."""
 
     def __init__(self, settings: Settings, rank: int, world_size: int, save_dirs: Sequence[str]) -> None:
         """Raises ConfigError: TTP_FAULTS is wrong, or TTP_CHAOS names no socket of a harness."""
@@ -91,13 +91,13 @@ class RankFaults:
             self._hook = Hook(settings.chaos, facts)
 
     def at_start(self, point: str) -> None:
-        """The start has come to this point."""
+        """The attempt has come to this point of its begin."""
         self._at_start(point)
         if self._hook is not None:
             self._hook.at_point(point, 0)
 
     def logs_in(self, log_dir: Path) -> None:
-        """Controllers of this start write their journals there."""
+        """Controllers of this attempt write their journals there."""
         if self._hook is not None:
             self._hook.tell("log_dir", log_dir=str(log_dir))
 

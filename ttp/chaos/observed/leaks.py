@@ -1,6 +1,6 @@
 """What each rank holds in memory while it trains, and whether it grows with its steps: a leak.
 
-A start's rank is a process of its own and has a curve of its own. Owns how memory is read and what counts as growth; judges
+An attempt's rank is a process of its own and has a curve of its own. Owns how memory is read and what counts as growth; judges
 nothing else. Only the host's memory is looked at: a device's is not in `/proc`.
 """
 
@@ -17,7 +17,7 @@ PER_STEPS = 1000
 GROWTH_MIB = 32.0
 """The limit that a scenario has when it says nothing: a rank that keeps 32 KiB a step is over it."""
 WARM_UP_STEPS = 20
-"""The first steps of a start are not looked at: optimizer state, buffers and caches are made in them."""
+"""The first steps of an attempt are not looked at: optimizer state, buffers and caches are made in them."""
 LEAST_SAMPLES, LEAST_STEPS = 24, 60
 """A shorter curve is not judged: its slope would be chance."""
 LEAST_RISE_BYTES = 8 * MIB
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Curve:
-    """One rank in one start."""
+    """One rank in one attempt."""
 
     key: tuple[int, int]
     rank: int
@@ -81,7 +81,7 @@ class Growth:
     @property
     def text(self) -> str:
         curve = self.curve
-        where = f"start {curve.key[1]}" + (f" of launch {curve.key[0]}" if curve.key[0] > 1 else "")
+        where = f"attempt {curve.key[1]}" + (f" of launch {curve.key[0]}" if curve.key[0] > 1 else "")
         return f"rank {curve.rank} (pid {curve.pid}) in {where}: {self.mib:,.1f} MiB in 1,000 steps, {_held(self.first)}, {_held(self.last)}"
 
 

@@ -94,7 +94,7 @@ class NodesJob(Observed):
         return self.output_dir / "disks" / node.name
 
     def ranks_on(self, node: Node) -> list[int]:
-        """Return the ranks of the newest start that run on this node."""
+        """Return the ranks of the newest attempt that run on this node."""
         here = set(node.pids())
         return sorted(rank for rank, pid in self.pids().items() if pid in here)
 

@@ -27,7 +27,7 @@ OUT_OF_ORDER_S = 60.0
 
 Line = dict[str, Any]
 Key = tuple[int, int]
-"""A start of the job: how often the harness had started the command, and the start's number."""
+"""An attempt of the job: how often the harness had started the command, and the attempt's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Record:
 
     world_size: int = 0
     hellos: list[tuple[float, Key, int, int]] = field(default_factory=list)
-    """(time, start, rank, pid)."""
+    """(time, attempt, rank, pid)."""
     steps: list[ReportedStep] = field(default_factory=list)
     resumes: list[Resumed] = field(default_factory=list)
     journal: list[Line] = field(default_factory=list)
@@ -84,13 +84,13 @@ class Record:
     """Every change: (time, directory, step)."""
     save_dirs: list[str] = field(default_factory=list)
     memory: dict[tuple[Key, int], Curve] = field(default_factory=dict)
-    """What every rank of every start held, by (start, rank)."""
+    """What every rank of every attempt held, by (attempt, rank)."""
     newest_step: int = 0
-    """Where the newest start stands: after a broken checkpoint it may be less than it once was."""
+    """Where the newest attempt stands: after a broken checkpoint it may be less than it once was."""
     newest_key: Key = (0, 0)
 
     def finished_in(self, key: Key, until_unix_s: float) -> int:
-        """Return the newest step that a rank had finished by then in this start, or the one that it began with."""
+        """Return the newest step that a rank had finished by then in this attempt, or the one that it began with."""
         reported = (reported.step for reported in self.steps if reported.key == key and reported.unix_s <= until_unix_s)
         began = (one.step for one in self.resumes if one.key == key)
         return max((*reported, *began), default=0)
@@ -188,7 +188,7 @@ class Recorder:
         return new
 
     def look_at_memory(self, unix_s: float) -> None:
-        """Note what each rank of the newest start holds."""
+        """Note what each rank of the newest attempt holds."""
         for (key, _), curve in self.record.memory.items():
             if key == self.record.newest_key:
                 curve.look(unix_s)

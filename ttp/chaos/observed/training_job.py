@@ -92,19 +92,19 @@ class Observed(ABC):
     # --- what the job wrote ---
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl, the job's first start to its last."""
+        """Return the lines of metrics.jsonl, the job's first attempt to its last."""
         return self._metrics.read()
 
     def last_step(self) -> int:
         return max((int(line["step"]) for line in self.metrics() if "loss" in line), default=0)
 
     def journals(self) -> list[list[dict[str, Any]]]:
-        """Return each start's journal, oldest first: what all its controllers logged, in order of time. An event's fields
-        stand beside its name and time; `controller` is 0 for the one that the start began with, i for the i-th standby."""
+        """Return each attempt's journal, oldest first: what all its controllers logged, in order of time. An event's fields
+        stand beside its name and time; `controller` is 0 for the one that the attempt began with, i for the i-th standby."""
         return [self._journal(start) for start in self.starts()]
 
     def starts(self) -> list[int]:
-        """Return the numbers of the starts that a controller began so far."""
+        """Return the numbers of the attempts that a controller began so far."""
         log_dir = self.output_dir / "log"
         return sorted(int(path.stem.split("_")[1]) for path in log_dir.glob("journal_*.jsonl"))
 
@@ -141,7 +141,7 @@ class Observed(ABC):
     # --- faults ---
 
     def pids(self) -> dict[int, int]:
-        """Return the pid of every rank of the newest start, from its controller's journal."""
+        """Return the pid of every rank of the newest attempt, from its controller's journal."""
         starts = self.starts()
         lines = self._journal(starts[-1]) if starts else []
         return {int(line["rank"]): int(line["pid"]) for line in lines if line.get("event") == "registered"}
@@ -150,7 +150,7 @@ class Observed(ABC):
         return controllers_of(self.mark)
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> Kill:
-        """Send a signal to a rank of the newest start and say when."""
+        """Send a signal to a rank of the newest attempt and say when."""
         pid = self.pids()[rank]
         after_step = self.last_step()
         now = time.time()
@@ -227,7 +227,7 @@ class TrainingJob(Observed):
 
 
 def controllers_of(mark: str) -> dict[int, int]:
-    """Return the pid of every controller that runs: 0 for the first of its start, i for the i-th standby."""
+    """Return the pid of every controller that runs: 0 for the first of its attempt, i for the i-th standby."""
     found = {}
     for pid, command in marked(mark):
         words = command.split()

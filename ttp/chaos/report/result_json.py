@@ -6,7 +6,7 @@ incidents[]: number, lap, text, label, firings[], outcome, expected, committed, 
 verdicts[]: lap, name, state, text                      each claim of each run
 curves[]: name, points[[step, value]], value_name       each run's loss (or grad norm, where no loss is reported)
 memory[]: run, launch, start, rank, pid, points[[unix_s, step, bytes]], growth_mib
-                                                        each rank of each start; growth in 1,000 steps, null: too short to tell
+                                                        each rank of each attempt; growth in 1,000 steps, null: too short to tell
 growth_mib                                              the limit of growth
 """
 
@@ -88,7 +88,7 @@ def _curve(name: str, record: Record) -> dict[str, Any]:
 
 
 def _memory(name: str, record: Record, incidents: Sequence[FaultOutcome]) -> list[dict[str, Any]]:
-    """Return what each rank of each start held."""
+    """Return what each rank of each attempt held."""
     faulted = fault_stretches(incidents)
     every = max(1, math.ceil(sum(len(curve.samples) for curve in record.memory.values()) / MEMORY_POINTS))
     entries = []

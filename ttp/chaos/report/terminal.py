@@ -19,6 +19,7 @@ from ttp.chaos.run.campaign import Campaign
 from ttp.chaos.run.harness import Harness
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED, FaultOutcome
 from ttp.chaos.verdict.invariants import HELD, VIOLATED, Verdict
+from ttp.text.wording import counted
 
 SHOWN = 15
 _COLOURS = {HELD: "green", VIOLATED: "bold red"}
@@ -55,10 +56,10 @@ class Screen:
     def _state(self, harness: Harness, incident: FaultOutcome | None) -> Text:
         record = harness.record
         doing = incident.text if incident is not None and not incident.outcome else "training"
-        starts = len({key for _, key, _, _ in record.hellos})
+        attempts = len({key for _, key, _, _ in record.hellos})
         lasted = time.monotonic() - self._began
         return Text(
-            f"{lasted:,.0f} s; {doing}; step {record.newest_step}; start {starts} of {record.world_size or '?'} ranks"
+            f"{lasted:,.0f} s; {doing}; step {record.newest_step}; {counted(attempts, 'attempt')} of {record.world_size or '?'} ranks"
         )
 
 

@@ -60,9 +60,9 @@ class Harness:
         self._watch = Recorder()
         self._keys: dict[Peer, Key] = {}
         self._peers: dict[int, Peer] = {}
-        """The ranks of the newest start."""
+        """The ranks of the newest attempt."""
         self._standing: list[tuple[int, FaultOrder]] = []
-        """(rank, order) of faults that happen while a later start begins."""
+        """(rank, order) of faults that happen while a later attempt begins."""
         self._given: dict[int, tuple[FaultSpec, int]] = {}
         """Orders that have not fired: (fault, rank) by id."""
         self._incident: FaultOutcome | None = None
@@ -70,7 +70,7 @@ class Harness:
         self._relaunch_pending = False
         """The launchers are gone, and will be started anew."""
         self._armed_key: Key = (0, 0)
-        """Standing orders are for starts after this one."""
+        """Standing orders are for attempts after this one."""
         self._striker = Injector(target, rng)
 
     @property
@@ -185,14 +185,14 @@ class Harness:
         self._on_progress(self, incident)
 
     def _training(self) -> bool:
-        """All ranks of the newest start are there, and it has made a new step."""
+        """All ranks of the newest attempt are there, and it has made a new step."""
         record = self.record
         if not record.world_size or len(self._peers) < record.world_size:
             return False
         return bool(record.steps) and self._new_steps(self._striker.key, 0.0) >= 1
 
     def _new_steps(self, key: Key, since_unix_s: float) -> int:
-        """Return how many different steps a start has finished since then."""
+        """Return how many different steps an attempt has finished since then."""
         steps = set()
         for reported in reversed(self.record.steps):
             if reported.unix_s < since_unix_s or reported.key < key:
@@ -287,7 +287,7 @@ class Harness:
                     self._fired(self._striker.signal_rank(fault, self._peers[rank], self.record.newest_step))
 
     def _arm(self, fault: FaultSpec, ranks: tuple[int, ...], step: int) -> None:
-        """Give the order to each rank, or keep it for the start to come."""
+        """Give the order to each rank, or keep it for the attempt to come."""
         if fault.point not in POINTS:
             step = 0
         for rank in ranks:
@@ -326,7 +326,7 @@ class Harness:
         return "; ".join(self.target.leftovers())
 
     def _settled(self, fault: FaultSpec, incident: FaultOutcome) -> bool:
-        """The job progresses again: in a later start, or in this one with no rank frozen."""
+        """The job progresses again: in a later attempt, or in this one with no rank frozen."""
         last = incident.last_unix_s
         hit = incident.firings[-1].key
         if self._striker.key > hit:

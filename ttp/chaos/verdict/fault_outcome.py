@@ -19,7 +19,7 @@ STAGE_WORDS = {
     "decided": "step decided",
     "written": "shards written",
     "published": "checkpoint published",
-    "resumed": "loaded by the next start",
+    "resumed": "loaded by the next attempt",
     "first_new_step": "first new step",
 }
 _SIGNS = ("death_seen", "fault_reported", "hung", "suspect", "takeover_began", "freeze_sent")
@@ -63,7 +63,7 @@ class FaultOutcome:
     stages_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds since the first firing, for each of STAGES that was reached."""
     committed: int = 0
-    """The newest step that any rank of its start had finished before the first firing."""
+    """The newest step that any rank of its attempt had finished before the first firing."""
     unproven: int = 0
     """So many of these steps were known to the dead only: no survivor had their commit record."""
     saved_step: int | None = None
@@ -132,7 +132,7 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
 
 
 def _resumes(record: Record, incident: FaultOutcome) -> list[Resumed]:
-    """Return what the starts after the fault resumed from, in order of time."""
+    """Return what the attempts after the fault resumed from, in order of time."""
     first = incident.firings[0].key
     return [one for one in record.resumes if one.key > first and one.unix_s >= incident.began_unix_s]
 

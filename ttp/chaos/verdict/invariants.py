@@ -61,7 +61,7 @@ def judge(run: Run) -> list[Verdict]:
         _verdict("I4 published once", _twice(run), f"{_count(run, 'published')} publications; trackers never went back", problems),
         _verdict("I5 each shard once", _broken(run), "the files of every checkpoint tile every tensor, with no overlap", problems),
         _verdict("I6 right step", _wrong_step(fired), f"{_saved(fired)} dying gasps, none behind a finished step", problems),
-        _verdict("I7 frozen", _moved(run), "no rank finished a step behind a published one in the same start", problems),
+        _verdict("I7 frozen", _moved(run), "no rank finished a step behind a published one in the same attempt", problems),
         _verdict("I8 fenced", _fenced(run), f"{_count(run, 'took_over')} takeovers; no publication under an older term", problems),
         _verdict("I9 covered", _uncovered(fired), f"{len(fired)} faults: saved, or refused with a reason", problems),
         _verdict("I10 newest valid", _wrong_resume(run), f"{len(run.record.resumes)} loads by ranks", problems),
@@ -138,7 +138,7 @@ def _twice(run: Run) -> list[str]:
     for step, lines in published.items():
         paths = {str(line["path"]) for line in lines}
         if len(paths) > 1 or (len({line["unix_s"] // 1 for line in lines}) > 1 and f"iter_{step:07d}" not in own):
-            # A start that ends before its first new step finds the same step again, and keeps what is there.
+            # An attempt that ends before its first new step finds the same step again, and keeps what is there.
             terms = [(bisect(starts, float(line["unix_s"])), line["controller"]) for line in lines]
             if len(paths) > 1 or len(set(terms)) < len(terms):
                 wrong.append(f"step {step} was published {len(lines)} times: {', '.join(sorted(paths))}")
@@ -160,7 +160,7 @@ def _wrong_step(fired: Sequence[FaultOutcome]) -> list[str]:
 
 
 def _moved(run: Run) -> list[str]:
-    """A rank of the start that published must not finish a step behind the published one afterwards. What the dead alone knew does not
+    """A rank of the attempt that published must not finish a step behind the published one afterwards. What the dead alone knew does not
     count: they were dead by then."""
     wrong = []
     for incident in run.incidents:
@@ -168,7 +168,7 @@ def _moved(run: Run) -> list[str]:
             continue
         key, saved = incident.firings[0].key, incident.saved_step + incident.unproven
         wrong += [
-            f"{incident.text}: rank {reported.rank} finished step {reported.step} of start {key[1]}, behind the saved step {saved}"
+            f"{incident.text}: rank {reported.rank} finished step {reported.step} of attempt {key[1]}, behind the saved step {saved}"
             for reported in run.record.steps
             if reported.key == key and reported.step > saved and not reported.recovered
         ]
@@ -230,7 +230,7 @@ def _wrong_resume(run: Run) -> list[str]:
     for resumed in run.record.resumes:
         by_start[resumed.key].add(resumed.step)
     return wrong + [
-        f"start {key[1]}: ranks loaded different steps {sorted(steps)}"
+        f"attempt {key[1]}: ranks loaded different steps {sorted(steps)}"
         for key, steps in by_start.items()
         if len(steps) > 1
     ]
@@ -315,7 +315,7 @@ def fault_stretches(incidents: Sequence[FaultOutcome]) -> list[tuple[float, floa
 
 
 def growths(run: Run) -> list[tuple[str, Growth]]:
-    """Return what the memory of every rank of every start shows where it can be judged: of the run (``), then of the baseline run."""
+    """Return what the memory of every rank of every attempt shows where it can be judged: of the run (``), then of the baseline run."""
     faulted = fault_stretches(run.incidents)
     curves = [("", curve) for curve in run.record.memory.values()]
     curves += [("the unbroken run's ", curve) for curve in (run.unbroken.memory.values() if run.unbroken else ())]
@@ -327,17 +327,15 @@ def _memory(run: Run) -> Verdict:
     if not found:
         steps = WARM_UP_STEPS + LEAST_STEPS
         seen = f"seen {LEAST_SAMPLES} times, over {steps} steps, with no fault under way"
-        return Verdict(name, UNSEEN, f"not judged: in no start was a rank {seen}")
+        return Verdict(name, UNSEEN, f"not judged: in no attempt was a rank {seen}")
     found.sort(key=lambda one: one[1].mib, reverse=True)
     if wrong := [f"{whose}{growth.text}" for whose, growth in found if growth.mib > run.growth_mib]:
-        text = (
-            f"{len(wrong)} of {len(found)} curves of a rank in a start are over {run.growth_mib:g} MiB in 1,000 steps: "
-        )
+        text = f"{len(wrong)} of {len(found)} curves of a rank in an attempt are over {run.growth_mib:g} MiB in 1,000 steps: "
         return Verdict(name, VIOLATED, text + "; ".join(wrong[:SHOWN_LEAKS]))
     whose, most = found[0]
     text = (
-        f"{len(found)} curves of a rank in a start; most: {whose}{most.text}"
+        f"{len(found)} curves of a rank in an attempt; most: {whose}{most.text}"
         if most.mib
-        else f"none of {len(found)} curves of a rank in a start grows"
+        else f"none of {len(found)} curves of a rank in an attempt grows"
     )
     return Verdict(name, HELD, f"{text}; limit {run.growth_mib:g}")

@@ -119,7 +119,7 @@ def _summary(path: Path, found: Manifest) -> Table:
             "written",
             f"{time_text(found.created_unix_s)} by torch {found.versions.get('torch')}, ttp {found.versions.get('ttp')}",
         ),
-        ("attempt", f"{found.attempt}, term {found.term}"),
+        ("staged", f"as {found.attempt}, term {found.term}"),
         *(_entry_rows("layout", found.layout) or [("layout", "-")]),
         *(_record_rows(found.record) if found.record is not None else [("commit record", "none survived")]),
         *(_entry_rows("host state", found.state) or [("host state", "-")]),

@@ -68,7 +68,7 @@ class Manifest:
     """Every rank's node, where each node has directories of its own: this one then holds the files of its ranks (a
     *part*), and `tensors` is what is in those. Empty: the directory holds all files."""
     start: int = 0
-    """Of a part: which start of a job wrote it. Rises from start to start, over all jobs of these directories."""
+    """Of a part: which attempt of a job wrote it. Rises from attempt to attempt, over all jobs of these directories."""
     finite: bool | None = None
     """No saved tensor holds NaN or infinity; None: not known (an older version's checkpoint)."""
     format_version: int = FORMAT_VERSION

@@ -45,7 +45,7 @@ def read_parts(names: Iterable[StrPath], on_skip: OnSkip) -> Iterator[NodePart]:
 
 
 def write_of(manifest: Manifest) -> tuple[int, int, str]:
-    """Return start, term and staging directory: the parts of one write of a step have the same, and the highest is the newest."""
+    """Return attempt of the job, term and staging directory: the parts of one write of a step have the same, and the highest is the newest."""
     return manifest.start, manifest.term, manifest.attempt
 
 
@@ -55,10 +55,10 @@ def supersede(final: Path) -> None:
 
 
 def next_start(save_dirs: Iterable[StrPath]) -> int:
-    """Return a number above those of all starts that have left parts in these directories, as far as they can be read."""
+    """Return a number above those of all attempts that have left parts in these directories, as far as they can be read."""
     newest = 0
     for directory in save_dirs:
-        with contextlib.suppress(OSError):  # whether the start uses it, its claim decides
+        with contextlib.suppress(OSError):  # whether the attempt uses it, its claim decides
             newest = max([newest, *(part.manifest.start for part in read_parts(list_parts([directory]), ignore))])
     return newest + 1
 

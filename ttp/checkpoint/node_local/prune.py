@@ -1,7 +1,7 @@
 """Which older steps go where nodes have directories of their own: the folders of all nodes, seen from one place.
 
 Owns the proof that a step is whole: one write of it has every file that its parts list, checksums compared, in some of the folders, and
-their tables of contents hold every tensor once, which is what a start of the job would find. A step that is not whole here may be whole
+their tables of contents hold every tensor once, which is what an attempt of the job would find. A step that is not whole here may be whole
 with a node that is not seen, and is kept unless it is asked for.
 """
 

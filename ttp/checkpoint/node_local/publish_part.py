@@ -39,7 +39,7 @@ class PartPublication(Publication):
     hosts: Sequence[str]
     """Every rank's node."""
     start: int
-    """This start's number; `term` is its controller's."""
+    """This attempt's number; `term` is its controller's."""
     advice = "is TTP_SHARED_DIRS the same on every node?"
 
     def make_manifest(self) -> Manifest:
@@ -73,7 +73,7 @@ class PartPublication(Publication):
             supersede(self.final)
 
     def is_published(self) -> bool:
-        """True when this write is published already. Raises CheckpointError when a later start's or term's is."""
+        """True when this write is published already. Raises CheckpointError when a later attempt's or term's is."""
         if not self.final.is_dir():
             return False
         try:
@@ -84,7 +84,7 @@ class PartPublication(Publication):
             return True
         if write_of(there)[:2] > write_of(self.manifest)[:2]:
             raise CheckpointError(
-                f"{self.final} was published by a controller of term {there.term} in start {there.start}; this order is of term"
-                f" {self.term} in start {self.start}: it comes late, and nothing is changed"
+                f"{self.final} was published by a controller of term {there.term} in attempt {there.start}; this order is of term"
+                f" {self.term} in attempt {self.start}: it comes late, and nothing is changed"
             )
         return False

@@ -24,7 +24,7 @@ class NodeLocalStore:
     )
 
     def __init__(self, hosts: Sequence[str], start: int, rank: int) -> None:
-        """hosts: every rank's node. start: this start's number, above those of all starts that have left parts (`parts.next_start`)."""
+        """hosts: every rank's node. start: this attempt's number, above those of all attempts that have left parts (`parts.next_start`)."""
         self.hosts = tuple(hosts)
         self.start = start
         self.node = self.hosts[rank]

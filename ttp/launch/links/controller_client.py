@@ -1,6 +1,6 @@
 """The agent's client of the job's controller: finds its address in a file or in the workers' store, and reports the exits of processes.
 
-Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<round number>`. The first rank of each node writes the same
+Rank 0 starts the controller and publishes `host:port pid` under `ttp/controller/<attempt>`. The first rank of each node writes the same
 to a file for its agent (`ttp.exchange.controller_file`), for when the store is slow or lost. Owns two threads per attempt, one for each source,
 so that neither the death watch nor the agent's loop waits for a store or a connection.
 """

@@ -1,6 +1,6 @@
 """The trainer's own handlers in the place of the job's own publishing.
 
-Owns the order of one publish: claim the attempt, prove the shares whole, have the save handler run on every rank that wrote a
+Owns the order of one publish: claim the staging directory, prove the shares whole, have the save handler run on every rank that wrote a
 share (`rank_list`, for each model part one), have the rename handler publish on this rank, and leave a note that it is done. The
 shares were written, checksummed and replaced where a writer died, by the same machines as any dump. A publisher that fails or
 dies in it is followed by the next rank, which begins again.
@@ -28,7 +28,7 @@ from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import PublishOrder
 
 _NOTE = "_tmp_published"
-"""`iter_0000042_tmp_published`: the handlers have published step 42. Like every name with `_tmp`, gone at the next start."""
+"""`iter_0000042_tmp_published`: the handlers have published step 42. Like every name with `_tmp`, gone at the next attempt."""
 
 
 class HandlerPublisher:
