@@ -18,7 +18,7 @@
 
 Every message has the form `<what is invalid>: got <value>, expected <what>. <what to do next>`.
 
-Two kinds of failure at a start: what stays wrong until somebody corrects it (STAY_WRONG below: ttprun makes no restart; a
+Two kinds of failure when an attempt begins: what stays wrong until somebody corrects it (STAY_WRONG below: ttprun makes no restart; a
 program that catches them ends with status 2), and faults, which the next attempt may not meet (ControllerError; status 75). A
 controller's port that is taken at the job's first start is a ConfigError, at a restart a fault: an earlier controller may
 still have it. NotWritable is final at the job's first start too. Another CheckpointError may be either, as what it is about

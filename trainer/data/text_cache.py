@@ -130,7 +130,7 @@ def _note(home: Path, known: Mapping[str, list[Any]]) -> None:
         unfinished.write_text(json.dumps(known), encoding="utf-8")
         unfinished.replace(home)
     except OSError as exc:
-        log.warning("%s cannot be written (%s): each start reads the whole text again", home, exc)
+        log.warning("%s cannot be written (%s): each attempt reads the whole text again", home, exc)
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
 

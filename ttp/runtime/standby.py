@@ -25,7 +25,7 @@ log = logging.getLogger("ttp")
 MOST_STANDBYS = 9
 """What TTP_STANDBYS may be at most; those that replace a lost one have higher places."""
 
-TERMS_OF_A_START = 10_000
+TERMS_OF_AN_ATTEMPT = 10_000
 """More than there are controllers in one attempt of the job: every later attempt has higher terms than all before."""
 
 END_S = 10.0
@@ -34,12 +34,12 @@ END_S = 10.0
 
 def term_of(round_number: int, place: int = 0) -> int:
     """Return the term of an attempt's controller: place 0 is the first, i the i-th standby. From 1 on, rising."""
-    return round_number * TERMS_OF_A_START + 1 + place
+    return round_number * TERMS_OF_AN_ATTEMPT + 1 + place
 
 
 def last_term_of(round_number: int) -> int:
     """Return the highest term of an attempt, which none of its controllers has: of what the ranks save when they obey none any more."""
-    return term_of(round_number, TERMS_OF_A_START - 1)
+    return term_of(round_number, TERMS_OF_AN_ATTEMPT - 1)
 
 
 def standbys_of(settings: Settings, world_size: int) -> int:
@@ -154,7 +154,7 @@ class Standbys:
         """Start one of a place above all others; see ControllerStarter. Raises ControllerError, RuntimeError (of the store)."""
         settings, store = self._settings, self._client()
         place = MOST_STANDBYS + store.add(f"{standbys_key(settings.round_number)}/count", 1)
-        if place >= TERMS_OF_A_START - 1:
+        if place >= TERMS_OF_AN_ATTEMPT - 1:
             raise ControllerError(f"{place} controllers were started in this attempt, expected fewer: restart the job")
         process = start_standby(settings, place, self._world_size, self._log_dir)
         others = [address for address in self.look() if address not in known] if known else []

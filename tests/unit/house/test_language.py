@@ -47,6 +47,9 @@ PHRASES = {
     r"training goes on": "training continues",
     r"on the controller's word": "on the controller's order",
     r"whole numbers?": "integer",
+    r"(in|of|since|with) start \d+|start \d+(?=:)|start %d": "attempt N",
+    r"(this|each|every|next|later|earlier|newest|futile) starts?|starts in a row": "attempt",
+    r"(in|of|over|for) (a start|one start|all starts)": "attempt",
     r"(?<!there )(?<!where )(?<!but )(is|are|was) no (?!longer|more|less|rank|such)": "is not a",
 }
 """What goes -> what to write. Regular expressions over whole words; in a name, its words count."""
@@ -66,6 +69,7 @@ ALLOWED = {
     r"\"(amnesty|heard|told)\"": "keys of journals, which old ones have",
     r"\bforgiven\b": "a key of manifests, which old checkpoints have",
     r"\"(laps?|blows)\"|\blaps?,|\blap_": "keys of result.json and names of a campaign's folders",
+    r"(kill|segv|\{\}) in a start": "a kind of the matrix of faults, by which its results are found",
     r"story\.jsonl|--ttp-story|ttp_story": "the file keeps its name and the option too",
 }
 """Plain English, or a name that others use, in its place -> why."""
@@ -76,6 +80,10 @@ ALLOWED_NAMES = {
     "blows": "the same",
     "_lap": "the same",
     "heard_s": "a key of journals",
+    "next_start": "of the key `start` in manifests of parts",
+    "futile_starts": "of the option --ttp-futile-starts",
+    "ttp_futile_starts": "the same",
+    "FUTILE_STARTS": "the same",
     "ttp_story": "of the option --ttp-story",
     "story": "in tests: the lines of story.jsonl",
     "story_file": "the module of story.jsonl",

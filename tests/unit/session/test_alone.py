@@ -25,7 +25,7 @@ from ttp.exchange import saved_alone
 from ttp.exchange.saved_alone import SavedAlone
 from ttp.proto.messages import EXIT_CODE_PREEMPTED, Cause, CauseKind, Part, PublishOrder, WriteOrder
 from ttp.runtime.boundary_save import BoundarySave
-from ttp.runtime.standby import TERMS_OF_A_START, last_term_of, term_of
+from ttp.runtime.standby import TERMS_OF_AN_ATTEMPT, last_term_of, term_of
 
 
 class Trained:
@@ -223,7 +223,7 @@ def test_pieces_that_ranks_save_alone_take_the_place_of_a_dumps_that_will_never_
     saved = Saved(tmp_path, 1, shared_dirs=False)
     optimizer, session = saved.optimizer, saved.session
     parts = tuple(Part(group.group_id, 0, 1) for group in optimizer.shard_groups())
-    newest = term_of(0, TERMS_OF_A_START - 2)
+    newest = term_of(0, TERMS_OF_AN_ATTEMPT - 2)
     for number, term in enumerate((1, newest)):
         write = WriteOrder(1, 1, str(tmp_path), f"iter_0000001_tmp_{number}", parts)
         cause = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")

@@ -20,7 +20,7 @@ from ttp.errors import ControllerError
 from ttp.exchange.discovery import controller_key
 from ttp.runtime.standby import (
     MOST_STANDBYS,
-    TERMS_OF_A_START,
+    TERMS_OF_AN_ATTEMPT,
     Standbys,
     enter,
     listed,
@@ -78,7 +78,9 @@ def test_no_rank_starts_a_standby_when_configured_not_to_or_when_alone() -> None
 
 def test_terms_rise_from_place_to_place_and_from_attempt_to_attempt() -> None:
     """So that every later controller fences all before it; keys tell them apart in the store."""
-    terms = [term_of(start, place) for start in range(4) for place in (*range(MOST_STANDBYS + 9), TERMS_OF_A_START - 2)]
+    terms = [
+        term_of(start, place) for start in range(4) for place in (*range(MOST_STANDBYS + 9), TERMS_OF_AN_ATTEMPT - 2)
+    ]
     assert terms == sorted(set(terms)) and terms[0] > 0
     keys = {standbys_key(start) for start in range(3)}
     assert len(keys | {controller_key(start) for start in range(3)}) == 6
