@@ -35,7 +35,7 @@ else
 fi
 
 if [[ ${NNODES:-1} == 1 && -z ${RANK_TABLE_FILE:-} ]]; then
-    rm -rf "$log_path" # of several nodes the folder may be one: each start has a folder of its own in it
+    rm -rf "$log_path" # of several nodes the folder may be one: each attempt has a folder of its own in it
 fi
 mkdir -p "$log_path"
 exec ttprun "${ranks[@]}" --master_port="$port" --log_dir="$log_path" --join=True --cluster_time_out=300 \
