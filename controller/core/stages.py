@@ -1,6 +1,6 @@
 """Stage transitions whose conditions now hold, and what is due by the clock (PURE).
 
-Owns `advance_stages`, which runs after every event and never looks at it; leases; and the limits of an attempt's begin, a fault, a round and an
+Owns `advance_stages`, which runs after every event and never looks at it; leases; and the limits of an attempt's startup, a fault, a round and an
 order. Never reads a clock: `now` is an argument.
 """
 

@@ -20,7 +20,7 @@ _OF_RANKS = (
 )  # fmt: skip
 """What ranks do in a dump, as the simulated rank calls it; phases are logged for the steps that matter to the script."""
 _UNTOLD = ("registered", "agent_attached", "agent_detached", "rank_finished", "stopped")
-"""Journal lines of every begin and every end."""
+"""Journal lines of the startup and the end."""
 
 
 class Steady(random.Random):

@@ -208,8 +208,8 @@ def open_at(path: Path, judge: Callable[[Path], Manifest], on_skip: OnSkip = ign
 
 _BESIDE = re.compile(r"iter_\d{7,}_\w.*")
 _MEANINGS = (
-    (PRUNED, "half removed; the next prune or attempt removes it"),
-    ("_tmp", "a staging directory; it is being written, or the next attempt removes it"),
+    (PRUNED, "half removed; the next prune, or attempt of a job, removes it"),
+    ("_tmp", "a staging directory; it is being written, or the next attempt of a job removes it"),
     ("_broken_", "was broken and renamed; remove it when it is not needed"),
     (SUPERSEDED, "superseded by a later write of that step; goes when all ranks have loaded a newer step"),
 )

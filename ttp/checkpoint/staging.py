@@ -1,6 +1,6 @@
 """Staging directories: where the shares of one checkpoint are written before it is published.
 
-Owns their names, the refusal of every other name, and their removal; also the test, at an attempt's begin, that a directory takes a checkpoint.
+Owns their names, the refusal of every other name, and their removal; also the test, at an attempt's startup, that a directory takes a checkpoint.
 What a caller names is made, renamed or removed only when it is a staging directory: a real directory called `iter_0000042_tmp_NAME`, or a
 publisher's claim of it. Never touches a published checkpoint, one that was renamed as broken, or what this package keeps under names of the
 same kind.

@@ -1,1 +1,1 @@
-"""What the ranks of a job exchange at an attempt's begin, with each other and with their agent: small collectives, store keys, files."""
+"""What the ranks of a job exchange at an attempt's startup, with each other and with their agent: small collectives, store keys, files."""

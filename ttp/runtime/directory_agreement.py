@@ -27,7 +27,7 @@ from ttp.runtime.rank_runtime import show
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a directory does not serve, as some rank found it at the attempt's begin."""
+    """Why a directory does not serve, as some rank found it when the attempt began."""
 
     reason: str
     full: bool

@@ -39,7 +39,7 @@ class Instrumentation(Protocol):
     """What a session reports to its instrumentation, in the order of the calls."""
 
     def at_start(self, point: str) -> None:
-        """The attempt has come to this point of its begin."""
+        """The attempt's startup has come to this point."""
 
     def logs_in(self, log_dir: Path) -> None:
         """Controllers of this attempt write their journals there."""

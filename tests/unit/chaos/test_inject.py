@@ -140,8 +140,8 @@ def test_a_slow_point_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept == [2.5], "once, however often the point is passed"
 
 
-def test_points_of_an_attempts_begin_have_no_step_and_are_hit_in_their_attempt_only() -> None:
-    """A fault at an attempt's begin is committed at its point, by its rank, in its attempt."""
+def test_points_of_an_attempts_startup_have_no_step_and_are_hit_in_their_attempt_only() -> None:
+    """A fault at an attempt's startup is committed at its point, by its rank, in its attempt."""
     faults = parse_faults("raise:rank=1,point=loaded,round=2; raise:rank=1,step=4,point=ready,round=2")
     assert faults[0] == Injection("raise", 1, 0, "loaded", 2)
     for rank, round_number in ((0, 2), (1, 1)):

@@ -116,7 +116,7 @@ def test_nothing_to_read_explains_nothing(machine: Machine, tmp_path: Path) -> N
 
 
 def test_the_kernels_log_names_the_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what comes after the attempt's begin, and only where its numbers are this process's own."""
+    """Only what comes after the attempt began, and only where its numbers are this process's own."""
     machine.log.write_bytes(b"3,1,5,-;Out of memory: Killed process 11 (python) total-vm:9kB\n")
     hidden = KernelLog(machine.log, machine.proc)
     assert not hidden.has_killed(12)

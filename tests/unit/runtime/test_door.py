@@ -144,7 +144,7 @@ ACTS: dict[str, st.SearchStrategy[Any]] = {
 LAST: dict[str, st.SearchStrategy[Any]] = {
     "says": st.tuples(st.sampled_from((JOB, "other", "")), st.sampled_from((TERM - 1, TERM, TERM + 1, 0)), RANKS),
     "garbles": st.none(),
-    "is refused": st.permutations(("register first", "is it another start?")),
+    "is refused": st.permutations(("register first", "is it another attempt?")),
     "is finished": st.none(),
 }
 
@@ -160,7 +160,7 @@ def acts(kinds: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[tuple[st
 )
 @example(
     before=[("is sent", (0, 1)), ("is sent", (2,))],
-    then=[("is refused", ("register first", "is it another start?")), ("garbles", None)],
+    then=[("is refused", ("register first", "is it another attempt?")), ("garbles", None)],
 )
 @example(before=[("says", (JOB, TERM, 0))], then=[("garbles", None), ("says", (JOB, TERM, 1))])
 @example(before=[("says", (JOB, TERM, 0))], then=[("is finished", None), ("says", (JOB, TERM, 1))])

@@ -19,7 +19,7 @@
     kill:rank=1,step=4,point=write,call=1      while it writes step 4, when one system call that matters was done
     kill:rank=1,step=4,point=publish,call=rename.1    while it publishes step 4, when one rename was done, at the second
     kill:rank=1,step=4,point=publish,call=iter_0000004.0    ..., at the first system call to that name
-    kill:rank=1,point=loaded,round=1           while it resumes (points of an attempt's begin have no step)
+    kill:rank=1,point=loaded,round=1           while it resumes (points of an attempt's startup have no step)
     enospc:..., eio:...                        the system call fails so (points write and publish only)
     slowdisk:...,for=0.2                       every such system call takes so much longer
     torn:...                                   the write is said to be done, but half of the last file is missing
@@ -27,7 +27,7 @@
 
 Points, in the order of a step: backward (reductions of this step have begun), ready (own reduced gradients are final),
 record (commit record in hand, update not begun), updating (some shards updated, some not), done (update finished),
-gathering (parameters half gathered). Of an attempt's begin: start (`ttp.start` begins), protected (all ranks are registered), resume
+gathering (parameters half gathered). Of an attempt's startup: start (`ttp.start` begins), protected (all ranks are registered), resume
 (a checkpoint was chosen, nothing read), loaded (its bytes are read, the optimizer has not taken them over). In a dump (step: the one that is written): write, publish; `call` counts the system
 calls that make bytes and names durable (`ttp.chaos.faults.disk`). The faults are real: a signal, an exception, an exit, a system
 call that fails. Owns nothing else.
@@ -171,7 +171,7 @@ def injector(faults: tuple[Injection, ...], rank: int, round_number: int) -> Cal
 
 
 def start_injector(faults: tuple[Injection, ...], rank: int, round_number: int) -> Callable[[str], None]:
-    """Return what this rank's session calls at each point of an attempt's begin."""
+    """Return what this rank's session calls at each point of an attempt's startup."""
     mine = [f for f in meant_for(faults, rank, round_number) if f.point in START_POINTS]
 
     def at_point(point: str) -> None:

@@ -91,7 +91,7 @@ class RankFaults:
             self._hook = Hook(settings.chaos, facts)
 
     def at_start(self, point: str) -> None:
-        """The attempt has come to this point of its begin."""
+        """The attempt's startup has come to this point."""
         self._at_start(point)
         if self._hook is not None:
             self._hook.at_point(point, 0)

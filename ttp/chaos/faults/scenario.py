@@ -119,7 +119,7 @@ class FaultSpec:
     count: int = 1
     moment: Moment = Moment()
     point: str = ""
-    """Empty: not at a point of a rank's step, begin or dump."""
+    """Empty: not at a point of a rank's step, startup or dump."""
     for_s: float = 0.0
     ms: float = 0.0
     mib: int = 0

@@ -1,6 +1,6 @@
 """Find the newest checkpoint whose files are on several nodes, and move to each node what it lacks.
 
-All ranks call `find_newest`, at the begin of an attempt, when a process group is up. One rank of every node, its *directory leader*, lists
+All ranks call `find_newest`, when an attempt begins, once a process group is up. One rank of every node, its *directory leader*, lists
 the node's directories; the nodes exchange what they have, verify it together, and take the newest checkpoint of
 which every file is found somewhere. Its tables of contents say which file holds what; a node then receives the files that its
 ranks will read and that it has not, in chunks, checked on arrival, renamed into place when whole.

@@ -106,7 +106,7 @@ class Reporter:
         self._down_since_unix_s: float | None = None
 
     def begin(self, here: bool, number: int | None = None) -> None:
-        """Note the begin of an attempt. `here`: rank 0 is on this node. number: of this attempt in its job (None: the next one)."""
+        """Note the beginning of an attempt. `here`: rank 0 is on this node. number: of this attempt in its job (None: the next one)."""
         with self._lock:
             self._here = here
             self._starts += 1
