@@ -111,7 +111,7 @@ TABLES.update({
         },
         deadline=stages.gathering_deadline,
         advance=takeover.gather_ranks,
-        catch_up=lambda state, rank: (liveness.welcome(state, rank),),
+        catch_up=takeover.welcome_again,
     ),
     Assembling: StageTable(
         on={**_STARTED, FaultReport: liveness.early_fault, Working: late},

@@ -8,7 +8,7 @@ from tests.simulation.lost import LOSABLE, lose
 from tests.simulation.outliving import delay_results
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.training import even
-from ttp.proto.messages import CauseKind, FaultReport
+from ttp.proto.messages import CauseKind, FaultReport, Welcome
 
 
 def in_training(seed: int, kind: type | None = None) -> Scenario:
@@ -35,6 +35,24 @@ def in_a_dump(seed: int, kind: type | None = None) -> Scenario:
     delay_results(job, job.rng, [0], 2)
     for other in (2, 3):
         job.hook("UPDATING 2", 3, lambda rank, other=other: job.kill(other))  # type: ignore[misc]
+    return scenario
+
+
+def of_the_first_welcome(seed: int) -> Scenario:
+    """Rank 1 has not begun when the controller dies, and with it rank 0, which waits in its first step for rank 1 alone."""
+    scenario, later = build(seed, even(2), faults=False), seed
+    while len(scenario.job.controllers) == 1:
+        later += 1000
+        scenario = build(later, even(2), faults=False)
+    job = scenario.job
+    lose(job, 1, Welcome)
+
+    def strike() -> None:
+        job.controllers[0].kill()
+        job.kill(0)
+
+    job.hook("READY 1", 1, lambda rank: job.scheduler.after(0.001 + 0.002 * (seed % 50), strike))
+    scenario.harmless = False
     return scenario
 
 

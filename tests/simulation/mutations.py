@@ -63,7 +63,7 @@ from tests.simulation.arranged import (
     words_come_again,
     work_goes_on,
 )
-from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training
+from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training, of_the_first_welcome
 from tests.simulation.checks import run_and_check
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.unasked import (
@@ -147,6 +147,7 @@ MUTATIONS = (
     Mutation("the freeze's number is not checked on reports", controllers.old_reports_count, ("I3", "I5", "I6"), late_reports, base=100),
     Mutation("the step is decided before all have reported", controllers.decides_without_all_reports, ("I9", "I6", "I3")),
     Mutation("only some ranks are thawed", controllers.thaws_some, ("I7", "I11")),
+    Mutation("a rank that never began is welcomed before the takeover", controllers.who_never_began_is_welcomed_while_ranks_are_gathered, ("I9",), of_the_first_welcome, within=60),
     Mutation("a silent rank is never dead", controllers.never_sees_silence, ("I11",)),
     Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",)),
     Mutation("a slow rank is taken for a hang", controllers.one_lease_for_a_hang, ("I7",), slow_step),

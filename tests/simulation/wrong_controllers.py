@@ -340,6 +340,11 @@ def thaws_some(patch: Patch) -> None:
     patch.setattr(freeze, "Send", wrong)
 
 
+def who_never_began_is_welcomed_while_ranks_are_gathered(patch: Patch) -> None:
+    welcomes = replace(tables.TABLES[Gathering], catch_up=lambda state, rank: (welcome(state, rank),))
+    patch.setitem(tables.TABLES, Gathering, welcomes)
+
+
 def never_sees_silence(patch: Patch) -> None:
     def wrong(members: Any, now: float, *rest: Any, **options: Any) -> membership.LeaseSweep:
         return membership.LeaseSweep(replace(members, sweep_at=float("inf")), (), ())

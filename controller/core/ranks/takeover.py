@@ -8,17 +8,19 @@ thawed, one that it rolled forward or gave an order makes a dump necessary. Neve
 
 from __future__ import annotations
 
+from math import inf
+
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, FaultReport, Registration, WorkerExit
+from ttp.proto.messages import Cause, CauseKind, Downward, FaultReport, Registration, WorkerExit
 
 from ..dump.finish import finish_job, leave, over
 from ..dump.freeze import add_cause, begin_fault
 from ..facts.coverage import coverage_of, named, survives, warnings
-from ..facts.events import Effect, Fields, Journal, Supersede
+from ..facts.events import Effect, Fields, Journal, Send, Supersede
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
-from ..facts.membership import SUSPECT_AFTER, mark_dead, renew_all_leases, update
+from ..facts.membership import SUSPECT_AFTER, Member, mark_dead, renew_all_leases, update
 from ..facts.state import ControllerState, Freezing, Gathering, Standby, StateAt, goto
-from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more
+from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more, welcome
 
 
 def first_rank_came(state: StateAt[Standby], message: Registration, now: float, out: list[Effect]) -> ControllerState:
@@ -83,7 +85,8 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
         return state
     if not members.present:
         return state  # all have gone again: they come back, or the orphan timeout ends this
-    last_received = max(members.away_until, *(member.received_at for member in members.table if member.attached))
+    heard = [member.received_at for member in members.table if member.attached and _trains(member)]
+    last_received = max(members.away_until, *heard) if heard else inf
     if awaited and last_received + SUSPECT_AFTER * settings.lease_s <= now < last_received + settings.orphan_timeout_s:
         # Those that came are silent too: it is this controller that is cut off, and the others cannot reach it.
         return replace(state, at=replace(at, deadline=now + settings.lease_s))
@@ -115,8 +118,21 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
     out.append(Journal("took_over", {**fields, "warnings": warnings(coverage) if whole else ()}))
     if not whole and not known_groups:
         return leave(state, "the controller was lost before the job had assembled", now, out)
+    for rank in members.table.ranks(lambda member: member.attached and member.dead is None and not _trains(member)):
+        out.append(Send((rank,), welcome(state, rank)))
     suspicion = Cause(CauseKind.CONTROLLER_LOST, (), f"the controller was lost; term {settings.term} took over")
     return begin_fault(state, (*deaths, *at.early), suspicion, now, out, takeover=True)
+
+
+def _trains(member: Member) -> bool:
+    """True when a controller has welcomed this rank: it knows how many shard groups the job has, and may have trained since."""
+    return member.registration is not None and member.registration.job_groups > 0
+
+
+def welcome_again(state: StateAt[Gathering], rank: int) -> tuple[Downward, ...]:
+    """A rank that no controller has welcomed is not welcomed before this one has taken over: it would begin to train, and a step that it finishes
+    could not be saved while it is not known whether the job had assembled."""
+    return (welcome(state, rank),) if _trains(state.members.table[rank]) else ()
 
 
 def _waits_for_vouched(state: StateAt[Gathering], absent: tuple[int, ...], now: float) -> bool:

@@ -214,11 +214,35 @@ def test_a_job_that_had_not_assembled_is_released() -> None:
 
 
 def test_a_whole_job_that_had_not_received_its_groups_continues() -> None:
+    """Its ranks are welcomed together, when all have come, and before they are frozen."""
     job = standby()
     for rank in range(4):
+        assert not job.sent(Welcome)
         job.say(coming(rank, groups=0))
+    orders = [(effect.ranks, type(effect.message)) for effect in only(job.effects, ev.Send)]
+    assert orders[:4] == [((rank,), Welcome) for rank in range(4)] and orders[4][1] is Freeze
     job.all_report(7)
     assert job.at(Stage.RUNNING)
+
+
+def test_a_rank_that_was_never_welcomed_does_not_begin_while_others_are_awaited() -> None:
+    """It could finish a step, and this controller does not know yet that the job had assembled."""
+    job = standby()
+    job.say(coming(0, groups=0))
+    assert not job.sent(Welcome)
+    job.say(coming(1))
+    assert sorted(job.sent(Welcome)) == [1]
+    job.say(coming(2), coming(3))
+    assert sorted(job.sent(Welcome)) == [0, 3] and sorted(job.sent(Freeze)) == [0, 1, 2, 3]
+
+
+def test_ranks_that_were_never_welcomed_send_nothing_and_the_takeover_does_not_wait_for_it() -> None:
+    """Silence of theirs is no sign that this controller is cut off."""
+    job = standby()
+    job.say(killed(3))
+    job.say(coming(0, groups=0), coming(1, groups=0))
+    job.wait(2 * LEASE_S + 0.1, senders=())
+    assert [line["ranks"] for line in job.logged("exit_sent")] == [(0, 1)]
 
 
 # --- the end of a job under a standby ---
