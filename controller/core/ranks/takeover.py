@@ -85,8 +85,8 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
         return state
     if not members.present:
         return state  # all have gone again: they come back, or the orphan timeout ends this
-    heard = [member.received_at for member in members.table if member.attached and _trains(member)]
-    last_received = max(members.away_until, *heard) if heard else inf
+    received = [member.received_at for member in members.table if member.attached and _trains(member)]
+    last_received = max(members.away_until, *received) if received else inf
     if awaited and last_received + SUSPECT_AFTER * settings.lease_s <= now < last_received + settings.orphan_timeout_s:
         # Those that came are silent too: it is this controller that is cut off, and the others cannot reach it.
         return replace(state, at=replace(at, deadline=now + settings.lease_s))

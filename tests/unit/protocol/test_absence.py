@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -424,7 +425,7 @@ def test_a_deaf_controller_whose_clock_leaps_takes_no_rank_for_dead() -> None:
 def test_a_standby_whose_clock_leaps_goes_on_to_wait_for_those_that_have_not_come() -> None:
     """Rank 0 came and is silent like the others: it is the standby that is cut off, for as long as that may last."""
     job = ControllerBench(assembled=False, standby=1, address="c1", orphan_timeout_s=15.0)
-    job.say(registration(0))
+    job.say(replace(registration(0), job_groups=2))
     job.wait(8.0, senders=())
     job.take(Tick(), after=10.0)
     job.wait(14.0, senders=())

@@ -275,7 +275,7 @@ def test_a_second_standby_numbers_its_freezes_above_the_firsts() -> None:
 def test_a_standby_that_was_cut_off_while_it_gathered_gives_the_others_a_lease_from_its_return() -> None:
     """Rank 0 came before, rank 1 comes right after; ranks 2 and 3 are on their way when the time would be over."""
     job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=3.0)
-    job.say(registration(0))
+    job.say(replace(registration(0), job_groups=2))
     job.wait(5.9, senders=())
     assert job.at(Stage.GATHERING)
     job.say(registration(1))

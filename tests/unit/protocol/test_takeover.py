@@ -237,7 +237,7 @@ def test_a_rank_that_was_never_welcomed_does_not_begin_while_others_are_awaited(
 
 
 def test_ranks_that_were_never_welcomed_send_nothing_and_the_takeover_does_not_wait_for_it() -> None:
-    """Silence of theirs is no sign that this controller is cut off."""
+    """Their silence does not show that this controller is cut off."""
     job = standby()
     job.say(killed(3))
     job.say(coming(0, groups=0), coming(1, groups=0))
