@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ SIZES = {
     "benchmarks.gate": "--runs 2 --calls 50",
     "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",
     "benchmarks.messages": "",
+    "benchmarks.peers": "--runs 1 --rank-0-runs 0 --kills 1 --systems ttp,torchrun",
     "benchmarks.restart": "--ranks 2 --jobs 1 --kills-a-job 1",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
     "benchmarks.simulation": "--batches 1 --runs 3",
@@ -55,6 +57,20 @@ def test_a_benchmark_reports_whether_its_limit_was_kept() -> None:
 def test_every_benchmark_has_its_small_size() -> None:
     """One that is new is not run."""
     assert sorted(SIZES) == [f"benchmarks.{name}" for name in names()]
+
+
+def test_a_benchmark_on_request_runs_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It installs what the others do not need."""
+    main = importlib.import_module("benchmarks.__main__")
+    started: list[str] = []
+
+    def record(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command[-1])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", record)
+    assert main.main([]) == 0 and "benchmarks.peers" not in started and len(started) == len(names()) - 1
+    assert main.main(["peers"]) == 0 and started[-1] == "benchmarks.peers"
 
 
 @pytest.mark.parametrize(
