@@ -77,6 +77,12 @@ def test_a_step_that_the_killed_rank_had_reported_needed_no_recovery() -> None:
     assert recovery(steps, 2.0, 3, 3) == Recovery(back_s=3.0, lost=0, new_s=3.0, full_s=None)
 
 
+def test_a_step_that_all_had_finished_around_the_kill_is_lost_when_it_is_trained_again() -> None:
+    again = [finished(5, 6.0, 7, 8, attempt="1"), finished(6, 7.0, 7, 8, attempt="1")]
+    steps = [finished(4, 1.0, 1, 3), finished(5, 2.1, 1, 3), *again]
+    assert recovery(steps, 2.0, 3, 2) == Recovery(back_s=4.0, lost=1, new_s=5.0, full_s=4.0)
+
+
 def test_steps_that_are_trained_again_are_lost_until_a_new_one_is_finished() -> None:
     again = [finished(number, 10.0 + number, 7, 8, attempt="1") for number in range(3, 7)]
     steps = [finished(number, number / 10, 1, 2) for number in range(1, 6)]
@@ -103,7 +109,7 @@ def test_the_step_time_is_of_the_first_attempt_with_all_ranks_after_the_warm_up(
     steps = [finished(number, 10.0 + number / 2, 1, 2) for number in range(4, 4 + WARM_UP + 3)]
     gap = finished(90, 50.0, 1, 2)
     later = [finished(number, 60.0 + number, 1, 2, attempt="1") for number in range(91, 99)]
-    assert step_times([*alone, *steps, gap, *later], 99.0, 2) == [0.5, 0.5]
+    assert step_times([*alone, *steps, gap, *later], 999.0, 2) == [0.5, 0.5]
     assert step_times([*alone, *steps], steps[-1].unix_s, 2) == [0.5]
 
 
@@ -121,10 +127,10 @@ def kill(back_s: float | None, *, place: int = 0, lost: int = 0, full_s: float |
 
 
 def job(
-    system: str, *kills: dict[str, Any], victim: str = "others", step_s: float = 0.02, error: str = ""
+    system: str, *kills: dict[str, Any], victim: str = "others", step_s: float = 0.02, error: str = "", ranks: int = 3
 ) -> dict[str, Any]:
     steps = [] if error else [step_s] * 3
-    return {"system": system, "victim": victim, "kills": list(kills), "step_s": steps, "error": error, "ranks": 3}
+    return {"system": system, "victim": victim, "kills": list(kills), "step_s": steps, "error": error, "ranks": ranks}
 
 
 def values(*jobs: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +142,7 @@ def values(*jobs: dict[str, Any]) -> dict[str, Any]:
 
 FOUND = values(
     job("plain", victim="", step_s=0.01),
+    job("plain", victim="", step_s=0.004, ranks=2),
     job("torchrun", kill(6.0, lost=10, full_s=6.5), kill(None, place=1)),
     job("torchrun", kill(8.0, lost=4, full_s=8.5), kill(7.0, place=1, lost=1, full_s=7.5)),
     job("torchrun", kill(9.0, full_s=9.0), victim="0"),
@@ -241,18 +248,21 @@ def test_a_system_that_pip_does_not_install_gives_pips_last_line(
     assert not (tmp_path / "peers" / "no_such_package" / "installed.txt").exists()
 
 
-def test_every_process_of_a_trial_is_killed_also_one_in_a_session_of_its_own(tmp_path: Path) -> None:
-    """The child has outlived its parent, and is in another process group."""
-    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
-    system = System("None", "-", lambda job: [Process([sys.executable, "-c", parent])])
+def test_every_process_of_a_trial_is_killed_and_its_shared_memory_removed(tmp_path: Path) -> None:
+    """The child has outlived its parent, and is in another session."""
+    shared = "from multiprocessing.shared_memory import SharedMemory; shared = SharedMemory(create=True, size=64)"
+    child = f"{shared}; import time; print(shared.name, flush=True); time.sleep(600)"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], stdout=open('child', 'w'), start_new_session=True)"
+    system = System("None", "-", lambda job: [Process([sys.executable, "-c", f"import subprocess, sys; {start}"])])
+    written = tmp_path / "job" / "child"
     with Trial(system, own_python(), 1, tmp_path / "job", 20) as trial:
         trial.start()
         deadline = time.monotonic() + 60.0
-        while not (tmp_path / "child").exists() or not trial.ended():
+        while not (trial.ended() and written.exists() and written.read_text().endswith("\n")):
             assert time.monotonic() < deadline
-        assert list(marked(trial.mark))
-    assert not list(marked(trial.mark))
+        segment = Path("/dev/shm") / written.read_text().strip()
+        assert list(marked(trial.mark)) and segment.exists()
+    assert not list(marked(trial.mark)) and not segment.exists()
 
 
 def test_the_toy_model_has_as_many_parameters_as_the_document_says(tmp_path: Path) -> None:
