@@ -5,7 +5,7 @@
 
 Each system has an environment of its own under build/peers, made at its first use; TTP and torchrun run in that of the benchmark. One job at a
 time; in each a rank is killed by SIGKILL at a random step, and again when training continues. A second series kills rank 0. The figures are written
-to output/peers as JSON with a picture; `--write-docs` puts them into docs/comparison.md.
+to output/peers/SEED.json with a picture; `--write-docs` puts them into docs/comparison.md.
 
 Exit status 1 when TTP did not survive a kill or lost a step.
 """
@@ -138,12 +138,13 @@ def main(argv: Sequence[str]) -> int:
         found = measure(options)
     picture = report.picture(found)
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    (OUTPUT / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (OUTPUT / "peers.svg").write_text(picture, encoding="utf-8")
+    result = OUTPUT / f"{found['seed']}.json"
+    result.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    result.with_suffix(".svg").write_text(picture, encoding="utf-8")
     if options.write_docs:
         DOCUMENT.write_text(report.written(DOCUMENT.read_text(encoding="utf-8"), found), encoding="utf-8")
         (ROOT / "docs" / "pictures" / "peers.svg").write_text(picture, encoding="utf-8")
-    print(f"\n{report.console(found)}\n\nwritten: {OUTPUT.relative_to(ROOT)}")
+    print(f"\n{report.console(found)}\n\nwritten: {result.relative_to(ROOT)}")
     failed = missed(found)
     print(f"TTP survived every kill and lost no step: {'no' if failed else 'yes'}")
     return 1 if failed else 0

@@ -152,7 +152,7 @@ def picture(found: Values) -> str:
 
     names = ran(found)
     with matplotlib.rc_context({"svg.hashsalt": "peers"}):
-        figure = Figure(figsize=(9, 0.6 + 0.45 * len(names)), layout="constrained")
+        figure = Figure(figsize=(9, 1.1 + 0.4 * len(names)), layout="constrained")
         axes = figure.subplots()
         for place, name in enumerate(names):
             for victim, shift, legend in ((OTHERS, -0.12, "another rank killed"), (RANK_0, 0.12, "rank 0 killed")):
@@ -163,12 +163,14 @@ def picture(found: Values) -> str:
                 axes.plot(back, [place + shift] * len(back), "o", color=COLOURS[victim], alpha=0.6, ms=5, label=label)
                 axes.plot(never, [place + shift] * len(never), "X", color=COLOURS[victim], ms=8)
         axes.set_yticks(range(len(names)), [SYSTEMS[name].title for name in names])
-        axes.set(xscale="log", xlabel="seconds from the kill to the next step (a cross: never)")
+        axes.set(
+            xscale="log", xlim=(0.3, 1.2 * AWAY_S), xlabel="seconds from the kill to the next step (a cross: never)"
+        )
         axes.set_xticks([0.5, 1, 2, 5, 10, 20, AWAY_S], ["0.5", "1", "2", "5", "10", "20", "never"])
         axes.minorticks_off()
-        axes.invert_yaxis()
+        axes.set_ylim(len(names) - 0.5, -0.5)
         axes.grid(axis="x", alpha=0.3)
-        axes.legend(fontsize=8, loc="upper right")
+        figure.legend(fontsize=8, loc="outside upper right", ncols=2)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

@@ -200,7 +200,7 @@ def test_an_earlier_run_is_written_into_the_document(tmp_path: Path, monkeypatch
     assert main.main(["--report", str(tmp_path / "earlier.json"), "--write-docs"]) == 0
     assert report.markdown(FOUND) in (tmp_path / "docs" / "comparison.md").read_text()
     assert (tmp_path / "docs" / "pictures" / "peers.svg").read_text() == report.picture(FOUND)
-    assert json.loads((tmp_path / "output" / "result.json").read_text()) == FOUND
+    assert json.loads((tmp_path / "output" / "7.json").read_text()) == FOUND
 
 
 @pytest.mark.parametrize(
