@@ -188,7 +188,10 @@ def run(
             if now == 1 or trial.seconds_left() < AWAY_S:
                 break  # the only one left; too late to see what follows
             rank = 0 if victim == "0" else draw.randrange(1, now)
-            kill = trial.kill(rank, now, place)
+            try:
+                kill = trial.kill(rank, now, place)
+            except ProcessLookupError:
+                break  # the rank had ended by itself
             result.kills.append(kill)
             left = now if system.refills else now - 1
             if kill.recovery.new_s is None or place == kills - 1:
