@@ -108,7 +108,7 @@ class Processor:
         self._stacks = StackWriter(stacks_path, self._voice)
         self.save_stacks = self._stacks.save
         self._paused_until = -inf
-        gate.on_boundary = lambda step: self._queue.put(BoundaryReached(step))
+        gate.step_boundary.on_reached = lambda step: self._queue.put(BoundaryReached(step))
         self._worker = Worker(gate, holder, self._voice, freeze_timeout_s, self._queue.put)
         self.submit = self._worker.submit
         self._starting = Starting(starter, self._voice, self._queue.put) if starter is not None else None
@@ -194,7 +194,7 @@ class Processor:
                 self._starting.stop()
             self._stacks.close()
             self._voice.stop(timeout_s)
-        self._gate.release_boundary()
+        self._gate.step_boundary.release()
         self._released.set()
         self._welcomed.set()
 

@@ -1,13 +1,13 @@
 """The gate that every optimizer update passes, and where a rank's phase is kept.
 
 The training thread goes through `computing`, `ready`, `begin_update`, `end_update` (the interface of an update tracker);
-it touches local memory and takes one lock per update, nothing else. The processor's threads close the gate (`freeze`),
-read what this rank holds, roll its state forward, and open it again (`thaw`).
+it touches local memory and takes one lock per update, nothing else. The processor's threads close the gate (`shut`, then
+`settle`), read what this rank holds, roll its state forward, and open it again (`reopen`).
 
 What holds, whatever the threads' timing:
 
-1. After `freeze` has returned a report with `closed`, nothing that the training thread does through the gate changes
-   the optimizer's state, the reduced gradients, or the phase, until `thaw`. The report is taken inside the lock.
+1. After `settle` has returned a report with `closed`, nothing that the training thread does through the gate changes
+   the optimizer's state, the reduced gradients, or the phase, until `reopen`. The report is taken inside the lock.
 2. `ready` waits while closed, like the others. A rank that reported COMPUTE(t) must not go on into the collective that
    makes commit record t: another rank could get the record and update, and this one could not follow.
 3. From the first byte of a roll forward the gate is final: the training thread would run the same update again, so it
@@ -15,7 +15,7 @@ What holds, whatever the threads' timing:
 4. An update that raised leaves the state torn, and the gate never lets another update begin.
 
 The lock belongs to the training thread from `begin_update` to `end_update`, so closing waits for an update in progress
-by waiting for the lock. It is not fair; therefore `_barred` is raised before the wait, and whoever takes the lock looks
+by waiting for the lock. It is not fair; therefore the bar is raised before the wait, and whoever takes the lock looks
 at it. It is re-entrant only so that a thread may give back what it owns without knowing whether it owns it (`abandon`).
 
 Never logs, never sends, never waits for another rank.
@@ -23,10 +23,11 @@ Never logs, never sends, never waits for another rank.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from ttp.errors import Overtaken, ProtocolError
+from ttp.processor.freeze_state import FreezeState
+from ttp.processor.step_boundary import StepBoundary
 from ttp.processor.threads import THREADS, Waits
 from ttp.proto.messages import CommitRecord, Phase, StateReport
 
@@ -48,15 +49,10 @@ class Gate:
     __slots__ = (
         "_acquire",
         "_backup_step",
-        "_barred",
-        "_control",
         "_drain",
-        "_final",
-        "_freeze_id",
-        "_gone_on",
+        "_freezes",
         "_in_update",
         "_lock",
-        "_open",
         "_phase",
         "_previous_record",
         "_rank",
@@ -64,18 +60,13 @@ class Gate:
         "_release",
         "_state_step",
         "_step",
-        "_stopped",
-        "_thawed_ticket",
-        "_ticket",
-        "_torn",
         "_waits",
         "drain_error",
         "lets_go",
         "notice",
-        "on_boundary",
         "on_first_step",
         "on_step",
-        "on_unled_boundary",
+        "step_boundary",
         "unled",
         "waiting",
     )
@@ -96,24 +87,16 @@ class Gate:
         self._rank = rank
         self._drain = drain
         self._waits = waits
-        self._lock = waits.lock()  # guards phase, steps, records, torn: every change of them
+        self._lock = waits.lock()  # guards phase, steps, records: every change of them
         self._acquire = self._lock.acquire
         self._release = self._lock.release
-        self._control = threading.Lock()  # guards freeze_id, tickets, _barred, _open, _final against each other
-        self._open = waits.event()
-        self._open.set()
-        self._barred = False
-        self._final = False
-        self._freeze_id = -1
-        self._ticket = 0  # counts freezes; the last one's is in force while greater than the one thawed last
-        self._thawed_ticket = 0
+        self._freezes = FreezeState(waits.event())
         self._phase = _COMPUTE
         self._step = state_step + 1
         self._state_step = state_step
         self._backup_step = -1
         self._record: CommitRecord | None = None
         self._previous_record: CommitRecord | None = None
-        self._torn = False
         self._in_update = False  # written and read by the training thread alone
         self.drain_error = ""
         self.lets_go = False
@@ -124,16 +107,11 @@ class Gate:
         """This rank has a preemption notice (a processor's thread writes, the training thread reads)."""
         self.unled = False
         """No controller leads this rank (as above)."""
-        self.on_boundary: Callable[[int], None] | None = None
-        """Called on the training thread, with the step, when it begins to wait behind a finished step."""
-        self.on_unled_boundary: Callable[[int], None] | None = None
-        """The same, where no rank has a controller: saves the step together with all other ranks, and has this process exit."""
+        self.step_boundary = StepBoundary(waits)
         self.on_first_step: Callable[[int], None] | None = None
         """Called once, with the step, by the thread that has finished the first update or roll forward."""
         self.on_step: Callable[[], None] | None = None
         """Called on the training thread when it has finished an update."""
-        self._gone_on = waits.event()  # `boundary` does not wait
-        self._stopped = False  # no processor will end this process any more: it never waits again
 
     # --- training thread ---
 
@@ -165,7 +143,7 @@ class Gate:
         if self._in_update:
             raise self._misuse("begin_update", step, "an update is in progress already; call end_update first")
         self._acquire()
-        if self._barred:
+        if self._freezes.barred:
             self._release()
             self._pass(step)
         self._in_update = True
@@ -192,7 +170,7 @@ class Gate:
         """The update raised half way: the state is torn, and no update begins any more."""
         if not self._in_update:
             raise self._misuse("fail_update", step, "no update is in progress")
-        self._tear()
+        self._freezes.tear()
         self._in_update = False
         self._release()
 
@@ -202,7 +180,7 @@ class Gate:
         An update that it left without `end_update` or `fail_update` counts as failed.
         """
         if self._in_update:
-            self._tear()
+            self._freezes.tear()
             self._in_update = False
         try:
             self._release()
@@ -210,18 +188,8 @@ class Gate:
             return  # it did not own the lock: nothing is open
 
     def boundary(self, step: int, unled: bool = False) -> None:
-        """`step` is finished and some rank has a preemption notice: wait here for the end of the process.
-
-        A thaw does not end the wait: every other rank waits behind the same step, and the one with the preemption notice is
-        about to say so. `unled`: no rank has a controller, as all ranks have read.
-        """
-        self._gone_on.clear()
-        if self._stopped:
-            self._gone_on.set()
-        arrived = self.on_unled_boundary if unled else self.on_boundary
-        if arrived is not None:
-            arrived(step)
-        self._gone_on.wait()
+        """`step` is finished and some rank has a preemption notice: see `StepBoundary.wait`."""
+        self.step_boundary.wait(step, unled)
 
     def resumed(self, step: int, record: CommitRecord | None = None) -> None:
         """A checkpoint of `step` was loaded; `record` is that step's. Waits while closed."""
@@ -237,77 +205,47 @@ class Gate:
     def _await_freeze(self) -> None:
         """Wait for the gate to close, up to ABANDONED_STEP_S (a rare path: it may poll)."""
         deadline = self._waits.now() + ABANDONED_STEP_S
-        while not self._barred and self._waits.now() < deadline:
+        while not self._freezes.barred and self._waits.now() < deadline:
             self._waits.sleep(0.01)
 
     def _pass(self, update: int = 0) -> None:
         """Take the lock with the gate open. `update`: the step whose update needs it, if any."""
         while True:
             self._acquire()
-            if not self._barred:
+            if not self._freezes.barred:
                 return
             overtaken = bool(update) and self.overtook(update)
             self._release()
             if overtaken and self.lets_go:
                 raise Overtaken(f"rank {self._rank}: the update of step {update} was done by the work thread")
-            if self._open.is_set() and self._torn:
+            if self._freezes.opened.is_set() and self._freezes.torn:
                 raise self._misuse("update", self._step, "an earlier update failed half way; restart from a checkpoint")
-            self._open.wait(_LET_GO_S if self.lets_go else None)
+            self._freezes.opened.wait(_LET_GO_S if self.lets_go else None)
 
     def _tell_first_step(self, step: int) -> None:
         tell, self.on_first_step = self.on_first_step, None
         if tell is not None:
             tell(step)
 
-    def _tear(self) -> None:
-        with self._control:  # a thaw at the same moment must see it
-            self._torn = True
-            self._barred = True
-
     def _misuse(self, call: str, step: int, why: str) -> ProtocolError:
         return ProtocolError(f"rank {self._rank}, {call}({step}): {why} (phase {self._phase.name}, step {self._step})")
 
     # --- processor's threads ---
 
-    def release_boundary(self) -> None:
-        """No processor will lead this rank out any more: `boundary` waits no longer."""
-        self._stopped = True
-        self._gone_on.set()
-
-    def leave_boundary(self) -> None:
-        """The wait of `boundary` that has begun ends: training continues behind that step."""
-        self._gone_on.set()
-
-    def freeze(self, freeze_id: int, timeout_s: float) -> StateReport:
-        """Close the gate and say what this rank holds. Doing it twice is harmless; the latest freeze is the one in force.
-
-        Waits up to `timeout_s` for an update in progress to end and for the device to finish it. Without success the
-        report has `closed` False, and the gate stays closed behind the stuck update.
-        """
-        return self.settle(self.shut(freeze_id), freeze_id, timeout_s)
-
-    def thaw(self, freeze_id: int) -> bool:
-        """Open the gate again if `freeze_id` is the freeze in force; say whether it is open now. See `reopen`."""
-        with self._control:
-            ticket = self._ticket if freeze_id == self._freeze_id else -1
-        return self.reopen(ticket)
-
     def shut(self, freeze_id: int) -> int:
-        """The first half of `freeze`: no thread passes any more. Does not wait; returns a ticket for the other half."""
-        with self._control:
-            self._freeze_id = freeze_id
-            self._ticket += 1
-            self._open.clear()
-            self._barred = True
-            return self._ticket
+        """Let no thread pass any more. Does not wait; returns a ticket for `settle` and `reopen`. The latest one is in force."""
+        return self._freezes.shut(freeze_id)
 
     def settle(self, ticket: int, freeze_id: int, timeout_s: float) -> StateReport:
-        """The other half of `freeze`: wait for the update in progress, and report. Not closed once it was thawed since."""
-        deadline = self._waits.now() + timeout_s
+        """Wait up to `timeout_s` for the update in progress to end and the device to finish it; report what this rank holds.
+
+        `closed` is False without success, and the gate stays shut behind the stuck update; also once it was opened since.
+        """
+        deadline, shut = self._waits.now() + timeout_s, self._freezes.shut_since
         if not self._acquire(timeout=max(0.0, timeout_s)):
             return self._report(freeze_id, closed=False)
         try:
-            closed = self._stands_since(ticket) and self._drained(deadline) and self._stands_since(ticket)
+            closed = shut(ticket) and self._drained(deadline) and shut(ticket)
             return self._report(freeze_id, closed=closed)
         finally:
             self._release()
@@ -317,13 +255,7 @@ class Gate:
 
         Ignored after a roll forward. A torn rank is let out of its wait, but begins no update.
         """
-        with self._control:
-            if self._final or ticket != self._ticket:
-                return self._open.is_set()
-            self._thawed_ticket = ticket
-            self._barred = self._torn
-            self._open.set()
-            return True
+        return self._freezes.reopen(ticket)
 
     def start_roll_forward(self, record: CommitRecord) -> None:
         """Make the gate final; from here the state may change. Answered by `rolled_forward` or `roll_forward_failed`.
@@ -333,25 +265,20 @@ class Gate:
         """
         if not self._acquire(timeout=_PASSING_S):
             raise self._misuse("roll_forward", record.step, "the gate is not closed: an update is in progress")
-        try:
-            with self._control:
-                if not self._barred or self._open.is_set():
-                    raise self._misuse("roll_forward", record.step, "the gate is open; freeze first")
-                if self._torn:
-                    raise self._misuse("roll_forward", record.step, "an update failed half way, the state is torn")
-                if self._phase is not _READY or self._step != record.step or self._state_step != record.step - 1:
-                    raise self._misuse(
-                        "roll_forward",
-                        record.step,
-                        f"got the state of step {self._state_step}, expected READY({record.step})",
-                    )
-                self._final = True
-        except ProtocolError:
+        if reason := self._no_roll_forward(record):
             self._release()
-            raise
+            raise self._misuse("roll_forward", record.step, reason)
         self._previous_record = self._record
         self._record = record
         self._phase = _UPDATING
+
+    def _no_roll_forward(self, record: CommitRecord) -> str:
+        """Say why this rank cannot roll forward; empty: it can, and the gate is final."""
+        if self._freezes.torn:
+            return "an update failed half way, the state is torn"
+        if self._phase is not _READY or self._step != record.step or self._state_step != record.step - 1:
+            return f"got the state of step {self._state_step}, expected READY({record.step})"
+        return "" if self._freezes.make_final() else "the gate is open; freeze first"
 
     def rolled_forward(self, step: int, backup_step: int = -1) -> None:
         """The roll forward is finished: the state is `step`'s, for the last time. `backup_step` as in `begin_update`."""
@@ -364,7 +291,7 @@ class Gate:
 
     def roll_forward_failed(self) -> None:
         """The roll forward raised half way: the state is torn, and so may be a local copy that it was making."""
-        self._torn = True
+        self._freezes.tear()
         self._backup_step = -1
         self._release()
 
@@ -374,14 +301,14 @@ class Gate:
         if not self._acquire(timeout=_PASSING_S):
             return False
         try:
-            return not self._open.is_set()
+            return not self._freezes.opened.is_set()
         finally:
             self._release()
 
     @property
     def freeze_id(self) -> int:
         """The latest freeze's number; -1 before the first."""
-        return self._freeze_id
+        return self._freezes.freeze_id
 
     @property
     def has_drain(self) -> bool:
@@ -404,16 +331,16 @@ class Gate:
 
     @property
     def torn(self) -> bool:
-        return self._torn
+        return self._freezes.torn
 
     @property
     def final(self) -> bool:
         """The state was rolled forward: the training thread never passes again."""
-        return self._final
+        return self._freezes.final
 
     def overtook(self, step: int) -> bool:
         """The update of `step` was done by a roll forward: the training thread has nothing left to do in it."""
-        return self._final and not self._torn and self._state_step == step
+        return self._freezes.final and not self._freezes.torn and self._state_step == step
 
     @property
     def backup_step(self) -> int:
@@ -424,11 +351,6 @@ class Gate:
         """The last two commit records, newest last."""
         return tuple(record for record in (self._previous_record, self._record) if record is not None)
 
-    def _stands_since(self, ticket: int) -> bool:
-        """No thaw has come since this ticket's freeze."""
-        with self._control:
-            return ticket > self._thawed_ticket
-
     def _drained(self, deadline: float) -> bool:
         """The device has finished the last update. A device that answers with an error leaves the state unusable: torn."""
         if self._drain is None:
@@ -437,7 +359,7 @@ class Gate:
             return self._drain(max(0.0, deadline - self._waits.now()))
         except RuntimeError as error:  # torch's device errors
             self.drain_error = str(error)
-            self._tear()
+            self._freezes.tear()
             return True
 
     def _report(self, freeze_id: int, *, closed: bool) -> StateReport:
@@ -450,8 +372,8 @@ class Gate:
             phase=self._phase if closed else _UPDATING,
             step=self._step if closed else stuck_step,
             state_step=self._state_step,
-            torn=self._torn,
+            torn=self._freezes.torn,
             backup_step=self._backup_step,
             records=self.records,
-            final=self._final,
+            final=self._freezes.final,
         )

@@ -274,7 +274,7 @@ class Handler:
             case ReportUnled(unled):
                 self._gate.unled = unled
             case LeaveBoundary():
-                self._gate.leave_boundary()
+                self._gate.step_boundary.leave()
             case SaveStacks(reason):
                 self._ports.save_stacks(reason)
             case ExitProcess(code, reason):

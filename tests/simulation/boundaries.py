@@ -50,7 +50,7 @@ class Boundary:
         self.saved = False
         self._led = False
         """It had come to a controller before it began to save."""
-        process.gate.on_unled_boundary = self._save
+        process.gate.step_boundary.on_unled = self._save
 
     # --- the spanning collective ---
 

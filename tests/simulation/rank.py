@@ -48,7 +48,7 @@ class Rank:
         self.job, self.rank = job, rank
         self.waits = Waits(self.clock)
         self.gate = Gate(rank, waits=self.waits)
-        self.gate.on_boundary = lambda step: self.put(ev.BoundaryReached(step))
+        self.gate.step_boundary.on_reached = lambda step: self.put(ev.BoundaryReached(step))
         self.boundary = Boundary(self)
         self.replica = Replica(rank, job.training)
         self.route = Route()

@@ -149,7 +149,7 @@ def rolls_who_is_not_ready(patch: Patch) -> None:
 
     def begins(self: Gate, record: CommitRecord) -> None:
         self._acquire(timeout=1.0)
-        self._final, self._phase = True, Phase.UPDATING
+        self._freezes.final, self._phase = True, Phase.UPDATING
 
     patch.setattr(Gate, "start_roll_forward", begins)
 

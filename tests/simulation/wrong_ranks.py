@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.gates import thaw
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk, File, Manifest, final_name
 from tests.simulation.piece_work import PieceWorker
@@ -32,9 +33,9 @@ def gate_stays_open(patch: Patch) -> None:
     """The freeze is acknowledged, and nothing is held up."""
 
     def wrong(self: Gate, freeze_id: int) -> int:
-        self._freeze_id = freeze_id
-        self._ticket += 1
-        return self._ticket
+        self._freezes.freeze_id = freeze_id
+        self._freezes.ticket += 1
+        return self._freezes.ticket
 
     patch.setattr(Gate, "shut", wrong)
 
@@ -62,8 +63,8 @@ def gate_opens_for_a_writer(patch: Patch) -> None:
     def wrong(self: Worker, order: WriteOrder) -> None:
         begin(self, order)
         gate = self.process.gate
-        gate._final = False
-        gate.thaw(gate.freeze_id)
+        gate._freezes.final = False
+        thaw(gate, gate.freeze_id)
         self.process.pass_on()
 
     patch.setattr(Worker, "_begin_write", wrong)

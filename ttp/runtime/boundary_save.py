@@ -26,7 +26,7 @@ log = logging.getLogger("ttp")
 
 
 class BoundarySave:
-    """Called by every rank's training thread behind the step (`Gate.on_unled_boundary`)."""
+    """Called by every rank's training thread behind the step (`StepBoundary.on_unled`)."""
 
     def __init__(
         self, saves: PeriodicSaves, holder: OptimizerStateProvider, directories: Sequence[str], rank: int, account: Path

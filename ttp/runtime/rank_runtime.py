@@ -115,7 +115,7 @@ class Protection:
             starter=self._standbys if restores else None,
         )
         if save_alone is not None:
-            self.gate.on_unled_boundary = lambda step: save_alone(step, self.gate.notice, self.processor)
+            self.gate.step_boundary.on_unled = lambda step: save_alone(step, self.gate.notice, self.processor)
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
         welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)

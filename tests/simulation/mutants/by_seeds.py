@@ -26,7 +26,14 @@ from tests.simulation.scenario import build
 IN_ONE_GO = 30
 MOST_JOBS = 20_000
 STATE = ROOT / "output/mutants/by_seeds.json"
-ADAPTERS = ("controller.handler", "processor.handler", "processor.gate", "processor.worker", "processor.starting")
+ADAPTERS = (
+    "controller.handler",
+    "processor.handler",
+    "processor.gate",
+    "processor.freeze_state",
+    "processor.worker",
+    "processor.starting",
+)
 NOT_RANDOM = ("controller.core.facts.answers", "processor.core.refusals", "proto.limits", "proto.names", "proto.fence")
 """They refuse what no machine of this job sends."""
 MACHINES = tuple(module for module in MODULES if module not in (*ADAPTERS, *NOT_RANDOM))

@@ -24,7 +24,7 @@ MODULES = (
     )),
     "controller.handler",
     *(f"processor.core.{name}" for name in ("orders", "transitions", "machine", "failover", "step_times", "refusals", "state", "causes")),
-    *(f"processor.{name}" for name in ("gate", "handler", "worker", "starting")),
+    *(f"processor.{name}" for name in ("gate", "freeze_state", "step_boundary", "handler", "worker", "starting")),
     *(f"proto.{name}" for name in ("fence", "limits", "names")),
 )  # fmt: skip
 """The machines with all that they import, and what of the adapters the simulation runs."""

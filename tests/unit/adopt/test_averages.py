@@ -11,6 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ttp
+from tests.gates import freeze
 from tests.unit.adopt.test_steps import adopt
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
@@ -169,7 +170,7 @@ def test_an_average_that_raises_leaves_a_torn_state_and_no_closed_gate() -> None
     shadow.update_parameters = lambda model: [][0]  # type: ignore[method-assign]
     with pytest.raises(IndexError):
         adopted.optimizer.step()
-    report = gate.freeze(1, 2.0)
+    report = freeze(gate, 1, 2.0)
     assert (report.closed, report.torn) == (True, True)
     with pytest.raises(Exception, match="in the middle of the update of step 1"):
         adopted.holdings()

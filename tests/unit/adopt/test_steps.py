@@ -14,6 +14,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import ttp
+from tests.gates import freeze, thaw
 from ttp.adopt import optimizer as module
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import ConfigError, ProtocolError
@@ -58,7 +59,7 @@ def adopt(optimizer_of: Callable[[Any], Any] = Watched, **options: Any) -> tuple
 def frozen(gate: Gate) -> StateReport:
     """Freeze as a processor does: on another thread, since the lock is the training thread's own during an update."""
     reports: list[StateReport] = []
-    thread = threading.Thread(target=lambda: reports.append(gate.freeze(1, 2.0)))
+    thread = threading.Thread(target=lambda: reports.append(freeze(gate, 1, 2.0)))
     thread.start()
     thread.join()
     return reports[0]
@@ -97,7 +98,7 @@ def test_a_trainer_that_goes_on_after_a_failed_update_is_stopped(goes_on: str) -
         next_call()
     report = frozen(gate)
     assert (report.closed, report.torn) == (True, True)
-    gate.thaw(1)
+    thaw(gate, 1)
     with pytest.raises(ProtocolError):
         adopted.optimizer.step()
     assert len(adopted.optimizer.threads) == 1  # type: ignore[attr-defined]
@@ -127,7 +128,7 @@ def test_a_step_that_another_thread_rolls_forward_is_updated_once(monkeypatch: p
     trainer = threading.Thread(target=train, daemon=True)  # waits at the gate for the end of the process
     trainer.start()
     assert caught.wait(LONG_S)
-    assert gate.freeze(1, LONG_S).phase is Phase.READY
+    assert freeze(gate, 1, LONG_S).phase is Phase.READY
     record = CommitRecord(1, 0.0, 1.0, False, 1.0, (0.1,), ())
 
     def roll() -> None:

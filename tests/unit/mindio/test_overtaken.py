@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gates import freeze
 from ttp.errors import Overtaken
 from ttp.optim.step_agreement.spanning import Spanning
 from ttp.processor.gate import Gate
@@ -39,7 +40,7 @@ def test_a_thread_at_the_gate_is_let_go_by_the_roll_forward_of_its_step(before: 
     gate.lets_go = True
     gate.computing(1)
     gate.ready(1)
-    gate.freeze(1, 1.0)
+    freeze(gate, 1, 1.0)
     if before:
         thread, raised = begin(gate)
     assert not gate.overtook(1)
@@ -58,7 +59,7 @@ def test_a_failed_roll_forward_lets_no_rank_go() -> None:
     gate.lets_go = True
     gate.computing(1)
     gate.ready(1)
-    gate.freeze(1, 1.0)
+    freeze(gate, 1, 1.0)
     gate.start_roll_forward(RECORD)
     gate.roll_forward_failed()
     assert not gate.overtook(1) and gate.torn

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.gates import freeze, thaw
 from ttp.errors import ProtocolError
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord, Phase
@@ -93,7 +94,7 @@ def test_a_freeze_reports_where_the_rank_stands(phase: Phase) -> None:
         gate.computing(2)
     if phase is Phase.READY:
         gate.ready(2)
-    report = gate.freeze(7, LONG_S)
+    report = freeze(gate, 7, LONG_S)
     assert (report.rank, report.freeze_id, report.closed, report.phase) == (2, 7, True, phase)
     assert (report.step, report.state_step, report.torn) == (1 if phase is Phase.DONE else 2, 1, False)
     assert report.records == (record(1),)
@@ -103,7 +104,7 @@ def test_the_last_two_commit_records_are_kept() -> None:
     gate = Gate(0)
     for step in (1, 2, 3):
         one_update(gate, step)
-    assert gate.freeze(1, 0).records == (record(2), record(3))
+    assert freeze(gate, 1, 0).records == (record(2), record(3))
 
 
 @pytest.mark.parametrize("call", ["computing", "ready", "begin_update"])
@@ -111,12 +112,12 @@ def test_no_call_passes_a_closed_gate_and_thaw_lets_it_pass(call: str) -> None:
     """I7: nothing changes after the acknowledgement; a false alarm frees the rank."""
     gate = Gate(0)
     gate.ready(1)
-    before = gate.freeze(1, LONG_S)
+    before = freeze(gate, 1, LONG_S)
     arguments = (1, record(1)) if call == "begin_update" else (1,)
     trainer = Trainer(lambda: getattr(gate, call)(*arguments))
     assert waits_in(trainer, call)
-    assert gate.freeze(1, LONG_S) == before
-    assert gate.thaw(1)
+    assert freeze(gate, 1, LONG_S) == before
+    assert thaw(gate, 1)
     assert trainer.passed.wait(LONG_S)
 
 
@@ -124,8 +125,8 @@ def test_a_freeze_waits_for_the_update_in_progress() -> None:
     gate = Gate(0)
     gate.begin_update(1, record(1))
     reports = []
-    freezer = Trainer(lambda: reports.append(gate.freeze(1, LONG_S)))
-    while gate._barred is False:
+    freezer = Trainer(lambda: reports.append(freeze(gate, 1, LONG_S)))
+    while gate._freezes.barred is False:
         pass
     assert not reports
     gate.end_update(1)
@@ -147,14 +148,14 @@ def test_a_stuck_update_is_reported_and_the_gate_stays_closed_behind_it() -> Non
     trainer = Trainer(train)
     while gate.phase is not Phase.UPDATING:
         pass
-    report = gate.freeze(1, 0.01)
+    report = freeze(gate, 1, 0.01)
     assert (report.closed, report.phase, report.step, report.records) == (False, Phase.UPDATING, 1, (record(1),))
     may_end.set()
     assert ended.wait(LONG_S) and waits_in(trainer, "computing")
-    again = gate.freeze(2, LONG_S)
+    again = freeze(gate, 2, LONG_S)
     assert (again.closed, again.phase, again.state_step) == (True, Phase.DONE, 1)
-    assert not gate.thaw(1), "the freeze in force is 2"
-    assert gate.thaw(2)
+    assert not thaw(gate, 1), "the freeze in force is 2"
+    assert thaw(gate, 2)
     trainer.finish()
 
 
@@ -162,10 +163,10 @@ def test_a_thaw_during_a_freeze_that_still_waits_leaves_the_gate_open_and_unackn
     gate = Gate(0)
     gate.begin_update(1, record(1))
     reports = []
-    freezer = Trainer(lambda: reports.append(gate.freeze(1, LONG_S)))
-    while gate._barred is False:
+    freezer = Trainer(lambda: reports.append(freeze(gate, 1, LONG_S)))
+    while gate._freezes.barred is False:
         pass
-    assert gate.thaw(1)
+    assert thaw(gate, 1)
     gate.end_update(1)
     freezer.finish()
     assert reports[0].closed is False
@@ -174,12 +175,12 @@ def test_a_thaw_during_a_freeze_that_still_waits_leaves_the_gate_open_and_unackn
 
 def test_of_two_freezes_the_later_is_in_force() -> None:
     gate = Gate(0)
-    assert gate.freeze(1, LONG_S).closed and gate.freeze(2, LONG_S).closed
+    assert freeze(gate, 1, LONG_S).closed and freeze(gate, 2, LONG_S).closed
     trainer = Trainer(lambda: gate.computing(1))
     assert waits_in(trainer, "computing")
-    assert not gate.thaw(1)
+    assert not thaw(gate, 1)
     assert waits_in(trainer, "computing")
-    assert gate.thaw(2)
+    assert thaw(gate, 2)
     trainer.finish()
 
 
@@ -187,9 +188,9 @@ def test_an_update_that_raised_leaves_a_torn_state_and_no_further_update() -> No
     gate = Gate(1)
     gate.begin_update(1, record(1))
     gate.fail_update(1)
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.closed, report.torn) == (True, True)
-    assert gate.thaw(1)
+    assert thaw(gate, 1)
     with pytest.raises(ProtocolError, match=r"rank 1.*failed half way"):
         gate.begin_update(2, record(2))
 
@@ -203,7 +204,7 @@ def test_an_exception_that_left_an_update_open_tears_the_state_and_frees_the_gat
         gate.abandon()
 
     Trainer(train).finish()
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.closed, report.torn) == (True, True)
 
 
@@ -216,7 +217,7 @@ def test_an_exception_outside_the_update_leaves_the_state_whole(phase: Phase) ->
     if phase is Phase.READY:
         gate.ready(2)
     gate.abandon()
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.closed, report.torn, report.phase, report.state_step) == (True, False, phase, 1)
 
 
@@ -224,15 +225,15 @@ def test_after_a_roll_forward_the_training_thread_never_passes_again() -> None:
     """The update was done for it: running it again would apply the gradients twice."""
     gate = Gate(0)
     gate.ready(1)
-    trainer = Trainer(lambda: gate.begin_update(1, record(1)) if gate.freeze(1, LONG_S).closed else None)
+    trainer = Trainer(lambda: gate.begin_update(1, record(1)) if freeze(gate, 1, LONG_S).closed else None)
     assert waits_in(trainer, "begin_update")
     gate.start_roll_forward(record(1))
     gate.rolled_forward(1)
-    assert gate.final and not gate.thaw(1)
-    report = gate.freeze(2, LONG_S)
+    assert gate.final and not thaw(gate, 1)
+    report = freeze(gate, 2, LONG_S)
     assert (report.closed, report.phase, report.state_step) == (True, Phase.DONE, 1)
     assert report.records == (record(1),)
-    assert not gate.thaw(2)
+    assert not thaw(gate, 2)
     assert waits_in(trainer, "begin_update")
 
 
@@ -243,11 +244,11 @@ def test_a_roll_forward_moves_the_local_copy_too() -> None:
     gate.begin_update(1, record(1), backup_step=0)
     gate.end_update(1)
     gate.ready(2)
-    assert gate.freeze(1, LONG_S).backup_step == 0
+    assert freeze(gate, 1, LONG_S).backup_step == 0
     gate.start_roll_forward(record(2))
     assert gate.phase is Phase.UPDATING, "heartbeats tell so meanwhile"
     gate.rolled_forward(2, backup_step=1)
-    report = gate.freeze(2, LONG_S)
+    report = freeze(gate, 2, LONG_S)
     assert (report.state_step, report.backup_step) == (2, 1)
     assert report.records == (record(1), record(2)), "of the copy's step, and of the state's"
 
@@ -256,7 +257,7 @@ def test_a_training_thread_that_arrives_during_the_roll_forward_waits_too() -> N
     """It meets the gate while the work thread holds the lock; that is not a misuse."""
     gate = Gate(0)
     gate.ready(1)
-    gate.freeze(1, LONG_S)
+    freeze(gate, 1, LONG_S)
     gate.start_roll_forward(record(1))
     trainer = Trainer(lambda: gate.begin_update(1, record(1)))
     gate.rolled_forward(1)
@@ -267,10 +268,10 @@ def test_a_training_thread_that_arrives_during_the_roll_forward_waits_too() -> N
 def test_a_failed_roll_forward_tears_the_state() -> None:
     gate = Gate(0)
     gate.ready(1)
-    gate.freeze(1, LONG_S)
+    freeze(gate, 1, LONG_S)
     gate.start_roll_forward(record(1))
     gate.roll_forward_failed()
-    report = gate.freeze(2, LONG_S)
+    report = freeze(gate, 2, LONG_S)
     assert (report.torn, report.state_step) == (True, 0)
 
 
@@ -278,10 +279,10 @@ def test_a_failed_roll_forward_tears_the_state() -> None:
     ("prepare", "step", "why"),
     [
         (lambda gate: gate.ready(1), 1, "the gate is open"),
-        (lambda gate: gate.freeze(1, 0), 1, r"expected READY\(1\)"),
-        (lambda gate: (gate.ready(1), gate.freeze(1, 0)), 2, r"expected READY\(2\)"),
+        (lambda gate: freeze(gate, 1, 0), 1, r"expected READY\(1\)"),
+        (lambda gate: (gate.ready(1), freeze(gate, 1, 0)), 2, r"expected READY\(2\)"),
         (
-            lambda gate: [call(gate) for call in (lambda g: one_update(g, 1), lambda g: g.freeze(1, 0))],
+            lambda gate: [call(gate) for call in (lambda g: one_update(g, 1), lambda g: freeze(g, 1, 0))],
             1,
             r"expected READY\(1\)",
         ),
@@ -297,7 +298,7 @@ def test_a_roll_forward_is_refused_unless_the_rank_is_frozen_in_ready(
         gate.start_roll_forward(record(step))
     assert (gate.phase, gate.step, gate.state_step, gate.records) == before
     assert not gate.final
-    assert gate.freeze(9, 0).closed, "the lock was given back"
+    assert freeze(gate, 9, 0).closed, "the lock was given back"
 
 
 @pytest.mark.parametrize("call", ["end_update", "fail_update"])
@@ -327,9 +328,9 @@ def test_the_gate_is_closed_only_when_the_device_has_finished() -> None:
     gate = Gate(0, drain=drain)
     one_update(gate, 1)
     gate.computing(2)
-    report = gate.freeze(1, 0.5)
+    report = freeze(gate, 1, 0.5)
     assert (report.closed, report.phase, report.step) == (False, Phase.UPDATING, 1)
-    assert gate.freeze(1, 0.5).closed
+    assert freeze(gate, 1, 0.5).closed
     assert all(0 <= wait <= 0.5 for wait in waits)
 
 
@@ -339,14 +340,14 @@ def test_a_device_that_fails_leaves_a_torn_state() -> None:
 
     gate = Gate(0, drain=drain)
     one_update(gate, 1)
-    assert gate.freeze(1, LONG_S).torn
+    assert freeze(gate, 1, LONG_S).torn
     assert gate.drain_error == "device lost"
 
 
 def test_a_resumed_rank_stands_before_the_next_step() -> None:
     gate = Gate(0)
     gate.resumed(41, record(41))
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.phase, report.step, report.state_step, report.records) == (Phase.COMPUTE, 42, 41, (record(41),))
 
 
@@ -374,7 +375,7 @@ def test_under_random_freezes_and_thaws_the_state_stands_still_while_closed() ->
 
     trainer = Trainer(train)
     for freeze_id in range(300):
-        report = gate.freeze(freeze_id, rng.choice([0.0, 0.001, LONG_S]))
+        report = freeze(gate, freeze_id, rng.choice([0.0, 0.001, LONG_S]))
         if report.closed:
             held = state[0]
             assert held == report.state_step == gate.state_step
@@ -383,7 +384,7 @@ def test_under_random_freezes_and_thaws_the_state_stands_still_while_closed() ->
                 assert state[0] == held
                 assert seen is None or gradients[0] == seen
             assert gate.phase is report.phase and gate.step == report.step
-        assert gate.thaw(freeze_id)
+        assert thaw(gate, freeze_id)
     stop.set()
     trainer.finish()
 
@@ -393,7 +394,7 @@ def test_gradients_of_a_failed_step_are_kept_for_the_freeze() -> None:
     gate = Gate(0)
     gate.ready(1)
     trainer = Trainer(lambda: gate.computing(1))  # before or after the freeze: it must not pass
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.closed, report.phase, report.step) == (True, Phase.READY, 1)
     gate.start_roll_forward(record(1))
     gate.rolled_forward(1)
@@ -413,7 +414,7 @@ def test_the_boundary_holds_the_training_thread_through_a_thaw_until_it_is_relea
     """Every rank waits behind the same step; a false alarm meanwhile lets none of them go on."""
     gate = Gate(0)
     reached: list[int] = []
-    gate.on_boundary = reached.append
+    gate.step_boundary.on_reached = reached.append
 
     def body() -> None:
         one_update(gate, 1)
@@ -422,12 +423,12 @@ def test_the_boundary_holds_the_training_thread_through_a_thaw_until_it_is_relea
     trainer = Trainer(body)
     while not reached:
         assert trainer.is_alive()
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert report.closed and report.phase is Phase.DONE and report.state_step == 1
-    assert gate.thaw(1)
+    assert thaw(gate, 1)
     trainer.join(0.05)
     assert trainer.is_alive() and reached == [1]
-    gate.release_boundary()
+    gate.step_boundary.release()
     trainer.finish()
 
 
@@ -435,7 +436,7 @@ def test_a_training_thread_that_leaves_the_boundary_waits_again_at_the_next() ->
     """Every controller was lost: it goes on, once. A gate that is released never holds it again."""
     gate = Gate(0)
     reached: list[int] = []
-    gate.on_boundary = reached.append
+    gate.step_boundary.on_reached = reached.append
 
     def body() -> None:
         for step in (1, 2, 3):
@@ -449,8 +450,8 @@ def test_a_training_thread_that_leaves_the_boundary_waits_again_at_the_next() ->
         trainer.join(0.05)
         assert trainer.is_alive() and reached[-1] == step
         if step == 1:
-            gate.leave_boundary()
-    gate.release_boundary()
+            gate.step_boundary.leave()
+    gate.step_boundary.release()
     trainer.finish()
     assert reached == [1, 2, 3]
 
@@ -459,9 +460,9 @@ def test_at_a_boundary_that_no_controller_leads_the_ranks_save() -> None:
     """And wait for the end of the process, which the save asks for."""
     gate = Gate(0)
     saved: list[int] = []
-    gate.on_unled_boundary = saved.append
-    gate.on_boundary = lambda step: pytest.fail("a controller is informed of it")
-    gate.release_boundary()  # the end, for this test
+    gate.step_boundary.on_unled = saved.append
+    gate.step_boundary.on_reached = lambda step: pytest.fail("a controller is informed of it")
+    gate.step_boundary.release()  # the end, for this test
     one_update(gate, 1)
     gate.boundary(1, unled=True)
     assert saved == [1]

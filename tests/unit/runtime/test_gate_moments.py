@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.gates import freeze, thaw
 from tests.unit.runtime.test_gate import LONG_S, Trainer, one_update, record, waits_in
 from ttp.errors import ProtocolError
 from ttp.processor.gate import Gate
@@ -65,12 +66,12 @@ def test_a_freeze_that_comes_before_the_lock_is_taken_holds_the_training_thread(
     """I7: the bar is looked at behind the lock; looked at before, it was still up when the freeze was acknowledged."""
     gate = Gate(0)
     reports: list[StateReport] = []
-    frozen = before_the_next(gate, "_acquire", lambda: reports.append(gate.freeze(1, LONG_S)))
+    frozen = before_the_next(gate, "_acquire", lambda: reports.append(freeze(gate, 1, LONG_S)))
     arguments = (1, record(1)) if call == "begin_update" else (1,)
     trainer = Trainer(lambda: getattr(gate, call)(*arguments))
     assert frozen.wait(LONG_S) and waits_in(trainer, call)
-    assert reports[0].closed and gate.freeze(1, LONG_S) == reports[0]
-    assert gate.thaw(1)
+    assert reports[0].closed and freeze(gate, 1, LONG_S) == reports[0]
+    assert thaw(gate, 1)
     assert trainer.passed.wait(LONG_S)
 
 
@@ -88,7 +89,7 @@ def test_a_thaw_that_is_at_work_keeps_a_failing_update_waiting() -> None:
     """The thaw lowers the bar by what it knows of the state: a failure that came in between would be overlooked."""
     gate = Gate(0)
     came = threading.Event()
-    real = gate._control
+    real = gate._freezes._lock
 
     class Control:
         """The lock of freezes and thaws, which says when somebody wants it."""
@@ -100,7 +101,7 @@ def test_a_thaw_that_is_at_work_keeps_a_failing_update_waiting() -> None:
         def __exit__(self, *why: object) -> None:
             real.release()
 
-    gate._control = Control()  # type: ignore[assignment]
+    gate._freezes._lock = Control()  # type: ignore[assignment]
 
     def train() -> None:
         gate.begin_update(1, record(1))
@@ -142,11 +143,11 @@ def test_when_the_lock_is_given_back_all_is_noted(moment: str) -> None:
     one_update(gate, 1)
     through(gate, *before)
     reports: list[StateReport] = []
-    after_the_next(gate, "_release", lambda: reports.append(gate.freeze(1, LONG_S)))
+    after_the_next(gate, "_release", lambda: reports.append(freeze(gate, 1, LONG_S)))
     through(gate, last)
     (report,) = reports
     assert report.closed and (report.phase, report.step, report.state_step, report.torn) == expected
-    assert gate.freeze(1, LONG_S) == report
+    assert freeze(gate, 1, LONG_S) == report
 
 
 def test_a_freeze_gives_an_update_in_progress_the_time_that_it_was_given() -> None:
@@ -161,7 +162,7 @@ def test_a_freeze_gives_an_update_in_progress_the_time_that_it_was_given() -> No
         return real(timeout=0)
 
     gate._acquire = acquire
-    elsewhere(lambda: (gate.freeze(1, 7.0), gate.freeze(2, -1.0)))
+    elsewhere(lambda: (freeze(gate, 1, 7.0), freeze(gate, 2, -1.0)))
     assert asked == [7.0, 0.0]
 
 
@@ -170,11 +171,11 @@ def test_a_report_is_of_the_moment_at_which_the_gate_was_closed() -> None:
     gate = Gate(0)
 
     def thaw_and_train() -> None:
-        assert gate.thaw(1)
+        assert thaw(gate, 1)
         one_update(gate, 1)
 
     after_the_next(gate, "_release", thaw_and_train)
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.closed, report.phase, report.state_step, report.records) == (True, Phase.COMPUTE, 0, ())
     assert gate.state_step == 1
 
@@ -186,10 +187,10 @@ def test_a_report_says_that_the_gate_is_final(end: str) -> None:
     gate.begin_update(1, record(1), backup_step=0)
     gate.end_update(1)
     gate.ready(2)
-    assert gate.freeze(1, LONG_S).final is False
+    assert freeze(gate, 1, LONG_S).final is False
     gate.start_roll_forward(record(2))
     gate.rolled_forward(2, backup_step=1) if end == "rolled_forward" else gate.roll_forward_failed()
-    report = gate.freeze(2, LONG_S)
+    report = freeze(gate, 2, LONG_S)
     failed = end == "roll_forward_failed"
     assert (report.final, report.torn, report.backup_step) == (True, failed, -1 if failed else 1)
 
@@ -201,5 +202,5 @@ def test_a_resumed_rank_offers_no_local_copy_and_no_older_record() -> None:
         gate.begin_update(step, record(step), backup_step=step - 1)
         gate.end_update(step)
     gate.resumed(7, record(7))
-    report = gate.freeze(1, LONG_S)
+    report = freeze(gate, 1, LONG_S)
     assert (report.state_step, report.backup_step, report.records) == (7, -1, (record(7),))

@@ -91,8 +91,8 @@ def test_what_the_training_thread_and_the_stream_say_comes_to_the_queue_in_its_o
     rank.processor.stream_opened(stream)
     rank.processor.stream_received(stream, parcel)
     rank.processor.stream_closed(stream, "reset")
-    assert rank.gate.on_boundary is not None
-    rank.gate.on_boundary(8)
+    assert rank.gate.step_boundary.on_reached is not None
+    rank.gate.step_boundary.on_reached(8)
     assert rank.queued() == [
         Noticed("SIGTERM"), SavesAlone(7), SavedAlone(7, "/a", "no space"), TrainReturned(), Opened(stream), Incoming(stream, parcel),
         Closed(stream, "reset"), BoundaryReached(8),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gates import thaw
 from ttp.controller.agent_link import AgentLink, request_shutdown, request_status
 from ttp.controller.core.facts.events import HeartbeatBatch, Received
 from ttp.controller.core.facts.events import Journal as JournalEffect
@@ -58,7 +59,7 @@ def test_a_fault_is_carried_from_the_agents_report_to_the_exit(
     (order,) = ranks[0].holder.published + ranks[2].holder.published
     assert order.step == 3 and order.record == commit_record(3)
     assert order.cause.ranks == (1,) and "SIGKILL" in order.cause.text
-    assert not ranks[0].gate.thaw(1), "the gate stays closed after a roll forward"
+    assert not thaw(ranks[0].gate, 1), "the gate stays closed after a roll forward"
     agent.close()
     ranks[1].processor.stop()
     events = logged_events(controller, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gates import freeze, thaw
 from ttp.errors import TornShare
 from ttp.processor.core.events import ApplyUpdate, RollForwardDone, WorkFailed, WriteShare
 from ttp.processor.gate import Gate
@@ -22,7 +23,7 @@ def frozen(step: int = 4, backup_step: int = -1) -> tuple[Gate, Tasks]:
     gate.end_update(step - 1)
     gate.computing(step)
     gate.ready(step)
-    gate.freeze(1, 0.0)
+    freeze(gate, 1, 0.0)
     return gate, Tasks(gate, 0.0, lambda level, text: None)
 
 
@@ -53,7 +54,7 @@ def test_what_is_written_is_the_state_or_the_local_copy_of_a_closed_gate() -> No
     gate, tasks = frozen(backup_step=2)
     assert tasks.begin(write(3)) is None and tasks.begin(write(2)) is None
     assert isinstance(tasks.begin(write(4)), WorkFailed)
-    gate.thaw(1)
+    thaw(gate, 1)
     assert isinstance(tasks.begin(write(3)), WorkFailed)
 
 

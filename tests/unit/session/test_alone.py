@@ -46,7 +46,7 @@ class Trained:
 
         def ended(code: int) -> None:
             self.codes.append(code)
-            self.gate.release_boundary()
+            self.gate.step_boundary.release()
 
         monkeypatch.setattr(self.processor, "_exit_process", ended)
 
@@ -112,7 +112,9 @@ def test_ranks_save_together_only_what_all_enter_and_ttp_publishes(
     session = ttp.start(optimizer, save_dirs=[tmp_path], settings=Settings(), publisher=publisher)
     protection = session.protection
     assert protection is not None
-    assert (protection.gate.on_unled_boundary is not None) is protection.processor._settings.saves_alone is together
+    assert (
+        (protection.gate.step_boundary.on_unled is not None) is protection.processor._settings.saves_alone is together
+    )
     session.close()
 
 
