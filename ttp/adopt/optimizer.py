@@ -14,13 +14,12 @@ that clipping needs anyway: the trainer's own clipping is left out then. Never w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -32,15 +31,15 @@ from ttp.adopt.adopted_state import AdoptedState, check_optimizer
 from ttp.adopt.averages import Average
 from ttp.adopt.numbers import PassNumbers
 from ttp.checkpoint.format.types import HeldTensor
-from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFinite, ProtocolError
+from ttp.errors import CheckpointError, ConfigError, NonFinite, ProtocolError
 from ttp.exchange.json_collectives import exchange_json, world
-from ttp.interfaces.update_tracker import NullTracker, UpdateTracker
+from ttp.interfaces.update_tracker import UpdateTracker
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
-from ttp.optim.device_stream import Lane
 from ttp.optim.shard_layout.split import gradient_of
 from ttp.optim.step_agreement.participation import Ending
 from ttp.optim.step_agreement.spanning import Spanning
 from ttp.optim.step_agreement.step_result import ClipNorm, clip_factor
+from ttp.optim.step_state import StepState
 from ttp.proto.messages import CommitRecord, ShardGroup
 
 log = logging.getLogger("ttp")
@@ -68,20 +67,16 @@ class AdoptedOptimizer:
         self._rank = world()[0]
         self._warned = False
         self._norm_needed = clip is not None or norm_needed
-        self.current_step = 0
-        self.last_record: CommitRecord | None = None
-        self.on_point: Callable[[str, int], None] | None = None
         self.on_ready: Callable[[int], None] = lambda step: None
         """Called with the step before it is READY: the trainer's host state is taken now."""
         self.on_step_end: Callable[[int], None] = lambda step: None
         """Called with the step when it is finished and the gate given back."""
         self._state = AdoptedState(model, optimizer, averages)
         self.device = self._state.device
-        self._lane = Lane(self.device)
+        self._steps = StepState(self.device)
+        self.lane = self._steps.lane
         self._spanning = Spanning(_world(), None, self.device)
         self.spans_job = self._spanning.spans_job
-        self._tracker: UpdateTracker = NullTracker()
-        self._computing = self._ready = 0
         self._ending = Ending.GO_ON
         self._record: CommitRecord | None = None
         self._updating = 0
@@ -90,8 +85,7 @@ class AdoptedOptimizer:
         """Calls of the parent class's step within the step in flight."""
         self._rolling = 0
         """The thread that runs the step in place of the training thread, which stands in the pre hook; 0: none does."""
-        self._torn = ""
-        self._host_state = self._describe()
+        self._steps.host_state = self._describe()
         # torch.compile would trace them where a trainer compiles the step.
         untraced: Any = torch.compiler.disable
         self._hooks = [
@@ -104,19 +98,33 @@ class AdoptedOptimizer:
         """How the ranks learn that all are ready: `norm` or `barrier`."""
         return "barrier" if self.clip is None else "norm"
 
+    @property
+    def current_step(self) -> int:
+        return self._steps.step
+
+    @property
+    def last_record(self) -> CommitRecord | None:
+        return self._steps.last_record
+
+    @property
+    def on_point(self) -> Callable[[str, int], None] | None:
+        """Points in order: backward, ready, record, updating (done, not ended), done."""
+        return self._steps.on_point
+
+    @on_point.setter
+    def on_point(self, call: Callable[[str, int], None] | None) -> None:
+        self._steps.on_point = call
+
     # --- the training thread ---
 
     def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
-        self._tracker = tracker
+        self._steps.tracker = tracker
         self._spanning.attempt = attempt
 
     def begin_pass(self) -> None:
         """A forward pass of the next step begins: its gradients are about to change. Waits while frozen."""
         self._check_whole()
-        step = self.current_step + 1
-        if self._computing != step or self._ready:
-            self._tracker.computing(step)
-            self._computing, self._ready = step, 0
+        if self._steps.touch():
             self._numbers.forget()
         elif all(param.grad is None for group in self.optimizer.param_groups for param in group["params"][:1]):
             self._numbers.forget()  # zero_grad without a step: GradScaler has left it out
@@ -125,20 +133,11 @@ class AdoptedOptimizer:
         """Give the gate back where the optimizer's own update raised and the trainer continued: no hook reports that."""
         step, self._updating = self._updating, 0
         if step:
-            self._tracker.fail_update(step)
+            self._steps.tracker.fail_update(step)
             raise ProtocolError(
                 f"the optimizer's update of step {step} raised, and the trainer went on: its state is half of that step's; let"
                 " the exception leave train, the job then continues from a whole state"
             )
-
-    @contextlib.contextmanager
-    def _in_collective(self) -> Iterator[None]:
-        """This thread may wait for other ranks: it is not suspected of a hang."""
-        self._tracker.waiting = True
-        try:
-            yield
-        finally:
-            self._tracker.waiting = False
 
     def begin_backward(self, output: object) -> None:
         """A forward pass has ended: look at its loss, if that is there, and have its backward pass look at the output's gradient."""
@@ -149,7 +148,7 @@ class AdoptedOptimizer:
         for value in values if isinstance(values, Iterable) and not torch.is_tensor(values) else (values,):
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad: self._point("backward", self.current_step + 1)
+                    lambda grad: self._steps.point("backward", self.current_step + 1)
                 )
 
     def differing(self) -> list[str]:
@@ -178,7 +177,7 @@ class AdoptedOptimizer:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's JSON value (a collective over WORLD)."""
-        with self._in_collective():
+        with self._steps.in_collective():
             return exchange_json(value, self.device)
 
     def close(self) -> None:
@@ -197,22 +196,19 @@ class AdoptedOptimizer:
         self._check_call(args, kwargs)
         self._state.check_unchanged()
         step = self.current_step + 1
-        with self._in_collective():
+        with self._steps.in_collective():
             self._state.share_buffers()
         self.on_ready(step)
-        with self._in_collective():
+        with self._steps.in_collective():
             self._spanning.check_communicators(step)
-            self._lane.mark_ready()
-            self._ready = step
-            self._tracker.ready(step)
-            self._point("ready", step)
+            self._steps.ready(step)
             record, self._ending = self._agree(step)
-        self._point("record", step)
-        self._tracker.begin_update(step, record)
+        self._steps.point("record", step)
+        self._steps.tracker.begin_update(step, record)
         try:
             self._begin(record)
         except BaseException:
-            self._tracker.fail_update(step)
+            self._steps.tracker.fail_update(step)
             raise
         self._updating, self._inner = step, 0
 
@@ -224,20 +220,20 @@ class AdoptedOptimizer:
             self._inner -= 1
             return
         step = self._updating
-        self._point("updating", step)
+        self._steps.point("updating", step)
         try:
             self._end()
         except BaseException:  # an average's own update raised: this rank has no state of this step
             self._updating = 0
-            self._tracker.fail_update(step)
+            self._steps.tracker.fail_update(step)
             raise
-        self._lane.mark_updated()
-        self._tracker.end_update(step)
+        self.lane.mark_updated()
+        self._steps.tracker.end_update(step)
         self._updating = 0
-        self._point("done", step)
+        self._steps.point("done", step)
         self.on_step_end(step)
         if self._ending is not Ending.GO_ON:
-            self._tracker.boundary(step, self._ending is Ending.SAVE)
+            self._steps.tracker.boundary(step, self._ending is Ending.SAVE)
 
     def _step_calls(self) -> int:
         """Count this optimizer's steps on this thread's stack: torch calls the hooks in a class's own step, and in its parent's that
@@ -268,7 +264,7 @@ class AdoptedOptimizer:
         """The one small all-reduce: whoever has its result knows that every rank was READY(step)."""
         squares = self._own_squares() if self._norm_needed else torch.zeros((), dtype=torch.float64, device=self.device)
         squares = squares + self._numbers.zero_or_nan(self.device)  # the collective then reports an overflow
-        agreed = self._spanning.agree(step, squares, self._tracker.notice, self._tracker.unled, None)
+        agreed = self._spanning.agree(step, squares, self._steps.tracker.notice, self._steps.tracker.unled, None)
         total = math.inf if agreed.overflow else math.sqrt(agreed.squares)
         skipped = (self.clip is not None or self._on_nonfinite == "skip") and not math.isfinite(total)
         if not math.isfinite(total):
@@ -312,12 +308,8 @@ class AdoptedOptimizer:
 
     def _begin(self, record: CommitRecord) -> None:
         """The optimizer's own step follows at once, on this thread."""
-        if self._torn or self._ready != record.step or self.current_step != record.step - 1:
-            raise ProtocolError(
-                f"update of step {record.step}: the state is {self._torn or f'that of step {self.current_step}'} and gradients are"
-                f" ready for step {self._ready}, expected state {record.step - 1} and gradients of {record.step}"
-            )
-        self._torn = f"in the middle of the update of step {record.step}"
+        self._steps.expect(record)
+        self._steps.tear(f"the update of step {record.step}")
         self._record = record
         for group in self.optimizer.param_groups:
             for param in group["params"]:
@@ -331,12 +323,12 @@ class AdoptedOptimizer:
     def _end(self) -> None:
         assert self._record is not None
         self._state.updated(self._record.skipped)
-        self.current_step, self.last_record = self._record.step, self._record
-        self._record, self._ready, self._torn = None, 0, ""
-        self._host_state = self._describe()
+        self._steps.updated(self._record)
+        self._record = None
+        self._steps.host_state = self._describe()
 
     def roll_forward(self, record: CommitRecord) -> int:
-        with self._lane.after_ready(), torch.no_grad():
+        with self.lane.after_ready(), torch.no_grad():
             self._rolling = threading.get_ident()
             try:
                 self._begin(record)
@@ -344,23 +336,13 @@ class AdoptedOptimizer:
                 self._end()
             finally:
                 self._rolling = 0
-            self._lane.mark_updated()
-        self._lane.drain()
+            self.lane.mark_updated()
+        self.lane.drain()
         return self.current_step
 
     @property
     def work_done(self) -> int:
         return self.current_step
-
-    def drain(self) -> None:
-        self._lane.drain()
-
-    def drain_within(self, timeout_s: float) -> bool:
-        return self._lane.drain_within(timeout_s)
-
-    @property
-    def needs_drain(self) -> bool:
-        return self._lane.ordered
 
     def holdings(self, step: int | None = None) -> dict[str, list[HeldTensor]]:
         self._check_held(step)
@@ -368,7 +350,7 @@ class AdoptedOptimizer:
 
     def host_state(self, step: int | None = None) -> dict[str, Any]:
         self._check_held(step)
-        return self._host_state
+        return self._steps.host_state
 
     # --- what the job has ---
 
@@ -390,32 +372,20 @@ class AdoptedOptimizer:
         return self._state.targets()
 
     def load_begin(self) -> list[HeldTensor]:
-        self._torn = "in the middle of a load"
+        self._steps.tear("a load")
         return self.load_targets()
 
     def load_end(self, step: int, host_state: dict[str, Any]) -> None:
         saved = host_state["param_groups"]
         groups = self.optimizer.param_groups
-        if len(saved) != len(groups):
-            raise CheckpointMismatch(
-                f"the checkpoint of step {step} has {len(saved)} param groups, the optimizer has {len(groups)}; group the"
-                " parameters as in the run that wrote it"
-            )
-        restore_hyper_parameters(groups, saved)
+        restore_hyper_parameters(groups, saved, step)
         for group, old in zip(groups, saved, strict=True):  # what an optimizer writes into its groups in its first step
             group.update({key: value for key, value in old.items() if key not in group})
         self._state.loaded()
-        self.current_step, self.last_record = step, None
-        self._computing = self._ready = 0
-        self._torn = ""
-        self._host_state = self._describe()
+        self._steps.restart(step)
+        self._steps.host_state = self._describe()
 
     # --- inside ---
-
-    def _point(self, name: str, step: int) -> None:
-        """Points in order: backward, ready, record, updating (done, not ended), done."""
-        if self.on_point is not None:
-            self.on_point(name, step)
 
     def _hyper_parameters(self) -> list[dict[str, Any]]:
         """Return each param group's plain settings; what JSON cannot carry stays the program's own."""
@@ -437,9 +407,10 @@ class AdoptedOptimizer:
         return {"step": self.current_step, "param_groups": groups}
 
     def _check_held(self, step: int | None) -> None:
-        if self._torn or step not in (None, self.current_step):
-            state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
-            raise CheckpointError(f"this rank {state}, expected step {step or 'newest'}; take another holder")
+        if not self._steps.holds(step):
+            raise CheckpointError(
+                f"this rank {self._steps.held}, expected step {step or 'newest'}; take another holder"
+            )
 
 
 def _world() -> Any:

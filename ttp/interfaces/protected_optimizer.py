@@ -16,18 +16,39 @@ from ttp.interfaces.update_tracker import UpdateTracker
 from ttp.proto.messages import CommitRecord, ShardGroup
 
 
+class UpdateMarks(Protocol):
+    """When the newest update has finished on the device: any thread may ask."""
+
+    def drain(self) -> None:
+        """Block until it has (at once on a CPU)."""
+
+    def drain_within(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for it; say whether it has."""
+
+    @property
+    def ordered(self) -> bool:
+        """True on an accelerator: `end_update` may come before the device has finished the update."""
+
+
 class ProtectedOptimizer(Protocol):
     """An optimizer that reports its steps to a tracker and whose state can be read, updated and loaded from other threads."""
 
     device: torch.device
-    current_step: int
-    """Updates that are in the state."""
-    last_record: CommitRecord | None
-    """Record of the newest update; None before the first one and after a load."""
     on_point: Callable[[str, int], None] | None
     """Called with a point's name and the step, for fault injection."""
     spans_job: bool
     """Every rank of the job enters the collective that makes the commit record: what that counts is known of all."""
+
+    @property
+    def lane(self) -> UpdateMarks: ...
+
+    @property
+    def current_step(self) -> int:
+        """Updates that are in the state."""
+
+    @property
+    def last_record(self) -> CommitRecord | None:
+        """Record of the newest update; None before the first one and after a load."""
 
     def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
         """Report the phases of every step to `tracker` from now on; `attempt`: this attempt's number, the same on every rank."""
@@ -42,16 +63,6 @@ class ProtectedOptimizer(Protocol):
 
     def host_state(self, step: int | None = None) -> dict[str, Any]:
         """Return the JSON-able part of the state of `step`, equal on every rank, with the hyper-parameters as `param_groups`."""
-
-    def drain(self) -> None:
-        """Block until the newest update has finished on the device."""
-
-    def drain_within(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the newest update to finish on the device; say whether it has."""
-
-    @property
-    def needs_drain(self) -> bool:
-        """True on an accelerator: `end_update` may come before the device has finished the update."""
 
     @property
     def work_done(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ttp.optim.part import ParameterPart
+from ttp.optim.partition import ParameterPart
 from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer, TTPReplicaOptimizer
 from ttp.optim.step_agreement.participation import Ending
 from ttp.proto.messages import CommitRecord

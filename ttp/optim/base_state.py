@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ttp.errors import ConfigError
+from ttp.errors import CheckpointMismatch, ConfigError
 from ttp.optim.step_agreement.step_result import ScaleState
 
 _FUSED = ("Adam", "AdamW", "SGD")
@@ -168,9 +168,14 @@ def described(
     }
 
 
-def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Put saved values back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own, and a number
-    that is a tensor stays that tensor."""
+def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Put the values saved with `step` back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own,
+    and a number that is a tensor stays that tensor. Raises CheckpointMismatch for another arrangement of param groups."""
+    if len(saved) != len(groups):
+        raise CheckpointMismatch(
+            f"the checkpoint of step {step} has {len(saved)} param groups, the optimizer has {len(groups)}; group the"
+            " parameters as in the run that wrote it"
+        )
     for group, old in zip(groups, saved, strict=True):
         for key, value in old.items():
             if key not in group or key == "params" or key in KERNEL_CHOICES:

@@ -62,7 +62,7 @@ class GradBuckets:
     """Hooks, gradients and launches. All methods are for the training thread (and backward's hooks within it)."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], lane: Lane, touched: Callable[[], None], launched: Callable[[], None]
+        self, buckets: Sequence[Bucket], lane: Lane, touched: Callable[[], object], launched: Callable[[], None]
     ) -> None:
         """buckets: in the order in which they are launched, on every rank the same. `touched` is called before reduced
         gradients may change, `launched` when a step's first bucket is launched."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.exchange.json_collectives import exchange_json
 from ttp.optim.comparison import Divergence, differing_shards, divergences
-from ttp.optim.part import ParameterPart
+from ttp.optim.partition import ParameterPart
 from ttp.optim.shard_layout.layout import Layout
 from ttp.optim.sums import mixed, sums_of
 

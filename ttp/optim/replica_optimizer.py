@@ -26,22 +26,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ttp.checkpoint.format.types import HeldTensor
-from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, ProtocolError
-from ttp.interfaces.update_tracker import NullTracker, UpdateTracker
+from ttp.errors import CheckpointError, ConfigError
+from ttp.interfaces.update_tracker import UpdateTracker
 from ttp.optim import comparison
 from ttp.optim.assembly import mark_copied, named_groups
 from ttp.optim.base_state import base_defaults, described, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
-from ttp.optim.device_stream import Lane
-from ttp.optim.gathering import Gather
-from ttp.optim.part import Cut, build_part, by_process_group, expected_tensors, job_params
+from ttp.optim.partition import Cut, Gather, build_part, by_process_group, expected_tensors, job_params
 from ttp.optim.replica_check import compare_parts
 from ttp.optim.shards_only import OptimizerOfShards
 from ttp.optim.step_agreement.overflow import SkippedSteps
 from ttp.optim.step_agreement.participation import Ending
 from ttp.optim.step_agreement.spanning import Spanning
 from ttp.optim.step_agreement.step_result import ClipNorm, ClipValue, LossScale, ScaleState, StepResult, clip_factor
+from ttp.optim.step_state import StepState
 from ttp.proto.messages import CommitRecord, ShardGroup
 
 __all__ = ["ClipNorm", "ClipValue", "LossScale", "StepResult", "TTPOddReplicaOptimizer", "TTPReplicaOptimizer"]
@@ -128,8 +127,6 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.clip = clip
         self.gradient_divisor = float(world * micro_batches)
         """The summed gradient is divided by this and by the loss scale within the update."""
-        self.on_point: Callable[[str, int], None] | None = None
-        """Called with a point's name and the step, for fault injection: see `_point`."""
         self.part_name: Callable[[Any], str] | None = None
         """Of a process group: what the names of its shards begin with in messages; None: with nothing."""
         if compare_every < 0:
@@ -137,18 +134,12 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.compare_every = compare_every
         self.divergences: tuple[Divergence, ...] = ()
         """Tensors of which replicas were found to differ, each once, as first seen; the same on every rank of the group."""
-        self.current_step = 0
-        """Updates that are in the state."""
-        self.last_record: CommitRecord | None = None
-        """Record of the newest update; None before the first one and after a load."""
         self.device = device
+        self._steps = StepState(device)
+        self.lane = self._steps.lane
         self._rule, self._skipped = loss_scale, SkippedSteps(loss_scale)
         self._scale = ScaleState(loss_scale.initial if loss_scale else 1.0)
-        self._tracker: UpdateTracker = NullTracker()
-        self._computing = self._ready = 0
         self._backup_step = -1
-        self._torn = ""
-        """Why the live state is not that of a step (an update or a load that has begun and not ended); empty: it is whole."""
 
         cut = Cut(replicas, self.ring, bucket_bytes, grad_dtype, local_copy, masters_apart, accumulate, hosts, timeout)
         self._parts = [
@@ -158,24 +149,42 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         """How the parameters of `group` are cut."""
         self._params = job_params(self._parts, span, device)
         self._gather = Gather(self._parts)
-        self._lane = Lane(device)
         self._local_copy = local_copy
         self._at_ready = [hyper_parameters(g) for g in self.param_groups]
         for part in self._parts:
             part.shards.create_base(base, kwargs, self._at_ready)
         self._kinds = state_kinds(base, kwargs, self._at_ready, device)
         self._divisor = self.gradient_divisor
-        self._host_state = self._host_backup = self._describe()
+        self._steps.host_state = self._host_backup = self._describe()
         placed = [bucket for part in self._parts for bucket in part.buckets()]
         placed.sort(key=lambda entry: -entry[0])  # as backward fills them, whichever part they belong to
-        launched = functools.partial(self._point, "backward")
-        self._buckets = GradBuckets([bucket for _, bucket in placed], self._lane, self._touch, launched)
+        launched = functools.partial(self._steps.point, "backward")
+        self._buckets = GradBuckets([bucket for _, bucket in placed], self.lane, self._steps.touch, launched)
+
+    @property
+    def current_step(self) -> int:
+        """Updates that are in the state."""
+        return self._steps.step
+
+    @property
+    def last_record(self) -> CommitRecord | None:
+        """Record of the newest update; None before the first one and after a load."""
+        return self._steps.last_record
+
+    @property
+    def on_point(self) -> Callable[[str, int], None] | None:
+        """Called with a point's name and the step, for fault injection: backward, ready, record, updating, done, gathering."""
+        return self._steps.on_point
+
+    @on_point.setter
+    def on_point(self, call: Callable[[str, int], None] | None) -> None:
+        self._steps.on_point = call
 
     # --- the training thread ---
 
     def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
         """Report the phases of every step to `tracker` from now on; `attempt`: this attempt's number, the same on every rank."""
-        self._tracker = tracker
+        self._steps.tracker = tracker
         self.spanning.attempt = attempt
 
     @property
@@ -203,7 +212,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a step: forget all gradients (`p.grad` is None until backward comes to it, whatever `set_to_none`)."""
-        self._touch(force=True)
+        self._steps.touch(force=True)
         self._buckets.zero()
 
     @torch.no_grad()
@@ -228,27 +237,23 @@ class TTPReplicaOptimizer(OptimizerOfShards):
     @torch.no_grad()
     def agree(self, sums: Sequence[float] | torch.Tensor | None = None) -> tuple[CommitRecord, Ending]:
         """Finish the reductions, be ready, and agree on the commit record with all ranks (collectives), and on how the step ends."""
-        step = self.current_step + 1
-        self._touch()
+        state, step = self._steps, self.current_step + 1
+        state.touch()
         self.finish_gather()  # a gather still under way may write where the update will
-        self._tracker.waiting = True
-        self._buckets.finish()
-        self._at_ready = [hyper_parameters(group) for group in self.param_groups]
-        self._rates = tuple(float(group["lr"]) for group in self._at_ready)
-        self._divisor = self.gradient_divisor
-        self.spanning.check_communicators(step)
-        self._lane.mark_ready()
-        self._ready = step
-        self._tracker.ready(step)
-        self._point("ready", step)
-        record, ending = self._agree(step, sums)
-        self._tracker.waiting = False
-        self._point("record", step)
+        with state.in_collective():
+            self._buckets.finish()
+            self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+            self._rates = tuple(float(group["lr"]) for group in self._at_ready)
+            self._divisor = self.gradient_divisor
+            self.spanning.check_communicators(step)
+            state.ready(step)
+            record, ending = self._agree(step, sums)
+        state.point("record", step)
         return record, ending
 
     def begin_update(self, record: CommitRecord) -> None:
         """Take the gate for the update that `record` commits; waits while frozen."""
-        self._tracker.begin_update(record.step, record, record.step - 1 if self._local_copy else -1)
+        self._steps.tracker.begin_update(record.step, record, record.step - 1 if self._local_copy else -1)
 
     @torch.no_grad()
     def apply(self, record: CommitRecord) -> None:
@@ -257,32 +262,31 @@ class TTPReplicaOptimizer(OptimizerOfShards):
             # While this thread waited at the gate, another one may have rolled this very step forward.
             if self.current_step != record.step:
                 self._apply(record)
-                self._lane.mark_updated()
+                self.lane.mark_updated()
         except BaseException:
-            self._tracker.fail_update(record.step)
+            self._steps.tracker.fail_update(record.step)
             raise
 
     def end_update(self, step: int) -> None:
         """Give the gate back: the state is that of `step`."""
-        self._tracker.end_update(step)
-        self._point("done", step)
+        self._steps.tracker.end_update(step)
+        self._steps.point("done", step)
 
     def boundary(self, step: int, ending: Ending) -> None:
         """`step` is finished here. Where some rank has a preemption notice: does not return while the process has to be led out."""
         if ending is not Ending.GO_ON:
-            self._tracker.boundary(step, ending is Ending.SAVE)
+            self._steps.tracker.boundary(step, ending is Ending.SAVE)
 
     @torch.no_grad()
     def start_gather(self, step: int) -> None:
         """Begin to share the updated parameters; from `apply` until `finish_gather` they are half new."""
         self._gather.start()
-        self._point("gathering", step)
+        self._steps.point("gathering", step)
 
     def finish_gather(self) -> None:
         """Wait until the parameters are whole; at once where nothing is being gathered."""
-        self._tracker.waiting = True
-        self._gather.finish()
-        self._tracker.waiting = False
+        with self._steps.in_collective():
+            self._gather.finish()
 
     @torch.no_grad()
     def compare_replicas(self) -> tuple[Divergence, ...]:
@@ -290,11 +294,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
         What is new is reported once, by the group's first rank.
         """
-        self._tracker.waiting = True
-        try:
+        with self._steps.in_collective():
             found = compare_parts(self.current_step, self._parts, self.device)
-        finally:
-            self._tracker.waiting = False
         new = comparison.not_known(found, self.divergences)
         self.divergences += new
         if new and self._parts[0].rank == 0:
@@ -318,29 +319,16 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         Of the record only what this rank cannot know by itself is used: the clip factor, and whether the step is skipped.
         Raises ProtocolError, with nothing changed, unless this rank stands READY at that step.
         """
-        with self._lane.after_ready(), torch.no_grad():
+        with self.lane.after_ready(), torch.no_grad():
             self._apply(record)
-            self._lane.mark_updated()
-        self._lane.drain()
+            self.lane.mark_updated()
+        self.lane.drain()
         return self.current_step
 
     @property
     def work_done(self) -> int:
         """A number that grows while an update progresses, whichever thread does it."""
         return sum(part.shards.updated for part in self._parts)
-
-    def drain(self) -> None:
-        """Block until the newest update has finished on the device (at once on a CPU)."""
-        self._lane.drain()
-
-    @property
-    def needs_drain(self) -> bool:
-        """True on an accelerator: `end_update` may come before the device has finished the update."""
-        return self._lane.ordered
-
-    def drain_within(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the newest update to finish on the device; say whether it has."""
-        return self._lane.drain_within(timeout_s)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Return key and whole shape of every tensor of the job's state, on whichever rank it lies."""
@@ -361,7 +349,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def host_state(self, step: int | None = None) -> dict[str, Any]:
         """Return the JSON-able part of the state of `step`, equal on every rank: loss scale and hyper-parameters."""
-        return self._host_backup if self._from_backup(step) else self._host_state
+        return self._host_backup if self._from_backup(step) else self._steps.host_state
 
     def layout_json(self) -> str:
         return self.layout.to_json()
@@ -374,7 +362,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def load_begin(self) -> list[HeldTensor]:
         """Return views of all the state, to be filled in place. Until `load_end` the state belongs to no step."""
-        self._torn = "in the middle of a load"
+        self._steps.tear("a load")
         return self.load_targets()
 
     def load_end(self, step: int, host_state: dict[str, Any]) -> None:
@@ -382,19 +370,12 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
         Raises CheckpointMismatch when `host_state` belongs to another arrangement of param groups.
         """
-        saved = host_state["param_groups"]
-        if len(saved) != len(self.param_groups):
-            raise CheckpointMismatch(
-                f"the checkpoint of step {step} has {len(saved)} param groups, the optimizer has {len(self.param_groups)}; "
-                f"group the parameters as in the run that wrote it"
-            )
-        restore_hyper_parameters(self.param_groups, saved)
+        restore_hyper_parameters(self.param_groups, host_state["param_groups"], step)
         if self._rule is not None:
             scale = host_state["loss_scale"]
             self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]), int(scale.get("forgiven", 0)))
         for part in self._parts:
             part.shards.spread_scalars()
-        self._torn = ""
         self._set_step(step)
         with torch.no_grad():
             self._gather.start()
@@ -411,28 +392,16 @@ class TTPReplicaOptimizer(OptimizerOfShards):
     # --- inside ---
 
     def _set_step(self, step: int) -> None:
-        self.current_step, self.last_record = step, None
-        self._computing = self._ready = 0
+        self._steps.restart(step)
         self._backup_step = -1
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
-        self._host_state = self._host_backup = self._describe()
-
-    def _touch(self, force: bool = False) -> None:
-        """Say that gradients are about to change, once a step; waits while frozen. The reduced ones, often the same memory, are void."""
-        step = self.current_step + 1
-        if force or self._ready or self._computing != step:
-            self._tracker.computing(step)
-            self._computing, self._ready = step, 0
-
-    def _point(self, name: str, step: int = 0) -> None:
-        """Points in order: backward, ready, record, updating, done, gathering. `step` 0: the one that is being done."""
-        if self.on_point is not None:
-            self.on_point(name, step or self.current_step + 1)
+        self._steps.host_state = self._host_backup = self._describe()
 
     def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, Ending]:
         """Make the commit record of the spanning collective's result: the same on every rank."""
         squares = torch.stack([part.shards.square_sum() for part in self._parts]).sum()
-        agreed = self.spanning.agree(step, squares, self._tracker.notice, self._tracker.unled, sums)
+        tracker = self._steps.tracker
+        agreed = self.spanning.agree(step, squares, tracker.notice, tracker.unled, sums)
         scale = self._scale.scale
         self._skipped.note(step, scale, squares, sums, agreed)
         norm = math.inf if agreed.overflow else math.sqrt(agreed.squares) / (scale * self._divisor)
@@ -442,47 +411,38 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def _apply(self, record: CommitRecord) -> None:
         """The local update of `record.step`: a function of this rank's memory and the record, and of nothing else."""
-        if self._torn:
-            raise ProtocolError(f"update of step {record.step}: the state is {self._torn}; restart from a checkpoint")
-        if self.current_step != record.step - 1 or self._ready != record.step:
-            raise ProtocolError(
-                f"update of step {record.step}: the state is that of step {self.current_step} and reduced gradients are "
-                f"{f'ready for step {self._ready}' if self._ready else 'not ready'}, expected state {record.step - 1} "
-                f"and gradients of {record.step}"
-            )
+        state, step = self._steps, record.step
+        state.expect(record)
         if self._local_copy:
             for part in self._parts:
                 part.shards.copy_now()
-            self._host_backup, self._backup_step = self._host_state, self.current_step
+            self._host_backup, self._backup_step = state.host_state, state.step
         if not record.skipped:
             factor = record.clip_factor / (self._scale.scale * self._divisor)
             clamp = self.clip.value if isinstance(self.clip, ClipValue) else None
-            self._torn = f"in the middle of the update of step {record.step}"
+            state.tear(f"the update of step {step}")
             with torch.autocast(self.device.type, enabled=False):
                 for number, part in enumerate(self._parts):
-                    midway = functools.partial(self._point, "updating", record.step) if number == 0 else lambda: None
+                    midway = functools.partial(state.point, "updating", step) if number == 0 else lambda: None
                     part.shards.update(factor, clamp, self._at_ready, self._rates, midway)
-            self._torn = ""
         else:
-            self._point("updating", record.step)
+            state.point("updating", step)
         self._scale = self._scale.after(record.skipped, self._rule)
-        self.current_step, self.last_record = record.step, record
-        self._ready = 0
-        self._host_state = self._describe(self._rates)
+        state.updated(record)
+        state.host_state = self._describe(self._rates)
 
     def _describe(self, learning_rates: Sequence[float] | None = None) -> dict[str, Any]:
         """Build the host state for the state as it is; with `learning_rates`, those of the update just done."""
         return described(self.current_step, self._scale, self._at_ready, learning_rates or ())
 
     def _from_backup(self, step: int | None) -> bool:
-        if not self._torn and step in (None, self.current_step):
+        if self._steps.holds(step):
             return False
         if step == self._backup_step >= 0:
             return True
-        state = f"stands {self._torn}" if self._torn else f"holds step {self.current_step}"
         copy = f"a local copy of step {self._backup_step}" if self._backup_step >= 0 else "no local copy"
         raise CheckpointError(
-            f"rank {self._parts[0].rank} {state} and has {copy}, expected step {step or 'newest'}; "
+            f"rank {self._parts[0].rank} {self._steps.held} and has {copy}, expected step {step or 'newest'}; "
             f"roll forward first, or take another holder"
         )
 

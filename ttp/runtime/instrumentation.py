@@ -26,7 +26,9 @@ class HookedOptimizer(Protocol):
     """What is hooked of an optimizer."""
 
     on_point: Callable[[str, int], None] | None
-    last_record: CommitRecord | None
+
+    @property
+    def last_record(self) -> CommitRecord | None: ...
 
 
 class HookedHolder(Protocol):

@@ -70,7 +70,7 @@ class PeriodicSaves:
             if self._rank in ranks
         )
         mine: dict[str, Any] = {}
-        self._optimizer.drain()  # on an accelerator the update may still be under way
+        self._optimizer.lane.drain()  # on an accelerator the update may still be under way
         try:
             mine["result"] = dataclasses.asdict(self._holder.write_parts(directory, tmp_name, step, parts))
         except (CheckpointError, OSError) as error:

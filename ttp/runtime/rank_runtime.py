@@ -82,7 +82,7 @@ class Protection:
         self.gate = Gate(
             rank,
             state_step=optimizer.current_step,
-            drain=optimizer.drain_within if optimizer.needs_drain else None,
+            drain=optimizer.lane.drain_within if optimizer.lane.ordered else None,
         )
         optimizer.attach(self.gate, attempt_number(settings.start_name))
         if optimizer.device.type == "cuda" and settings.local_rank <= 0:

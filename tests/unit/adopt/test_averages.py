@@ -141,7 +141,7 @@ def test_a_roll_forward_takes_the_weights_into_the_average() -> None:
     adopted.optimizer.step()
     gate.computing(2)
     gate.ready(2)
-    adopted._ready = 2
+    adopted._steps._ready = 2
     before = shadow.values[0].clone()
     assert adopted.roll_forward(CommitRecord(2, 0.0, 1.0, False, 1.0, (0.1,), ())) == 2
     assert shadow.count.item() == 2

@@ -151,7 +151,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor() -> None:
     """A number in its place would be computed with in another precision, and not be seen by what was compiled with it."""
     rate = torch.tensor(0.5)
     groups = [{"lr": rate, "betas": (0.9, 0.95)}]
-    restore_hyper_parameters(groups, [{"lr": torch.tensor(0.1).item(), "betas": [0.8, 0.9]}])
+    restore_hyper_parameters(groups, [{"lr": torch.tensor(0.1).item(), "betas": [0.8, 0.9]}], 3)
     assert groups[0]["lr"] is rate and torch.equal(rate, torch.tensor(0.1)) and groups[0]["betas"] == (0.8, 0.9)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ttp.interfaces.update_tracker import NullTracker
-from ttp.optim import replica_optimizer
+from ttp.optim import step_state
 from ttp.optim.device_stream import Lane
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.proto.messages import CommitRecord
@@ -178,7 +178,7 @@ def test_a_step_marks_both_events_before_it_reports_the_phases(monkeypatch: pyte
 
     fake = FakeDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    monkeypatch.setattr(replica_optimizer, "Lane", Marked)
+    monkeypatch.setattr(step_state, "Lane", Marked)
     net = torch.nn.Linear(8, 8)
     optimizer: Any = TTPReplicaOptimizer(net.named_parameters(), lr=0.1)
     optimizer.attach(events)
@@ -187,5 +187,5 @@ def test_a_step_marks_both_events_before_it_reports_the_phases(monkeypatch: pyte
     events.lines.clear()
     optimizer.step()
     assert events.lines == ["join", "mark ready", "ready", "begin", "mark updated", "end"]
-    assert optimizer.needs_drain
+    assert optimizer.lane.ordered
     optimizer.close()

@@ -113,7 +113,10 @@ def start_rank(
 
     process = SimpleNamespace(address="host:8000", pid=12)
     optimizer = SimpleNamespace(
-        current_step=0, needs_drain=False, attach=lambda gate, attempt: None, device=torch.device("cpu")
+        current_step=0,
+        lane=SimpleNamespace(ordered=False),
+        attach=lambda gate, attempt: None,
+        device=torch.device("cpu"),
     )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if rank:

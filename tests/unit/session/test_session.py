@@ -303,7 +303,7 @@ def test_a_rank_registers_with_the_step_that_its_trainer_has_loaded(
     monkeypatch.setattr(rank_runtime, "Processor", Watched)
     model = torch.nn.Linear(8, 4)
     optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
-    optimizer.current_step = 40
+    optimizer.count_from(40)
     session = ttp.start(optimizer, save_dirs=[tmp_path], settings=ON)
     assert begun == [(40, 40, 41)]
     ttp.ttp_to_persist(do_steps)(model, optimizer, session, 41)

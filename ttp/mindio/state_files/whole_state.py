@@ -124,7 +124,7 @@ def gather_whole(optimizer: TTPReplicaOptimizer, names: Collection[str], group: 
     """
     rank, _ = world()
     optimizer.finish_gather()
-    optimizer.drain()
+    optimizer.lane.drain()
     expected = part_tensors(optimizer, names) if rank == writer else {}
     held = {(target.key, target.start): target for target in optimizer.load_targets()}
     pieces = [

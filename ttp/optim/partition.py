@@ -119,6 +119,28 @@ def build_part(
     return ParameterPart(group, rank, layout, mine, tuple(places), memory, wires, shards)
 
 
+class Gather:
+    """The gather of all parts' parameters: begun in one moment, waited for in another. Between the two they are half new: nothing
+    reads them."""
+
+    def __init__(self, parts: Sequence[ParameterPart]) -> None:
+        self._parts = parts
+        self._works: list[Any] = []
+
+    def start(self) -> None:
+        """Round the masters into the parameters and begin to share them within the row, bucket by bucket."""
+        for part in self._parts:
+            for bucket, memory in enumerate(part.memory):
+                part.shards.masters_to_params(bucket)
+                self._works.extend(part.wires.gather(memory))
+
+    def finish(self) -> None:
+        """Wait until the parameters are whole; at once where nothing is under way."""
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+
+
 @dataclass(frozen=True, slots=True)
 class JobParam:
     """A parameter of the model, on whichever rank it lies."""
