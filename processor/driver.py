@@ -16,8 +16,8 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ttp.processor.core.events import (
     TrainReturned,
 )
 from ttp.processor.gate import Gate
-from ttp.processor.handler import Closed, Handler, Incoming, Item, Opened, RankMachine, Stop, Stream
+from ttp.processor.handler import Closed, Handler, Incoming, Item, Opened, Stop, Stream
 from ttp.processor.ports import ControllerStarter, StateProvider
 from ttp.processor.stacks import StackWriter
 from ttp.processor.starting import Starting
@@ -55,6 +55,24 @@ FLUSH_TIMEOUT_S = 2.0
 """A process that exits waits this long for its own streams: the training thread may be stuck with their locks held."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessorOptions:
+    """What a processor has of the process around it."""
+
+    freeze_timeout_s: float = FREEZE_TIMEOUT_S
+    """How long an update in progress is waited for before the gate is reported as not closed."""
+    watch_parent: bool = False
+    """The parent process is the rank's launcher; when it is gone, that is this rank's fault."""
+    stacks_path: Path | None = None
+    """Where the stacks of all threads go when the job hangs; None: nowhere."""
+    work_done: Callable[[], int] = lambda: 0
+    """A number that grows while the holder carries out an order, or updates; called on the processor's thread."""
+    checkpoint: Callable[[], str] = lambda: ""
+    """Path of the newest checkpoint that this rank knows to be published; as above."""
+    starter: ControllerStarter | None = None
+    """Starts controllers in the place of lost ones; None: this rank cannot."""
+
+
 class Processor:
     """One rank's processor. The training thread calls `start`, `fault`, `finished`, `wait_for_verdict`, `stop`."""
 
@@ -65,38 +83,21 @@ class Processor:
         job_id: str,
         holder: StateProvider,
         gate: Gate,
+        options: ProcessorOptions = ProcessorOptions(),
         *,
-        freeze_timeout_s: float = FREEZE_TIMEOUT_S,
-        watch_parent: bool = False,
-        on_exit: Callable[[str], None] | None = None,
-        stacks_path: Path | None = None,
-        work_done: Callable[[], int] | None = None,
-        checkpoint: Callable[[], str] | None = None,
-        starter: ControllerStarter | None = None,
         exit_process: Callable[[int], None] = os._exit,
-        machine: RankMachine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`freeze_timeout_s`: how long an update in progress is waited for before the gate is reported as not closed.
-
-        watch_parent: the parent process is the rank's launcher; when it is gone, that is this rank's fault.
-        on_exit(reason): called right before the process exits on the controller's order, e.g. to print the reason.
-        stacks_path: where the stacks of all threads go when the job hangs; None: nowhere.
-        work_done(): a number that grows while the holder carries out an order, or updates; called on the processor's thread.
-        checkpoint(): path of the newest checkpoint that this rank knows to be published; as above.
-        starter: starts controllers in the place of lost ones; None: this rank cannot.
-        """
         self._settings = settings
         self._job_id = job_id
         self._gate = gate
-        self._on_exit = on_exit
-        self.work_done = work_done if work_done is not None else lambda: 0
-        self.checkpoint = checkpoint if checkpoint is not None else lambda: ""
+        self.work_done = options.work_done
+        self.checkpoint = options.checkpoint
         self._holder = holder
         self.registration = holder.registration
         self._exit_process = exit_process
         self._clock = clock
-        self._parent = os.getppid() if watch_parent else None
+        self._parent = os.getppid() if options.watch_parent else None
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.put = self._queue.put
         self._released = threading.Event()
@@ -105,17 +106,18 @@ class Processor:
         self._welcome: Welcome | None = None
         self._voice = AsyncLog(settings.rank)
         self.say = self._voice.say
-        self._stacks = StackWriter(stacks_path, self._voice)
+        self._stacks = StackWriter(options.stacks_path, self._voice)
         self.save_stacks = self._stacks.save
         self._paused_until = -inf
         gate.step_boundary.on_reached = lambda step: self._queue.put(BoundaryReached(step))
-        self._worker = Worker(gate, holder, self._voice, freeze_timeout_s, self._queue.put)
+        self._worker = Worker(gate, holder, self._voice, options.freeze_timeout_s, self._queue.put)
         self.submit = self._worker.submit
+        starter = options.starter
         self._starting = Starting(starter, self._voice, self._queue.put) if starter is not None else None
         if starter is not None:
             starter.on_end(lambda address: self._queue.put(ControllerEnded(address)))
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
-        self._handler = Handler(settings, address, gate, self, machine=machine, clock=clock)
+        self._handler = Handler(settings, address, gate, self, clock=clock)
 
     # --- any thread ---
 
@@ -261,18 +263,13 @@ class Processor:
             self._handler.close_stream(1.0)
             return
         self._voice.say(logging.INFO, f"leaving with exit status {code}: {reason}")
-        farewell = threading.Thread(target=self._say_farewell, args=(reason,), name="ttp-farewell", daemon=True)
+        farewell = threading.Thread(target=self._say_farewell, name="ttp-farewell", daemon=True)
         farewell.start()
         farewell.join(FLUSH_TIMEOUT_S)
         self._exit_process(code)
         self._released.set()  # reached in tests only
 
-    def _say_farewell(self, reason: str) -> None:
-        try:
-            if self._on_exit is not None:
-                self._on_exit(reason)
-        except Exception:  # the process leaves all the same
-            self._voice.say(logging.ERROR, f"the exit hook failed: {traceback.format_exc()}")
+    def _say_farewell(self) -> None:
         self._stacks.finish(FLUSH_TIMEOUT_S)
         self._voice.stop(FLUSH_TIMEOUT_S)
         for handler in logging.getLogger().handlers:

@@ -217,7 +217,6 @@ class Trainer:
             filled = self.metrics.resumed(
                 point.step, {"path": point.path, "skipped": list(point.skipped), **facts}, recovered
             )
-            log.info("resumed from %s at step %d", point.path, point.step)
             if filled:
                 log.info("step %d was committed, but its line was lost: recovered from the checkpoint", point.step)
         return point.step, int(state["consumed_samples"])

@@ -48,7 +48,7 @@ from ttp.exchange.json_collectives import JobRanks, check_joined, exchange_json,
 from ttp.exchange.last_step import LastStep
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
-from ttp.proto.messages import Cause, CauseKind, CommitRecord
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Registration
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
@@ -187,17 +187,17 @@ class Session:
         self.save_dirs = self._directories.used
         self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
         self._instrumentation.logs_in(self.log_dir)
-        self.holder = OptimizerStateProvider(
-            optimizer,
+        registration = Registration(
             rank=self.rank,
             world_size=self.world_size,
             host=settings.host,
             pid=self.pid,
-            save_dirs=self.save_dirs,
-            layout={**layout, "optimizer": json.loads(optimizer.layout_json())},
-            publisher=publisher,
-            store=self._directories.store,
+            groups=optimizer.shard_groups(),
+            state_step=0,
+            save_dirs=tuple(self.save_dirs),
+            layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
+        self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store)
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         keeps = keep_checkpoint_max is not None and self._directories.keeps
         self._retention = Retention(keep_checkpoint_max) if keeps and keep_checkpoint_max is not None else None
@@ -329,7 +329,7 @@ class Session:
             self._protection.resumed(manifest.step, manifest.record)
         self._instrumentation.resumed(manifest.step, path, found.skipped, manifest.record)
         if self.rank == 0:
-            log.info("resumed from %s: step %d (%s)", path, manifest.step, manifest.cause.kind.value)
+            show(logging.INFO, f"resumed from {path} at step {manifest.step} ({manifest.cause.kind.value})")
         if manifest.finite is False and self._directories.keeps:
             self._warn_not_finite(path, manifest.step)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)

@@ -20,6 +20,7 @@ import logging
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -92,17 +93,11 @@ def protect(
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     check_joined("ttp.protect")
-    for name, number in (("save_interval", save_interval), ("compare_every", compare_every)):
-        if not isinstance(number, numbers.Real) or number < 0 or number % 1:  # 1e3 is what a YAML file may say
-            raise ConfigError(f"{name}: got {number!r}, expected a number of steps, or 0 for never")
+    options = GuardOptions(resume, save_interval, compare_every, reseed, on_data_mismatch)
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip: got {clip!r}, expected ttp.ClipNorm(max_norm), or None")
     if on_nonfinite not in ("warn", "skip", "stop"):
         raise ConfigError(f"invalid on_nonfinite: got {on_nonfinite!r}, expected 'warn', 'skip' or 'stop'")
-    if on_data_mismatch not in CHOICES:
-        raise ConfigError(
-            f"invalid on_data_mismatch: got {on_data_mismatch!r}, expected one of {', '.join(map(repr, CHOICES))}"
-        )
     for name, objects in (("state", state), ("averages", averages)):
         if objects is not None and not isinstance(objects, Mapping):
             got = checked.shown(objects)
@@ -116,15 +111,33 @@ def protect(
         host = HostObjects(schedulers, state or {})
         session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
         try:
-            seeds = Seeds(adopted.device, enabled=reseed)
-            seen = SeenBatches(session.rank, session.world_size, on_data_mismatch)
-            return Guard(model, adopted, host, session, resume, save_interval, compare_every, seeds, seen)
+            return Guard(model, adopted, host, session, options)
         except BaseException:
             session.close()
             raise
     except BaseException:
         adopted.close()
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class GuardOptions:
+    """What `ttp.protect` was asked for. Raises ConfigError for what cannot be."""
+
+    resume: str
+    save_interval: int
+    compare_every: int
+    reseed: bool
+    on_data_mismatch: str
+
+    def __post_init__(self) -> None:
+        for name, number in (("save_interval", self.save_interval), ("compare_every", self.compare_every)):
+            if not isinstance(number, numbers.Real) or number < 0 or number % 1:  # 1e3 is what a YAML file may say
+                raise ConfigError(f"{name}: got {number!r}, expected a number of steps, or 0 for never")
+        if self.on_data_mismatch not in CHOICES:
+            raise ConfigError(
+                f"invalid on_data_mismatch: got {self.on_data_mismatch!r}, expected one of {', '.join(map(repr, CHOICES))}"
+            )
 
 
 class Guard:
@@ -136,25 +149,20 @@ class Guard:
         adopted: AdoptedOptimizer,
         host: HostObjects,
         session: Session,
-        resume: str,
-        save_interval: int,
-        compare_every: int,
-        seeds: Seeds,
-        seen: SeenBatches,
+        options: GuardOptions,
     ) -> None:
         self.session = session
         self._adopted = adopted
         self._host = host
-        self._save_interval = save_interval
-        self._compare_every = compare_every
+        self._options = options
         self._passes = 0
         """Forward passes of the step in flight."""
         self._all_passes = 0
         """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
-        self._seeds = seeds
-        self._seen = seen
+        self._seeds = seeds = Seeds(adopted.device, enabled=options.reseed)
+        self._seen = seen = SeenBatches(session.rank, session.world_size, options.on_data_mismatch)
         self._loader_states = LoaderStates(session.rank, session.world_size, adopted.exchange)
         self._feed = Feed(seeds, seen, self._loader_states)
         self._position = DataPosition(self._feed)
@@ -167,12 +175,11 @@ class Guard:
             if _rounds_anew(model, self.session.world_size):
                 show(logging.INFO, _ROUNDS_ANEW)
         self._take(0)
-        self._resumed = point = self.session.resume(resume, check=_check_state)
+        self._resumed = point = self.session.resume(options.resume, check=_check_state)
         if point is not None:
             self._give_back(point)
             if self.session.rank == 0:
-                kept = "the optimizer's settings (lr and the like) are the checkpoint's, not the script's"
-                show(logging.INFO, f"resumed from {point.path} at step {point.step}; {kept}")
+                show(logging.INFO, "the optimizer's settings (lr and the like) are the checkpoint's, not the script's")
         elif different := adopted.differing():
             raise ConfigError(
                 f"before the first step, {different[0]}, expected the same weights on replicas; seed all ranks alike"
@@ -190,7 +197,7 @@ class Guard:
             model,
             session,
             point,
-            save_interval=save_interval,
+            save_interval=options.save_interval,
             keeps_state=host.has_state,
             unknown_schedule=lambda: adopted.has_scheduler and not (host.has_schedules or host.has_state),
         )
@@ -317,11 +324,11 @@ class Guard:
     def _step_ended(self, step: int) -> None:
         self._passes, self._recomputed = 0, False
         self._usage.step_ended(step)
-        if self._compare_every and step % self._compare_every == 0:
+        if self._options.compare_every and step % self._options.compare_every == 0:
             for text in self._adopted.differing():
                 if self.session.rank == 0:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
-        if self._save_interval and step % self._save_interval == 0:
+        if self._options.save_interval and step % self._options.save_interval == 0:
             try:
                 self.session.save(periodic=True)
             except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training

@@ -27,7 +27,7 @@ from ttp.exchange.first_step import FirstStep
 from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
 from ttp.processor.core.events import ProcessorSettings
-from ttp.processor.driver import Processor
+from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
 from ttp.runtime.preemption import Notice
@@ -108,11 +108,13 @@ class Protection:
             settings.start_name,
             holder,
             self.gate,
-            watch_parent=settings.launched,
-            stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
-            work_done=lambda: holder.work_done,
-            checkpoint=lambda: holder.checkpoint,
-            starter=self._standbys if restores else None,
+            ProcessorOptions(
+                watch_parent=settings.launched,
+                stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
+                work_done=lambda: holder.work_done,
+                checkpoint=lambda: holder.checkpoint,
+                starter=self._standbys if restores else None,
+            ),
         )
         if save_alone is not None:
             self.gate.step_boundary.on_unled = lambda step: save_alone(step, self.gate.notice, self.processor)

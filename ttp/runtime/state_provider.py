@@ -97,38 +97,24 @@ class OptimizerStateProvider:
     def __init__(
         self,
         optimizer: ProtectedOptimizer,
-        *,
-        rank: int,
-        world_size: int,
-        host: str,
-        pid: int,
-        save_dirs: Sequence[str],
-        layout: Mapping[str, Any],
+        registration: Registration,
         publisher: Publisher | None = None,
         store: Store | None = None,
     ) -> None:
-        """store: where checkpoints are; None: in directories that all ranks share. publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
+        """registration: what this rank registers with at step 0. store: where checkpoints are; None: in directories that all ranks
+        share. publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
         self.optimizer = optimizer
         self._publisher = publisher
         self.store = store or SharedStore()
         self.step_states = StepStates()
         self.around: Callable[[str, int, str], contextlib.AbstractContextManager[None]] = _nothing_around
         """`with around(point, step, path):` encloses every write and publish, for fault injection."""
-        self._registration = Registration(
-            rank=rank,
-            world_size=world_size,
-            host=host,
-            pid=pid,
-            groups=optimizer.shard_groups(),
-            state_step=0,
-            save_dirs=tuple(save_dirs),
-            layout=json.dumps(layout, sort_keys=True),
-        )
+        self._registration = registration
         self.standby = ""
         """Address of the standby controller that this rank has started, if any."""
         self._written = WrittenShares()
-        self._rank = rank
-        self._layout = dict(layout)
+        self._rank = registration.rank
+        self._layout: dict[str, Any] = json.loads(registration.layout)
         self._trusted: frozenset[str] = frozenset()
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""

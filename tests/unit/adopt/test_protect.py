@@ -96,7 +96,7 @@ def test_a_trainer_that_raises_goes_on_as_if_it_had_not(
     again = Trainer(tmp_path / "faulted", OFF, BASES[base], seed=4)
     done = 6 if point == "tail" else 5
     assert again.guard.resumed is not None and again.guard.resumed.step == again.guard.step == done
-    assert f"resumed from {again.guard.resumed.path} at step {done}; " in caplog.text + capfd.readouterr().err
+    assert f"resumed from {again.guard.resumed.path} at step {done} (" in caplog.text + capfd.readouterr().err
     assert again.train() == {step: values for step, values in reported.items() if step > done}
     assert all(torch.equal(a, b) for a, b in zip(again.close(), weights, strict=True))
 

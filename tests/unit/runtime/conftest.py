@@ -15,7 +15,7 @@ from ttp.controller.agent_link import request_shutdown
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
 from ttp.processor.core.events import ProcessorSettings
-from ttp.processor.driver import Processor
+from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.processor.gate import Gate
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import (
@@ -98,7 +98,6 @@ class Rank:
         self.holder = NotedHolder(rank, world_size, save_dir)
         self.gate = self.holder.gate
         self.exit_code: int | None = None
-        self.exit_reason = ""
         self.exited = threading.Event()
         self.processor = Processor(
             ProcessorSettings(rank=rank, heartbeat_s=0.2, reconnect_s=0.05),
@@ -106,14 +105,10 @@ class Rank:
             "job",
             self.holder,
             self.gate,
-            freeze_timeout_s=freeze_timeout_s,
-            on_exit=self._note_reason,
+            ProcessorOptions(freeze_timeout_s=freeze_timeout_s),
             exit_process=self._note_exit,
         )
         self.processor.start()
-
-    def _note_reason(self, reason: str) -> None:
-        self.exit_reason = reason
 
     def _note_exit(self, code: int) -> None:
         self.exit_code = code

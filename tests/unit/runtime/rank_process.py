@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from ttp.processor.core.events import ProcessorSettings
-from ttp.processor.driver import Processor
+from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.proto.messages import CommitRecord
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -22,7 +22,7 @@ def main() -> None:
     rank, world_size = (0, 1) if alone else (2, 3)
     holder = NotedHolder(rank, world_size, "/nowhere")
     settings = ProcessorSettings(rank=rank, heartbeat_s=0.2, boundary_s=0.2)
-    processor = Processor(settings, sys.argv[1], "job", holder, holder.gate, watch_parent=alone)
+    processor = Processor(settings, sys.argv[1], "job", holder, holder.gate, ProcessorOptions(watch_parent=alone))
     processor.start()
     holder.gate.computing(1)
     holder.gate.ready(1)

@@ -25,7 +25,7 @@ from ttp.processor.core.events import (
     StartController,
     TrainReturned,
 )
-from ttp.processor.driver import Processor
+from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Incoming, Opened
 
@@ -50,15 +50,15 @@ class Starter:
 class Driven:
     """A driver whose threads do not run, with a clock of the test."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, options: ProcessorOptions | None = None) -> None:
         self.now = 0.0
         self.exits: list[int] = []
         self.calls: list[tuple[str, Any]] = []
         self.gate = Gate(0)
         holder: Any = SimpleNamespace(registration=lambda: None)
         self.processor = Processor(
-            ProcessorSettings(0, 0.2, 0.05), "c0", "job", holder, self.gate, clock=lambda: self.now, exit_process=self.exits.append,
-            **more,
+            ProcessorSettings(0, 0.2, 0.05), "c0", "job", holder, self.gate, options or ProcessorOptions(), clock=lambda: self.now,
+            exit_process=self.exits.append,
         )  # fmt: skip
         inner: Any = self.processor
         inner._handler.close_stream = lambda drain_s: self.calls.append(("closes", drain_s))
@@ -128,13 +128,13 @@ def test_a_rank_without_a_starter_answers_that_it_starts_no_controllers(rank: Dr
 
 def test_the_end_of_a_controller_that_this_rank_has_started_comes_to_the_queue() -> None:
     starter = Starter()
-    rank = Driven(starter=starter)
+    rank = Driven(ProcessorOptions(starter=starter))
     starter.ended("c9")
     assert rank.queued() == [ControllerEnded("c9")]
 
 
 def test_a_lost_parent_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Driven(watch_parent=True)
+    rank = Driven(ProcessorOptions(watch_parent=True))
     assert rank.processor.lost_parent() == ""
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert "is gone" in rank.processor.lost_parent()
@@ -170,7 +170,9 @@ def test_a_stopped_driver_leaves_no_thread_behind() -> None:
     starter = Starter()
     starter.look = lambda: looked.set() or ()  # type: ignore[method-assign, func-returns-value]
     holder: Any = SimpleNamespace(registration=lambda: None)
-    processor = Processor(ProcessorSettings(0, 0.2, 0.05), lambda: None, "job", holder, Gate(0), starter=starter)
+    processor = Processor(
+        ProcessorSettings(0, 0.2, 0.05), lambda: None, "job", holder, Gate(0), ProcessorOptions(starter=starter)
+    )
     processor.start()
     processor.start_controller(LookForControllers())
     assert looked.wait(LONG_S)
@@ -204,23 +206,15 @@ def test_a_rank_that_has_an_exception_to_show_is_let_go_in_place_of_ended(rank: 
     assert rank.calls == [("closes", 1.0)]
 
 
-@pytest.mark.parametrize("hook", ["raises", "hangs"])
-def test_a_rank_leaves_whatever_becomes_of_its_hook(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_leaves_although_its_farewell_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "FLUSH_TIMEOUT_S", 0.2)
     go_on = threading.Event()
-
-    def called(reason: str) -> None:
-        if hook == "hangs":
-            go_on.wait(LONG_S)
-        raise RuntimeError(reason)
-
-    rank = Driven(on_exit=called)
+    rank = Driven()
+    inner: Any = rank.processor
+    inner._stacks.finish = lambda timeout_s: go_on.wait(LONG_S)
     try:
         rank.processor.leave(75, "step 7 is saved")
         assert rank.exits == [75]
-        assert (("stacks", 0.2) in rank.calls) == (hook == "raises"), (
-            "all stacks are written first, where there is time"
-        )
     finally:
         go_on.set()
 
@@ -237,7 +231,7 @@ def test_a_closed_output_keeps_the_others_from_nothing(monkeypatch: pytest.Monke
     handler: Any = SimpleNamespace(flush=lambda: flushed.append("a logger's"), level=logging.CRITICAL + 1)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     rank = Driven()
-    rank.processor._say_farewell("over")
+    rank.processor._say_farewell()
     assert flushed == ["a logger's", "stderr"]
 
 
@@ -255,4 +249,4 @@ def test_a_stream_is_opened_with_the_highest_term_that_was_seen(rank: Driven, mo
 
 
 def test_the_work_thread_waits_for_an_update_as_long_as_the_driver_was_given() -> None:
-    assert Driven(freeze_timeout_s=0.5).processor._worker._tasks._freeze_timeout_s == 0.5
+    assert Driven(ProcessorOptions(freeze_timeout_s=0.5)).processor._worker._tasks._freeze_timeout_s == 0.5

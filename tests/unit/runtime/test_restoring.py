@@ -17,7 +17,7 @@ from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError
 from ttp.processor.core.events import ProcessorSettings
-from ttp.processor.driver import Processor
+from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.runtime.standby import Standbys, listed
 
 from .conftest import LONG_S, NotedHolder, StartController
@@ -39,7 +39,7 @@ class Started:
             settings = ProcessorSettings(rank=rank, heartbeat_s=0.2, reconnect_s=0.05, address=first, look_s=0.5)
             holder = NotedHolder(rank, RANKS, str(folder / "checkpoints"))
             processor = Processor(
-                settings, first, "job", holder, holder.gate, starter=standbys, exit_process=self._exit
+                settings, first, "job", holder, holder.gate, ProcessorOptions(starter=standbys), exit_process=self._exit
             )
             processor.start()
             self.processors.append(processor)
