@@ -21,16 +21,16 @@ from ttp.controller.agent_link import request_status
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 UNASSEMBLED = """
-from ttp.runtime.rank_runtime import Protection
+from ttp.runtime.job_controller import JobController
 from ttp.trainer.__main__ import run_as_program
 if rank == 1 and start == "0":
-    find = Protection._find_controller
-    def wait_and_find(self):
-        address = find(self)
+    find = JobController._find
+    def wait_and_find(self, timeout_s):
+        address = find(self, timeout_s)
         note("looked", address)
         await_file("go")
         return address
-    Protection._find_controller = wait_and_find
+    JobController._find = wait_and_find
 sys.argv = ["ttp.trainer", *sys.argv[2:]]
 run_as_program()
 """

@@ -6,23 +6,17 @@ Owns their start and end, and what becomes of an exception out of `train`. Decid
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from math import inf
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from ttp.config import Settings
-from ttp.controller.agent_link import request_shutdown, request_status
-from ttp.controller.journal import set_aside_later
-from ttp.controller.process import CannotListen, ControllerProcess, start_controller, unwritable_log_dir
-from ttp.errors import ConfigError, ControllerError, NotWritable
-from ttp.exchange import controller_file, discovery, error_file
+from ttp.controller.agent_link import request_status
+from ttp.errors import ControllerError
+from ttp.exchange import error_file
 from ttp.exchange.first_step import FirstStep
 from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
@@ -30,19 +24,16 @@ from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
+from ttp.runtime.job_controller import JobController
 from ttp.runtime.preemption import Notice
-from ttp.runtime.standby import Standbys, controller_options, standby_place, standbys_of, term_of
+from ttp.runtime.standby import Standbys, standby_place, standbys_of
 from ttp.runtime.state_provider import OptimizerStateProvider
 from ttp.text.wording import ranks_text
 
 log = logging.getLogger("ttp")
 
-STORE_TIMEOUT = timedelta(seconds=60)
 ASSEMBLY_TIMEOUT_S = 300.0
 """How long a rank waits at the start for all others to be registered."""
-CONTROLLER_END_S = 10.0
-OVER_S = 2.0
-"""So long a controller may take to end by itself once it has let its only rank go."""
 OVERTAKEN_POLL_S = 0.02
 WAIT_LOGGED_S = 30.0
 """A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
@@ -73,9 +64,8 @@ class Protection:
         self._log_dir = log_dir
         self._rank = rank
         self._world_size = world_size
-        self._controller: ControllerProcess | None = None
-        self._standbys = Standbys(settings, world_size, log_dir, self._open_store)
-        self._client: TCPStore | None = None
+        self._controller = JobController(settings, log_dir, rank, world_size)
+        self._standbys = Standbys(settings, world_size, log_dir, self._controller.open_store)
         self._first_step: FirstStep | None = None
         optimizer = holder.optimizer
         # Not step 0 where the trainer has loaded a checkpoint of its own: what a freeze reports, and what the rank registers with.
@@ -89,10 +79,8 @@ class Protection:
             for line in settings.nccl_warnings:
                 show(logging.WARNING, line)
         if place := standby_place(settings, rank, world_size):
-            holder.standby = self._standbys.first(place, self._store())
-        if self._reports_to_launcher:
-            self._store().set(discovery.process_key(settings.round_number, rank), discovery.process_text())
-        address = self._open_controller(log_dir) if rank == 0 else self._find_controller()
+            holder.standby = self._standbys.first(place, self._controller.store())
+        address = self._controller.open(ASSEMBLY_TIMEOUT_S)
         restores = standbys_of(settings, world_size) > 0
         self.processor = Processor(
             ProcessorSettings(
@@ -127,13 +115,13 @@ class Protection:
                 f"rank {rank}: the controller at {address} was lost, or did not report all {world_size} ranks registered"
                 f" within {ASSEMBLY_TIMEOUT_S:.0f} s; look into {log_dir} for its journal, and for the rank that is missing"
             )
-        self._write_controllers(address, *welcome.successors)
+        self._controller.write_for_agent(address, *welcome.successors)
         self._notice.listen()
         if settings.launched and settings.local_rank <= 0 and settings.master_port:
-            self._first_step = FirstStep(self._store(), settings.round_number, settings.attempt_dir)
+            self._first_step = FirstStep(self._controller.store(), settings.round_number, settings.attempt_dir)
             self.gate.on_first_step = self._first_step.tell
-        self._client = None
-        if rank == 0 and not self._reports_to_launcher:
+        self._controller.forget_store()
+        if rank == 0 and not self._controller.reports_to_launcher:
             introduce(welcome)
 
     def skipped(self, path: Path) -> None:
@@ -241,137 +229,7 @@ class Protection:
         self.processor.stop()
         if settled:
             self._standbys.dismiss()
-        controller = self._controller
-        if controller is None:
-            return
-        if self._world_size == 1:
-            self._end_own(controller, settled)
-        elif not settled:
-            log.debug("the controller (pid %d) stays for the other ranks, and exits after them", controller.pid)
-            return
-        if controller.wait(CONTROLLER_END_S) is None:
-            log.warning(
-                "the controller (pid %d) has not ended within %.0f s of the job's end; look into %s, and end it by SIGTERM",
-                controller.pid, CONTROLLER_END_S, self._log_dir,
-            )  # fmt: skip
-
-    def _end_own(self, controller: ControllerProcess, settled: bool) -> None:
-        """End the controller that no other rank can need: by message while it leads, as SIGTERM has it wait for a rank that comes back."""
-        try:
-            if not settled:
-                request_shutdown(controller.address, job_id=self._settings.start_name, reason="its only rank has left")
-                return
-            if controller.wait(OVER_S) is not None:  # it ends by itself
-                return
-        except ControllerError as error:
-            log.debug("%s; sending SIGTERM", error)
-        controller.terminate()
-
-    # --- finding each other ---
-
-    @property
-    def _reports_to_launcher(self) -> bool:
-        """Say whether ttprun shows what the job survives: it reads the controller's journal."""
-        return self._settings.launched and self._settings.master_port > 0
-
-    def _open_controller(self, log_dir: Path) -> str:
-        settings = self._settings
-        try:
-            if settings.round_number == 0:
-                _set_older_journals_aside(log_dir)
-            self._controller = start_controller(
-                bind="127.0.0.1" if settings.one_node else "0.0.0.0",
-                advertise="127.0.0.1" if settings.one_node else settings.host,
-                port=settings.controller_port,
-                job_id=settings.start_name,
-                term=term_of(settings.round_number),
-                world_size=self._world_size,
-                journal=log_dir / f"journal_{settings.round_number}.jsonl",
-                heartbeat_s=settings.heartbeat_s,
-                lease_s=settings.lease_s,
-                total_timeout_s=settings.total_timeout_s,
-                options=controller_options(settings, self._world_size),
-                fork_server=settings.fork_server,
-                guardians=(os.getpid(),),
-            )
-        except CannotListen as error:
-            refused = self._refused_port(error)
-            self._publish_failure(refused)
-            raise refused from None
-        except (ControllerError, NotWritable) as error:
-            self._publish_failure(error)
-            raise
-        address = self._controller.address
-        self._write_controllers(address)
-        if self._reports_to_launcher:
-            self._store().set(discovery.log_dir_key(settings.round_number), str(log_dir.resolve()))
-        if self._world_size > 1:
-            discovery.publish(self._store(), settings.round_number, address, self._controller.pid)
-        return address
-
-    def _publish_failure(self, error: Exception) -> None:
-        if self._world_size > 1:
-            discovery.publish_failure(self._store(), self._settings.round_number, error)
-
-    def _refused_port(self, error: CannotListen) -> Exception:
-        """A port that was taken before the job has begun stays taken: a configuration error. At a restart it may be one that an earlier
-        attempt's controller still has."""
-        port = self._settings.controller_port
-        return (
-            ConfigError(f"invalid TTP_CONTROLLER_PORT={port}: {error}")
-            if port and self._settings.round_number == 0
-            else error
-        )
-
-    def _find_controller(self) -> str:
-        address = discovery.find(self._store(), self._settings.round_number, self._rank, ASSEMBLY_TIMEOUT_S)
-        if not self._settings.one_node:
-            discovery.check_name(address, self._rank)
-        self._write_controllers(address)
-        return address
-
-    def _write_controllers(self, *addresses: str) -> None:
-        """Have this node's agent find them, before this rank registers: the store may be slow when it matters."""
-        settings = self._settings
-        if not (settings.launched and settings.attempt_dir and settings.local_rank <= 0):
-            return
-        pid = self._controller.pid if self._controller is not None else 0
-        known = controller_file.Controllers(
-            addresses if self._world_size > 1 else (), pid, str(self._log_dir.resolve())
-        )
-        try:
-            controller_file.write(Path(settings.attempt_dir), known)
-        except OSError as error:
-            log.warning(
-                "TTP_ATTEMPT_DIR=%s cannot be written (%s): the agent finds the controllers through the workers' store alone, which may be"
-                " too late for a fault in the first seconds. Make the directory visible to the ranks",
-                settings.attempt_dir, error.strerror or error,
-            )  # fmt: skip
-
-    def _store(self) -> TCPStore:
-        """Return a client of the store that the ranks met in: one for the whole attempt, as making one may take seconds."""
-        settings = self._settings
-        if not settings.master_port:
-            raise ConfigError(
-                f"rank {self._rank}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find the controller;"
-                " start them with ttprun or torchrun, or set ENABLE_TTP=False"
-            )
-        if self._client is None:
-            self._client = self._open_store()
-        return self._client
-
-    def _open_store(self) -> TCPStore:
-        settings = self._settings
-        return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
-
-
-def _set_older_journals_aside(log_dir: Path) -> None:
-    """Make room for a new job's journals. Raises NotWritable."""
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        set_aside_later(log_dir)
-    except OSError as error:
-        raise unwritable_log_dir(log_dir, error) from None
+        self._controller.close(settled)
 
 
 def introduce(welcome: Welcome) -> None:

@@ -102,24 +102,25 @@ def listed(store: Store, round_number: int) -> tuple[str, ...]:
     return tuple(address for _, address in found)
 
 
-def start_standby(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess:
-    """Start this job's standby of a place. Raises ControllerError, NotWritable."""
+def start_job_controller(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess:
+    """Start this job's controller of a place: 0 is the first, i the i-th standby. Raises ControllerError, NotWritable."""
     port = settings.controller_port + place if settings.controller_port else 0
+    number = settings.round_number
     return start_controller(
         bind="127.0.0.1" if settings.one_node else "0.0.0.0",
         advertise="127.0.0.1" if settings.one_node else settings.host,
         port=port if port < 65536 else 0,
         job_id=settings.start_name,
-        term=term_of(settings.round_number, place),
+        term=term_of(number, place),
         world_size=world_size,
-        journal=log_dir / f"standby_{settings.round_number}_{place}.jsonl",
+        journal=log_dir / (f"standby_{number}_{place}.jsonl" if place else f"journal_{number}.jsonl"),
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
         total_timeout_s=settings.total_timeout_s,
         standby=place,
         options=controller_options(settings, world_size),
         fork_server=settings.fork_server,
-        guardians=(os.getpid(), os.getppid()) if settings.launched else (os.getpid(),),
+        guardians=(os.getpid(), os.getppid()) if place and settings.launched else (os.getpid(),),
     )
 
 
@@ -142,7 +143,7 @@ class Standbys:
     def first(self, place: int, store: Store) -> str:
         """Start the standby that the job begins with; return its address, empty, with a warning, when that fails."""
         try:
-            process = start_standby(self._settings, place, self._world_size, self._log_dir)
+            process = start_job_controller(self._settings, place, self._world_size, self._log_dir)
             self._watch(process)
         except (ControllerError, NotWritable) as error:
             log.warning("standby controller %d could not be started; the job does without it: %s", place, error)
@@ -156,7 +157,7 @@ class Standbys:
         place = MOST_STANDBYS + store.add(f"{standbys_key(settings.round_number)}/count", 1)
         if place >= TERMS_OF_AN_ATTEMPT - 1:
             raise ControllerError(f"{place} controllers were started in this attempt, expected fewer: restart the job")
-        process = start_standby(settings, place, self._world_size, self._log_dir)
+        process = start_job_controller(settings, place, self._world_size, self._log_dir)
         others = [address for address in self.look() if address not in known] if known else []
         if others:
             self._end(process)

@@ -20,7 +20,7 @@ from ttp.exchange.controller_file import NAME, Controllers
 from ttp.exchange.discovery import controller_key
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.proto.messages import Welcome
-from ttp.runtime import rank_runtime
+from ttp.runtime import job_controller, rank_runtime
 from ttp.runtime.rank_runtime import Protection
 
 GOOD: dict[str, Any] = {"addresses": ["host:8000", "[::1]:8001"], "pid": 12, "log_dir": "/output/log"}
@@ -121,7 +121,7 @@ def start_rank(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if rank:
         store.set(controller_key(0), "host:8000 12")
-    monkeypatch.setattr(rank_runtime, "start_controller", lambda **options: process)
+    monkeypatch.setattr(job_controller, "start_job_controller", lambda *arguments: process)
     monkeypatch.setattr(rank_runtime, "Processor", processor)
     monkeypatch.setattr(rank_runtime, "Notice", lambda reported: SimpleNamespace(listen=registers))
     monkeypatch.setattr(discovery, "check_name", lambda address, rank: None)

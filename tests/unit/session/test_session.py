@@ -23,6 +23,7 @@ from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
 from ttp.runtime import rank_runtime
+from ttp.runtime.job_controller import JobController
 from ttp.runtime.preemption import Notice
 from ttp.runtime.standby import Standbys
 from ttp.session import current_session
@@ -165,7 +166,7 @@ def test_a_session_that_is_closed_in_the_middle_of_training_takes_its_controller
     model, optimizer, session = new_run(tmp_path, ON)
     do_steps(model, optimizer, session, 2)
     assert session._protection is not None
-    controller = session._protection._controller
+    controller = session._protection._controller._process
     assert controller is not None and controller.wait(0.0) is None
     caplog.clear()
     session.close()
@@ -201,8 +202,8 @@ def test_a_session_within_an_exceptions_handler_ends_normally(tmp_path: Path) ->
 def test_the_controller_knows_the_rank_that_started_it(tmp_path: Path) -> None:
     """With it ends a controller that no rank has come to."""
     _, _, session = new_run(tmp_path, ON)
-    assert session._protection is not None and session._protection._controller is not None
-    controller = session._protection._controller
+    assert session._protection is not None and session._protection._controller._process is not None
+    controller = session._protection._controller._process
     words = Path(f"/proc/{controller.pid}/cmdline").read_text().split("\0")
     assert words[words.index("--guardian") + 1] == str(os.getpid())
     session.close()
@@ -250,8 +251,10 @@ def test_a_controller_that_others_may_need_is_neither_ended_nor_waited_for(
     """One that stays although the job is over is unusual, and reported."""
     protected = object.__new__(rank_runtime.Protection)
     asked = AskedController()
-    parts = {"_controller": asked, "processor": IdleProcessor(settled), "_notice": Notice(print)}
-    for name, part in (parts | {"_standbys": no_standbys(), "_world_size": 2, "_log_dir": Path("/logs")}).items():
+    controller = JobController(ON, Path("/logs"), 0, 2)
+    controller._process = asked  # type: ignore[assignment]
+    parts = {"_controller": controller, "processor": IdleProcessor(settled), "_notice": Notice(print)}
+    for name, part in (parts | {"_standbys": no_standbys()}).items():
         setattr(protected, name, part)
     protected.close()
     assert asked.asked == (["10 s"] if settled else [])
@@ -264,8 +267,8 @@ def test_a_standby_is_dismissed_only_when_the_job_is_settled(settled: bool) -> N
     protected = object.__new__(rank_runtime.Protection)
     standby, standbys = AskedController(), no_standbys()
     standbys.running.append(standby)  # type: ignore[arg-type]
-    parts = {"_standbys": standbys, "processor": IdleProcessor(settled), "_notice": Notice(print), "_controller": None}
-    for name, part in parts.items():
+    parts = {"_standbys": standbys, "processor": IdleProcessor(settled), "_notice": Notice(print)}
+    for name, part in (parts | {"_controller": JobController(ON, Path("/logs"), 1, 2)}).items():
         setattr(protected, name, part)
     protected.close()
     assert standby.asked == (["dismiss", "10 s"] if settled else [])

@@ -27,7 +27,7 @@ from ttp.runtime.standby import (
     standby_place,
     standbys_key,
     standbys_of,
-    start_standby,
+    start_job_controller,
     term_of,
 )
 
@@ -99,7 +99,7 @@ def log_dir(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("one_node", [True, False])
 def test_a_standby_waits_under_its_own_term_and_address(settings: Settings, log_dir: Path, one_node: bool) -> None:
     """It listens for every node's ranks where there are several, and leaves when it is ordered."""
-    standby = start_standby(replace(settings, one_node=one_node), 1, 4, log_dir)
+    standby = start_job_controller(replace(settings, one_node=one_node), 1, 4, log_dir)
     try:
         status = request_status(standby.address, job_id="job")
         assert (status.stage, status.term, status.world_size) == ("standby", term_of(2, 1), 4)
@@ -154,11 +154,11 @@ def test_a_standby_that_comes_up_after_all_were_dismissed_is_ended(
     standbys = Standbys(settings, 4, log_dir, lambda: store)
 
     def start(*arguments: Any) -> ControllerProcess:
-        made.append(start_standby(*arguments))
+        made.append(start_job_controller(*arguments))
         standbys.dismiss()
         return made[0]
 
-    monkeypatch.setattr("ttp.runtime.standby.start_standby", start)
+    monkeypatch.setattr("ttp.runtime.standby.start_job_controller", start)
     with pytest.raises(ControllerError, match="none was needed any more"):
         standbys.start(())
     assert made[0].process.poll() == 0 and not standbys.running and not standbys.look()
