@@ -37,7 +37,7 @@ import torch
 
 from ttp import torch_range
 from ttp.checkpoint.find import newest_finite
-from ttp.checkpoint.format.durable import steps_in
+from ttp.checkpoint.format.durable import newest_step
 from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Request
@@ -439,7 +439,7 @@ class Session:
     def _write_last_step(self) -> None:
         """Have the agent know which step was the last, and whether it is on disk (rank 0)."""
         if self.rank == 0 and self.protected and self.pid == os.getpid():
-            saved = None if self._saves_itself else max(self._saved_step, self._on_disk())
+            saved = None if self._saves_itself else max(self._saved_step, newest_step(self.save_dirs))
             last_step.write(self.log_dir, self.settings.round_number, LastStep(self.optimizer.current_step, saved))
 
     def _report_end(self) -> None:
@@ -453,17 +453,10 @@ class Session:
             return
         self._write_last_step()
         step = self.optimizer.current_step
-        if warns and step > self._first_step and step > max(self._saved_step, self._on_disk()):
+        if warns and step > self._first_step and step > max(self._saved_step, newest_step(self.save_dirs)):
             newest = f"the newest is of step {self._saved_step}" if self._saved_step else "none was written"
             show(
                 logging.WARNING,
                 f"TTP has no checkpoint of step {step}, the last one: {newest}. Unless the trainer saves the weights itself, they are"
                 " lost: call session.save() as the last line of train, on all ranks",
             )
-
-    def _on_disk(self) -> int:
-        """Return the newest published step: a fault may have had other ranks save while this one waited for its end."""
-        try:
-            return max((step for folder in self.save_dirs for step, _ in steps_in(Path(folder))), default=0)
-        except OSError:
-            return 0

@@ -11,13 +11,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ttp.adopt.adopted_state import unwrapped
-from ttp.checkpoint.format.durable import steps_in
+from ttp.checkpoint.format.durable import newest_step
 from ttp.runtime.rank_runtime import show
 from ttp.session import ResumePoint, Session, find_session
 
@@ -92,7 +91,9 @@ class Usage:
         if self._ended or self._session.pid != os.getpid():  # a child that was forked
             return
         self._ended = True
-        written = self._session.holder.checkpoint != self._found or self._newest_step <= self._on_disk()
+        written = self._session.holder.checkpoint != self._found or self._newest_step <= newest_step(
+            self._session.save_dirs
+        )
         goes_on = self._save_interval > 0 and self._resumed is not None  # the steps since the newest are the interval's
         # After an exception others may have saved the step, and the controller reports the outcome.
         raised = self._session.raised or self._session.exception_on_its_way() is not None
@@ -100,13 +101,6 @@ class Usage:
             self._warn(self._unsaved())
 
     # --- inside ---
-
-    def _on_disk(self) -> int:
-        """Return the newest step that is published: by the ranks that held it, maybe, while this one waited for its end."""
-        try:
-            return max((step for folder in self._session.save_dirs for step, _ in steps_in(Path(folder))), default=0)
-        except OSError:
-            return 0
 
     def _state_taken(self) -> None:
         """The trainer has the model's state, for a file of its own as a rule."""

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ttp.errors import CheckpointError, CorruptCheckpoint, TTPError
@@ -50,6 +50,14 @@ def steps_in(directory: Path) -> list[tuple[int, Path]]:
         return []
     found = [(step, directory / name) for name in names if (step := step_of_directory(Path(name))) is not None]
     return sorted(found, key=lambda pair: -pair[0])
+
+
+def newest_step(folders: Sequence[str]) -> int:
+    """Return the newest step published in any of them; 0: none, or they cannot be read."""
+    try:
+        return max((step for folder in folders for step, _ in steps_in(Path(folder))), default=0)
+    except OSError:
+        return 0
 
 
 def fsync_directory(path: Path) -> None:
