@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -20,14 +20,15 @@ from ttp.config import Settings, enabled, host_name
 from ttp.errors import ConfigError, Overtaken
 from ttp.exchange.json_collectives import exchange_json, world
 from ttp.mindio.model_parallel import ModelParallel, read_parallel_state
-from ttp.mindio.optimizer import TTPReplicaOptimizer
 from ttp.mindio.saving.local_save import LocalSave
 from ttp.mindio.saving.publisher import HandlerPublisher
 from ttp.mindio.saving.save_calls import Watcher
 from ttp.mindio.saving.save_handlers import RenameHandler, SaveHandler
 from ttp.mindio.saving.step_args import StepArgsBox
 from ttp.mindio.state_files.whole_state import WholeState
+from ttp.optim.replica_optimizer import TTPReplicaOptimizer
 from ttp.optim.shard_layout.placement import grid
+from ttp.optim.step_agreement.participation import Ending
 from ttp.proto.messages import Cause, CauseKind
 from ttp.runtime.rank_runtime import Protection, show
 from ttp.session import Session
@@ -63,6 +64,26 @@ class ReplicaGroups:
     """The ranks that hold every shard once: half of them where their number is even (which half follows from their nodes), else all."""
 
 
+class JobOptimizer(Protocol):
+    """What the job needs of its optimizer (`ttp.mindio.optimizer`)."""
+
+    core: TTPReplicaOptimizer
+    place: ModelParallel
+    local_copy: bool
+    ending: Ending
+    current_step: int
+
+    def start_updating(self) -> None: ...
+
+    def end_updating(self, step: int) -> None: ...
+
+    def show(self, state: WholeState) -> None: ...
+
+    def leave_to_save_rank(self) -> None: ...
+
+    def part_tensors(self) -> dict[str, tuple[int, ...]]: ...
+
+
 class MindioJob:
     """Everything that was declared in this process."""
 
@@ -73,7 +94,7 @@ class MindioJob:
         self.groups: ReplicaGroups | None = None
         self.parallel_state: Any = None
         """What `set_parallel_state` was given; None: the trainer's module of that name."""
-        self.optimizer: TTPReplicaOptimizer | None = None
+        self.optimizer: JobOptimizer | None = None
         self.local_copy: bool | None = None
         """As given to `ttp_init_processor`; None before."""
         self.in_train = False
@@ -188,7 +209,7 @@ class MindioJob:
         if self.groups is None or self.groups.dp_ranks == groups.dp_ranks:
             self.groups = groups
 
-    def built(self, optimizer: TTPReplicaOptimizer) -> ModelParallel:
+    def built(self, optimizer: JobOptimizer) -> ModelParallel:
         """Take note of the optimizer; return which part of the model this rank has. Raises ConfigError."""
         if self._session is not None:
             raise ConfigError("an optimizer is built before ttp_start_processor, and one only is protected")
@@ -206,12 +227,13 @@ class MindioJob:
     def end_updating(self, step: int) -> None:
         self._optimizer("ttp_end_updating_os").end_updating(step)
 
-    def _optimizer(self, name: str) -> TTPReplicaOptimizer:
+    def _optimizer(self, name: str) -> JobOptimizer:
         if self.optimizer is None:
             raise ConfigError(f"{name} without an optimizer: build ttp.mindio.modellink.TTPReplicaOptimizer first")
         return self.optimizer
 
     def overtaken_after(self, error: RuntimeError, step: int) -> bool:
+        """A collective of `step` raised: say whether the step was rolled forward on this rank."""
         return self._protection is not None and self._protection.overtaken_after(error, step)
 
     def settle(self, step: int) -> None:
@@ -248,6 +270,7 @@ class MindioJob:
             )
 
     def long_pause(self) -> None:
+        """A periodic checkpoint is being written: until the next step, nothing counts as a hang."""
         if self._protection is not None and self._pause is None:
             self._pause = self._protection.processor.pause(LONG_PAUSE_S)
 

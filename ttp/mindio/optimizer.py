@@ -16,7 +16,7 @@ Never writes a file, never talks to a controller.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ import torch.distributed as dist
 from ttp.errors import CheckpointError, ConfigError, Overtaken
 from ttp.exchange.json_collectives import world
 from ttp.mindio import given
-from ttp.mindio.model_parallel import ModelParallel, job_names, sum_shared_gradients
+from ttp.mindio.job import current_job
+from ttp.mindio.model_parallel import job_names, sum_shared_gradients
 from ttp.mindio.scaler import loss_scale_of
 from ttp.mindio.state_files import native, param_state
 from ttp.mindio.state_files.whole_state import WholeState, gather_whole, load_whole, part_tensors
@@ -34,24 +35,6 @@ from ttp.optim.replica_optimizer import TTPOddReplicaOptimizer as OddCore
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer as Core
 from ttp.optim.step_agreement.participation import Ending
 from ttp.proto.messages import CommitRecord
-
-
-class OptimizerJob(Protocol):
-    """What the optimizer needs of the job that it belongs to (`ttp.mindio.job`)."""
-
-    def built(self, optimizer: TTPReplicaOptimizer) -> ModelParallel:
-        """Take note of the optimizer; return which part of the model this rank has."""
-
-    def overtaken_after(self, error: RuntimeError, step: int) -> bool:
-        """A collective of `step` raised: say whether the step was rolled forward on this rank."""
-
-    def settle(self, step: int) -> None:
-        """The trainer begins something new after `step`: it has counted on whatever it counts."""
-
-    def long_pause(self) -> None:
-        """A periodic checkpoint is being written: until the next step, nothing counts as a hang."""
-
-    def end_pause(self) -> None: ...
 
 
 class TTPReplicaOptimizer:
@@ -90,9 +73,7 @@ class TTPReplicaOptimizer:
         have FP32 masters. local_copy: keep the state of the step before as well. Raises ConfigError, LayoutError.
         """
         given.check(optimizer, fp16, bf16, params_dtype)
-        from ttp.mindio.job import current_job  # which imports this module
-
-        self._job: OptimizerJob = current_job()
+        self._job = current_job()
         self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
         self.grad_scaler = grad_scaler
         self.clip_grad = clip_grad
