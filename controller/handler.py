@@ -21,11 +21,11 @@ from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.frozen import dataclass
 from ttp.proto.messages import (
     AgentHello,
-    Beat,
     Downward,
     Exit,
     Freeze,
     Heartbeat,
+    KeepAlive,
     Published,
     Registration,
     Upward,
@@ -379,7 +379,7 @@ class Handler:
         its way must not take it for the active controller."""
         if self.state.stage is not Stage.STANDBY:
             for link in dict.fromkeys((*self.routes.values(), *self._agents.values())):  # each once
-                self._outgoing.setdefault(link, []).append(((), Beat()))
+                self._outgoing.setdefault(link, []).append(((), KeepAlive()))
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.write_event(self._unix_clock(), self._clock(), event, fields)

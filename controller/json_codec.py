@@ -37,6 +37,7 @@ _TYPES = {
     f"{_FACTS}.events:HeartbeatBatch": "ttp.controller.events:Beats",
     f"{_FACTS}.per_rank:PerRank": "ttp.controller.rank_table:RankTable",
     f"{_FACTS}.state:StateAt": "ttp.controller.state:ControllerState",
+    "ttp.proto.messages:Progress": "ttp.proto.messages:Working",
 }
 """Types that had another name then."""
 _FIELDS = {

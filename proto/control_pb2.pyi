@@ -57,7 +57,7 @@ class UpwardEnvelope(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ..., chunk: _Optional[bytes] = ..., more: bool = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "working", "vouch", "standby_report")
+    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "progress", "vouch", "standby_report")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STATE_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -69,7 +69,7 @@ class Upward(_message.Message):
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
-    WORKING_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     VOUCH_FIELD_NUMBER: _ClassVar[int]
     STANDBY_REPORT_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
@@ -83,13 +83,13 @@ class Upward(_message.Message):
     written: Written
     published: Published
     step_failed: StepFailed
-    working: Working
+    progress: Progress
     vouch: Vouch
     standby_report: StandbyReport
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "beat", "successors", "start_standby")
+    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "keep_alive", "successors", "start_standby")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -105,7 +105,7 @@ class DownwardEnvelope(_message.Message):
     EXIT_FIELD_NUMBER: _ClassVar[int]
     DISMISS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
     START_STANDBY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
@@ -123,10 +123,10 @@ class DownwardEnvelope(_message.Message):
     exit: Exit
     dismiss: Dismiss
     batch: DownwardBatch
-    beat: Beat
+    keep_alive: KeepAlive
     successors: Successors
     start_standby: StartStandby
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()
@@ -368,7 +368,7 @@ class Published(_message.Message):
     path: str
     def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
-class Working(_message.Message):
+class Progress(_message.Message):
     __slots__ = ("rank", "freeze_id")
     RANK_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -494,7 +494,7 @@ class Dismiss(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Beat(_message.Message):
+class KeepAlive(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

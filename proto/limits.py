@@ -63,14 +63,14 @@ def check_upward(message: m.Upward, world_size: int) -> None:
             _counts(message, freeze_id=message.freeze_id, step=message.step)
         case m.StepFailed():
             _count(message, "freeze_id", message.freeze_id)
-        case m.Working():
+        case m.Progress():
             _count(message, "freeze_id", message.freeze_id)
 
 
 def check_downward(message: m.Downward) -> None:
     """Refuse a message to a rank with a value that it cannot mean. Raises ProtocolError."""
     match message:
-        case m.Beat():  # the one that comes most often
+        case m.KeepAlive():  # the one that comes most often
             pass
         case m.Welcome():
             _counts(message, term=message.term, job_groups=message.job_groups)

@@ -4,9 +4,9 @@ Owns the vocabulary that controller and processors share. Never imports protobuf
 into bytes and back. Messages name their rank, so one stream may carry several ranks.
 
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
-Published, StepFailed, Working, Finished, AgentHello, WorkerExit, Vouch.
+Published, StepFailed, Progress, Finished, AgentHello, WorkerExit, Vouch.
 Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss.
-Downward, to a stream rather than to a rank: Beat (every stream), Successors (agents).
+Downward, to a stream rather than to a rank: KeepAlive (every stream), Successors (agents).
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Working:
+class Progress:
     """An order of this freeze is being carried out, or an update keeps the gate from closing, and has progressed since this was
     said last: gigabytes take longer than a rank may be silent. Not said by a rank whose disk hangs, which goes on to send
     heartbeats."""
@@ -405,7 +405,7 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class KeepAlive:
     """The controller lives. Said once a heartbeat on every stream, whatever number of ranks it carries."""
 
 
@@ -436,7 +436,7 @@ Upward = (
     | Written
     | Published
     | StepFailed
-    | Working
+    | Progress
     | StandbyReport
 )
 Downward = (
@@ -448,7 +448,7 @@ Downward = (
     | PublishOrder
     | Exit
     | Dismiss
-    | Beat
+    | KeepAlive
     | Successors
     | StartStandby
 )

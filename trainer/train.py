@@ -77,9 +77,7 @@ def started(
             check_agreement("text", f"{text.tokens.size} {text.tokens.fingerprint()}", device)
             mesh = build_mesh(config.parallel_config, world.size, world.rank, kind.name)
             log.info("%s", layout_line(config.parallel_config, mesh.data.size))
-            trainer = Trainer(config, world, mesh, device, text, run_log, output_dir)
-            trainer.on_step = on_step
-            yield trainer
+            yield Trainer(config, world, mesh, device, text, run_log, output_dir, on_step)
 
 
 def layout_line(parallel: ParallelConfig, data_parallel_size: int) -> str:
@@ -102,6 +100,7 @@ class Trainer:
         text: OpenedText[Any],
         run_log: RunLog,
         output_dir: Path,
+        on_step: OnStep,
     ) -> None:
         self.config = config
         self.world = world
@@ -110,7 +109,7 @@ class Trainer:
         self.sequences: Samples = text.training
         self.run_log = run_log
         self.output_dir = output_dir
-        self.on_step: OnStep = lambda metrics: None
+        self._on_step = on_step
         self.samples_per_step = config.batch_size(mesh.data.size)
         self.order = {
             "text": text.tokens.fingerprint(),
@@ -172,12 +171,12 @@ class Trainer:
             else f"every {interval} steps, at faults, and the last step",
         )
         if replicas == 1:
-            why = "a lone rank" if self.world.size == 1 else "no rank has what another holds"
+            reason = "a lone rank" if self.world.size == 1 else "no rank has what another holds"
         elif self.mesh.data.size == self.config.parallel_config.expert_model_parallel_size:
-            why = "of experts 1"
+            reason = "of experts 1"
         else:
-            why = ""
-        single = f" ({why}: a death costs the steps since the last checkpoint)" if why else ""
+            reason = ""
+        single = f" ({reason}: a death costs the steps since the last checkpoint)" if reason else ""
         axes = " x ".join(
             f"{name.removesuffix('_size').replace('_', ' ')} {size}" for name, size in self.mesh.sizes.items()
         )
@@ -273,7 +272,7 @@ class Trainer:
         )
         if self.metrics is not None:  # before anything that waits for another rank, whose death could lose the line
             self.metrics.append(metrics.line(unix_s=time.time()))
-        self.on_step(metrics)
+        self._on_step(metrics)
         last = step == config.training_iters
         self.run_log.step(metrics, line=last or step % config.log_interval == 0)
         periodic = config.save_interval is not None and step % config.save_interval == 0

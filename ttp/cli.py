@@ -46,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _do(argv: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in TOOLS:
-        run = importlib.import_module(TOOLS[words[0]].module).main
-        return int(run(words[1:]))
-    if words == ["--version"]:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in TOOLS:
+        run = importlib.import_module(TOOLS[arguments[0]].module).main
+        return int(run(arguments[1:]))
+    if arguments == ["--version"]:
         print(f"ttp {importlib.import_module('ttp').__version__}")
         return 0
-    asked = bool(words) and words[0] in ("-h", "--help")
+    asked = bool(arguments) and arguments[0] in ("-h", "--help")
     out = sys.stdout if asked else sys.stderr
-    if words and not asked:
-        print(f"ttp: got {words[0]!r}, expected one of {', '.join(TOOLS)}", file=out)
+    if arguments and not asked:
+        print(f"ttp: got {arguments[0]!r}, expected one of {', '.join(TOOLS)}", file=out)
     print("usage: ttp TOOL ...\n", file=out)
     for name, tool in TOOLS.items():
         print(f"  ttp {name:<8} {tool.summary}", file=out)

@@ -33,9 +33,9 @@ def set_nccl(environ: MutableMapping[str, str]) -> None:
 def nccl_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a line for each variable that is not as TTP needs it."""
     return tuple(
-        f"{name}={environ[name]!r}: expected {value}, as {why}. Unset it; ttprun sets it"
+        f"{name}={environ[name]!r}: expected {value}, as {reason}. Unset it; ttprun sets it"
         if name in environ
-        else f"{name} is not set: expected {value}, as {why}. Set it before the process group is made, or start the job with ttprun"
-        for name, (value, why) in NCCL_SETTINGS.items()
+        else f"{name} is not set: expected {value}, as {reason}. Set it before the process group is made, or start the job with ttprun"
+        for name, (value, reason) in NCCL_SETTINGS.items()
         if environ.get(name) != value
     )

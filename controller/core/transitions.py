@@ -14,6 +14,7 @@ from ttp.proto.messages import (
     FaultReport,
     Finished,
     Heartbeat,
+    Progress,
     Published,
     Registration,
     RolledForward,
@@ -22,7 +23,6 @@ from ttp.proto.messages import (
     StepFailed,
     Vouch,
     WorkerExit,
-    Working,
     Written,
 )
 
@@ -82,7 +82,7 @@ def late(state: ControllerState, event: object, now: float, out: list[Effect]) -
 
 
 _Handlers = dict[type, Handler]
-_ANSWERS_LATE: _Handlers = dict.fromkeys((StateReport, RolledForward, Written, Published, StepFailed, Working), late)
+_ANSWERS_LATE: _Handlers = dict.fromkeys((StateReport, RolledForward, Written, Published, StepFailed, Progress), late)
 """They answer a freeze, or an order, that is over."""
 
 _ALWAYS: _Handlers = {
@@ -94,7 +94,7 @@ _COMING: _Handlers = {
 _STARTED: _Handlers = {**_COMING, WorkerExit: liveness.worker_exit}
 _LED: _Handlers = {**_STARTED, Heartbeat: heartbeat, HeartbeatBatch: heartbeats, FaultReport: liveness.fault_report}
 _FAULT: _Handlers = {**_LED, **_ANSWERS_LATE, StateReport: state_report}
-_ORDERS: _Handlers = {**_FAULT, Working: roll_forward.note_progress}
+_ORDERS: _Handlers = {**_FAULT, Progress: roll_forward.note_progress}
 
 _faulted_table = partial(StageTable, expire=stages.expire_faulted, catch_up=liveness.missed_orders)
 _ordered_table = partial(_faulted_table, deadline=stages.ordered_deadline, repeat=repeats.lost_orders)
@@ -114,13 +114,13 @@ TABLES.update({
         catch_up=takeover.welcome_again,
     ),
     Assembling: StageTable(
-        on={**_STARTED, FaultReport: liveness.early_fault, Working: late},
+        on={**_STARTED, FaultReport: liveness.early_fault, Progress: late},
         deadline=stages.assembling_deadline,
         expire=stages.expire_assembling,
         advance=stages.assemble_job,
     ),
     Running: StageTable(
-        on={**_LED, StateReport: late, Working: late},
+        on={**_LED, StateReport: late, Progress: late},
         deadline=stages.running_deadline,
         expire=stages.expire_running,
         advance=stages.finish_or_restore,
@@ -128,7 +128,7 @@ TABLES.update({
         repeat=repeats.lost_thaw,
     ),
     Freezing: _faulted_table(
-        on={**_FAULT, Working: extend_update_deadline},
+        on={**_FAULT, Progress: extend_update_deadline},
         deadline=stages.freezing_deadline,
         advance=stages.end_round,
         repeat=repeats.lost_freeze,

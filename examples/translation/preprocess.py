@@ -20,14 +20,10 @@ from pathlib import Path
 from dataset import SPECIAL_TOKENS, read_pairs
 from numerals import english, german
 
-from ttp.errors import TTPError
+from ttp.errors import DatasetError, TTPError
 
 WMT14 = "newstest2014-fren-ref"
 Pairs = list[tuple[str, str]]
-
-
-class Refused(TTPError):
-    """What must be corrected, in one line."""
 
 
 def arguments() -> argparse.Namespace:
@@ -56,24 +52,24 @@ def main() -> int:
 
 
 def pairs_of(args: argparse.Namespace) -> Pairs:
-    """Return the pairs that the arguments name, each side in one line without tabs. Raises Refused, DatasetError."""
+    """Return the pairs that the arguments name, each side in one line without tabs. Raises DatasetError."""
     given = [name for name in ("pairs", "source", "numerals") if getattr(args, name) is not None]
     if len(given) > 1 or (args.source is None) != (args.target is None):
-        raise Refused(
+        raise DatasetError(
             "arguments: expected --source with --target, or --pairs, or --numerals, or none of them. Correct them"
         )
     if args.pairs:
         return read_pairs(args.pairs)
     if args.numerals is not None:
         if not 1 <= args.numerals <= 10_000:
-            raise Refused(f"--numerals: got {args.numerals}, expected 1 to 10000. Correct it")
+            raise DatasetError(f"--numerals: got {args.numerals}, expected 1 to 10000. Correct it")
         return [(english(n), german(n)) for n in random.Random(0).sample(range(10_000), args.numerals)]
     if args.source:
         return aligned(args.source, _lines(args.source), args.target, _lines(args.target))
     files = [args.wmt14 / f"{WMT14}.{language}.sgm" for language in ("en", "fr")]
     for file in files:
         if not file.is_file():
-            raise Refused(
+            raise DatasetError(
                 f"{file}: got no such file, expected WMT14's. Unpack test-full.tgz here, or name its folder with --wmt14, or use --source,"
                 " --pairs or --numerals"
             )
@@ -81,15 +77,15 @@ def pairs_of(args: argparse.Namespace) -> Pairs:
 
 
 def aligned(source: Path, sources: list[str], target: Path, targets: list[str]) -> Pairs:
-    """Return the pairs of two files; those with an empty side are left out. Raises Refused."""
+    """Return the pairs of two files; those with an empty side are left out. Raises DatasetError."""
     if len(sources) != len(targets):
-        raise Refused(
+        raise DatasetError(
             f"{source} has {len(sources)} sentences, {target} has {len(targets)}: expected as many. Align the files"
         )
     sides = [[" ".join(sentence.split()) for sentence in side] for side in (sources, targets)]
     pairs = [(a, b) for a, b in zip(*sides, strict=True) if a and b]
     if not pairs:
-        raise Refused(f"{source} and {target}: got no pair, expected one or more. Name other files")
+        raise DatasetError(f"{source} and {target}: got no pair, expected one or more. Name other files")
     return pairs
 
 
@@ -103,7 +99,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(
+        raise DatasetError(
             f"{path}: got a file that cannot be read ({error}), expected UTF-8 text. Correct the path"
         ) from None
 
@@ -113,7 +109,7 @@ def write(pairs: Pairs, output: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     if vocab_size < 256 + len(SPECIAL_TOKENS):
-        raise Refused(
+        raise DatasetError(
             f"--vocab_size: got {vocab_size}, expected {256 + len(SPECIAL_TOKENS)} or more, for all bytes. Raise it"
         )
     output.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
     EXIT_CODE_PREEMPTED,
-    Beat,
     Cause,
     CauseKind,
     Dismiss,
@@ -24,13 +23,14 @@ from ttp.proto.messages import (
     Finished,
     Freeze,
     Heartbeat,
+    KeepAlive,
+    Progress,
     PublishOrder,
     RollForward,
     StartStandby,
     Successors,
     Thaw,
     Welcome,
-    Working,
     WriteOrder,
 )
 
@@ -176,7 +176,7 @@ def _introduction(state: ProcessorState, message: Welcome) -> str:
     return f"controller of term {message.term}{survives}; behind it {behind}"
 
 
-def beat(state: ProcessorState, message: Beat, now: float, out: list[Effect]) -> ProcessorState:
+def keep_alive(state: ProcessorState, message: KeepAlive, now: float, out: list[Effect]) -> ProcessorState:
     """Nothing but a sign of life: every message is one."""
     return state
 
@@ -202,7 +202,7 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
         if state.answer_by < inf:  # no freeze has come: perhaps what was said was lost
             out.extend(Send(fault) for fault in state.faults)
         if event.work_done > state.work_done and owes:
-            out.append(Send(Working(rank, state.freeze_id)))
+            out.append(Send(Progress(rank, state.freeze_id)))
         heartbeat_at = now + state.heartbeat_s
         state = replace(state, heartbeat_at=heartbeat_at, work_done=event.work_done, steps_reported=state.steps)
     if now >= state.notice_by:
@@ -456,7 +456,7 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
     (_SHUT, PublishOrder, publish),
     (_SHUT, PublishDone, publish_done),
     (_SHUT, WorkFailed, work_failed),
-    (_LIVE, Beat, beat),
+    (_LIVE, KeepAlive, keep_alive),
     (_LIVE, Successors, learn),
     (_LIVE, StartStandby, start_standby),
     (_LIVE, ControllerStarted, controller_started),
@@ -479,7 +479,7 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
         for kind in (
             Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
             Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
-            Beat, Successors, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
+            KeepAlive, Successors, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
         )
     ),
 )  # fmt: skip

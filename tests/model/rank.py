@@ -25,11 +25,11 @@ from ttp.proto.messages import (
     FileEntry,
     Heartbeat,
     Phase,
+    Progress,
     PublishOrder,
     Registration,
     ShareResult,
     Welcome,
-    Working,
     WriteOrder,
 )
 
@@ -128,7 +128,7 @@ class Turn:
     def _carry_out(self, effect: ev.Effect) -> None:
         match effect:
             case ev.Send(message):
-                if self.rank.link >= 0 and not isinstance(message, Working):
+                if self.rank.link >= 0 and not isinstance(message, Progress):
                     self.out.append(("beat" if isinstance(message, Heartbeat) else "up", (self.rank.link, message)))
             case ev.Connect(address):  # it takes the place of one that was not answered
                 self.out = [out for out in self.out if out[0] != "connect"]

@@ -15,7 +15,7 @@ from tests.model import rank as ranks
 from tests.model.disk import Disk
 from tests.model.possible import Possibilities
 from tests.model.situation import CLOSED, GREETING, HELLO, SUPERSEDED, Action, Draft, Situation, is_stale
-from ttp.proto.messages import Beat, CauseKind, Phase, PublishOrder, StateReport, Thaw, WorkerExit, WriteOrder
+from ttp.proto.messages import CauseKind, KeepAlive, Phase, PublishOrder, StateReport, Thaw, WorkerExit, WriteOrder
 
 
 class World(Possibilities):
@@ -367,7 +367,7 @@ class World(Possibilities):
                 self._on_rank(draft, rank, ranks.receive, _BEAT)
 
 
-_BEAT = Beat()
+_BEAT = KeepAlive()
 _FROM_RANKS: dict[str, Callable[..., None]] = {
     "up": World._send_up,
     "beat": World._beat_up,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ttp.proto.messages import Working
+from ttp.proto.messages import Progress
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank
@@ -56,7 +56,7 @@ class Hold:
 
         def say() -> None:
             if waiting:
-                job.send_up(process, Working(process.rank, process.gate.freeze_id))
+                job.send_up(process, Progress(process.rank, process.gate.freeze_id))
                 process.later(job.times.heartbeat_s, say)
 
         if self.progresses:

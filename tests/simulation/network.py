@@ -11,7 +11,7 @@ from tests.simulation.scheduler import Scheduler
 from ttp.processor.handler import Closed, Incoming, Opened
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.fence import Fence
-from ttp.proto.messages import Beat, Registration, Upward
+from ttp.proto.messages import KeepAlive, Registration, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
@@ -130,7 +130,7 @@ class RankStream(Stream):
     @cached_property
     def beat(self) -> Incoming:
         """The item that comes most often."""
-        return self.incoming(Beat())
+        return self.incoming(KeepAlive())
 
     def incoming(self, message: Any) -> Incoming:
         return Incoming(self, DownwardParcel("sim", self.controller.term, (self.rank,), message))

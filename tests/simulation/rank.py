@@ -30,7 +30,8 @@ from ttp.processor.core.state import LinkState
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
 from ttp.processor.worker import Task
-from ttp.proto.messages import Beat, Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
+from ttp.proto import messages
+from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
@@ -330,7 +331,7 @@ class Rank:
     def take_in(self, stream: Stream, message: Downward) -> None:
         """The network brings a message: it is read as soon as the processor's threads run."""
         if isinstance(stream, RankStream):  # else another process in this one's place has it
-            self.put(stream.beat if type(message) is Beat else stream.incoming(message))
+            self.put(stream.beat if type(message) is messages.KeepAlive else stream.incoming(message))
 
     # --- the gate ---
 
@@ -488,10 +489,9 @@ class Rank:
         if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR):
             self.main_raised = True
             self._updating = False
-            lock = self.waits.gates_lock
-            lock.asking = TRAINING
+            self.waits.gates_lock.asking = TRAINING
             self.gate.abandon()
-            lock.asking = ""
+            self.waits.gates_lock.asking = ""
             self.freed()
         self.put(ev.LocalFault(Cause(kind, (self.rank,), text), ""))
 

@@ -23,7 +23,7 @@ from tests.simulation.scheduler import Scheduler
 from ttp.controller import agent_link
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.fence import Fence
-from ttp.proto.messages import AgentHello, Beat, Downward, Exit, Successors, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Downward, Exit, KeepAlive, Successors, Upward, Vouch, WorkerExit
 
 COUNT = 3
 LEASE_S, BEAT_S, SLOWEST_S = 3.0, 0.2, 0.01
@@ -87,7 +87,7 @@ class Controller:
     def beat(self) -> None:
         if self.sends:
             for stream in self.streams:
-                stream.deliver(Beat())
+                stream.deliver(KeepAlive())
 
     # its faults
 

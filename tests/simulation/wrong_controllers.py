@@ -47,13 +47,13 @@ from ttp.proto.messages import (
     CauseKind,
     CommitRecord,
     Phase,
+    Progress,
     PublishOrder,
     RollForward,
     StateReport,
     StepFailed,
     Successors,
     Thaw,
-    Working,
 )
 
 Patch = pytest.MonkeyPatch
@@ -272,7 +272,7 @@ def one_ranks_disk_vetoes_the_directory(patch: Patch) -> None:
 def working_renews_nothing(patch: Patch) -> None:
     """Only an answer proves that an order is carried out."""
     for stage in (Rolling, Writing, Publishing):
-        patch.setitem(tables.TABLES[stage].on, Working, tables.noted)
+        patch.setitem(tables.TABLES[stage].on, Progress, tables.noted)
 
 
 def new_process_is_taken_for_the_old(patch: Patch) -> None:

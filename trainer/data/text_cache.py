@@ -56,9 +56,9 @@ def prepared(root: Path, tokenizer: Tokenizer, cache_dir: Path, column: str) -> 
     key = cache_key(root, tokenizer, column, cache_dir)
     home = cache_dir / key
     if not home.is_dir():
-        with _keeping(cache_dir), _turn(cache_dir / f"{key}.lock", f"preparing {root}") as said:
+        with _keeping(cache_dir), _turn(cache_dir / f"{key}.lock", f"preparing {root}") as progress:
             if not home.is_dir():
-                _prepare_into(home, root, tokenizer, column, said)
+                _prepare_into(home, root, tokenizer, column, progress)
     return IndexedTokens(home / "tokens")
 
 
@@ -100,10 +100,10 @@ def hash_files(root: Path, cache_dir: Path) -> dict[str, tuple[int, str]]:
         lock = home.with_suffix(".lock")
         # A cache that may only be read, or is another user's, is one, too.
         turn = _turn(lock, what) if os.access(lock if lock.exists() else cache_dir, os.W_OK) else _alone(what)
-        with _keeping(cache_dir), turn as said:
+        with _keeping(cache_dir), turn as progress:
             known = _noted(home, files, asked_ns)
             if len(known) < len(files):
-                known |= _hash_all({name: path for name, path in files.items() if name not in known}, said)
+                known |= _hash_all({name: path for name, path in files.items() if name not in known}, progress)
                 _note(home, known)
     return {name: (entry[0], entry[4]) for name, entry in known.items()}
 
@@ -135,7 +135,7 @@ def _note(home: Path, known: Mapping[str, list[Any]]) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def _hash_all(files: Mapping[str, Path], said: Progress) -> dict[str, list[Any]]:
+def _hash_all(files: Mapping[str, Path], progress: Progress) -> dict[str, list[Any]]:
     total, done = sum(_identity(path)[0] for path in files.values()), 0
     found: dict[str, list[Any]] = {}
     for name, path in files.items():
@@ -143,7 +143,7 @@ def _hash_all(files: Mapping[str, Path], said: Progress) -> dict[str, list[Any]]
         for block in _blocks(path):
             digest.update(block)
             done += len(block)
-            said(min(1.0, done / max(total, 1)))
+            progress(min(1.0, done / max(total, 1)))
         found[name] = [*identity, began_ns, digest.hexdigest()]
     return found
 
@@ -177,7 +177,7 @@ def _content_files(root: Path) -> list[Path]:
 # --- preparing ---
 
 
-def _prepare_into(home: Path, root: Path, tokenizer: Tokenizer, column: str, said: Progress) -> None:
+def _prepare_into(home: Path, root: Path, tokenizer: Tokenizer, column: str, progress: Progress) -> None:
     for left in home.parent.glob(f"{home.name}_tmp_*"):
         if _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -185,7 +185,7 @@ def _prepare_into(home: Path, root: Path, tokenizer: Tokenizer, column: str, sai
     unfinished.mkdir()
     log.info("preparing %s with the tokenizer %s, kept in %s", root, tokenizer.name, home)
     try:
-        count = prepare.write_tokens(unfinished / "tokens", root, tokenizer, column, said)
+        count = prepare.write_tokens(unfinished / "tokens", root, tokenizer, column, progress)
         with contextlib.suppress(OSError):  # another process was faster: its files are the same
             unfinished.rename(home)
         if not home.is_dir():
@@ -250,7 +250,7 @@ def _turn(path: Path, what: str) -> Iterator[Progress]:
                 break
         own, noted = _tenths(what), -1.0
 
-        def said(share: float) -> None:
+        def progress(share: float) -> None:
             nonlocal noted
             own(share)
             if locked and share >= noted + 0.001:
@@ -259,7 +259,7 @@ def _turn(path: Path, what: str) -> Iterator[Progress]:
                     file.truncate(0)
                     file.write(f"{share:.3f}".encode())
 
-        yield said
+        yield progress
 
 
 @contextlib.contextmanager

@@ -182,10 +182,10 @@ def _letter(byte: int) -> str:
 def _named_end(folder: Path) -> str | None:
     """Return the end-of-text token that a folder's tokenizer_config.json names."""
     try:
-        said = read_json(folder / "tokenizer_config.json").get("eos_token")
+        named = read_json(folder / "tokenizer_config.json").get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    token = said.get("content") if isinstance(said, dict) else said
+    token = named.get("content") if isinstance(named, dict) else named
     return token if isinstance(token, str) else None
 
 

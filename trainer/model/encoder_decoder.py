@@ -98,8 +98,8 @@ class EncoderDecoder(Transformer):
             return x
         return y if self.stage.stop_layer == config.num_layers else (x, y)
 
-    def _embed(self, words: nn.Embedding, positions: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
-        x = words(tokens) + positions(torch.arange(tokens.shape[1], device=tokens.device))
+    def _embed(self, embedding: nn.Embedding, positions: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+        x = embedding(tokens) + positions(torch.arange(tokens.shape[1], device=tokens.device))
         return F.dropout(x, self.config.embedding_dropout, self.training)
 
 

@@ -34,14 +34,14 @@ def open_trained(path: str) -> Trained:
     root = Path(path)
     below = root / "checkpoints"
     checkpoint = ttp.open_checkpoint(below if below.is_dir() else root)
-    said = checkpoint.layout.get("model_config")
+    saved = checkpoint.layout.get("model_config")
     known = {field.name for field in fields(ModelConfig)}
-    if not isinstance(said, dict) or not said.keys() <= known:
+    if not isinstance(saved, dict) or not saved.keys() <= known:
         raise CheckpointMismatch(
             f"{checkpoint.path}: its layout has no model_config that this trainer knows: it was written by another trainer"
         )
     try:
-        config = ModelConfig(**said)
+        config = ModelConfig(**saved)
     except (ConfigError, TypeError) as exc:
         raise CheckpointMismatch(f"{checkpoint.path}: its model_config is none of this trainer's: {exc}") from None
     tokenizer = checkpoint.layout.get("tokenizer")

@@ -149,10 +149,10 @@ def _plan_of_encoder_decoder(model: EncoderDecoder) -> dict[str, ParallelStyle]:
     """Embeddings are whole on every rank with `vocab_emb_dp`, positions always: there are few. The layers share the memory as a DTensor:
     their gradients of it are added first, and reduced once."""
     whole = model.config.vocab_emb_dp
-    words = Copied() if whole else RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    embedding = Copied() if whole else RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     return {
-        "embedding": words,
-        "target_embedding": words,
+        "embedding": embedding,
+        "target_embedding": embedding,
         "positions": Copied(),
         "target_positions": Copied(),
         "encoder_norm": Copied(),

@@ -93,12 +93,12 @@ def search(
         else:
             found.append(Proposal(layout, plan, step_seconds(plan, machine)))
     if not found:
-        why = (
+        reason = (
             f"the smallest of {len(too_large)} layouts needs {gib(min(too_large))} a rank, the limit is {gib(memory or 0)}. Take more ranks"
             if too_large
             else f"none shares {sequences} sequences of a step, in micro-batches of {data.batch_size}. Change --global-batch"
         )
-        raise ConfigError(f"--search: found no layout of {world_size} ranks: {why}")
+        raise ConfigError(f"--search: found no layout of {world_size} ranks: {reason}")
     return SearchResult(tuple(sorted(found, key=order)), sequences, len(too_large))
 
 

@@ -49,8 +49,8 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. argparse itself exits with 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    own, command = _split(words)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own, command = _split(arguments)
     args = parser().parse_args(own)
     console = open_console()
     try:
@@ -81,12 +81,12 @@ def _do(console: Console, args: argparse.Namespace, command: Sequence[str], pati
             return _draw(console, args)
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Part the harness's own words from the job's, at the first `--`."""
-    if "--" not in words:
-        return list(words), []
-    place = list(words).index("--")
-    return list(words[:place]), list(words[place + 1 :])
+    if "--" not in arguments:
+        return list(arguments), []
+    place = list(arguments).index("--")
+    return list(arguments[:place]), list(arguments[place + 1 :])
 
 
 def parser() -> argparse.ArgumentParser:

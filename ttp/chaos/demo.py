@@ -162,9 +162,9 @@ def _report(
     plot: str,
 ) -> int:
     table = Table("since the kill", "ms", title=f"The fault: SIGKILL of rank {kill.rank}")
-    for stage, words in STAGE_WORDS.items():
+    for stage, label in STAGE_WORDS.items():
         value = getattr(line, stage)
-        table.add_row(words, "-" if value is None else f"{value:,.0f}")
+        table.add_row(label, "-" if value is None else f"{value:,.0f}")
     console.print(table)
     if line.refused:
         console.print(f"no checkpoint: {line.refused}")

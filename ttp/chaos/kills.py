@@ -143,9 +143,9 @@ def _report(
     for number, entry in enumerate(survived, 1):
         line = entry.timeline
         times = [line.death_seen, line.frozen, line.published, line.first_new_step]
-        words = ["-" if t is None else f"{t:,.0f} ms" for t in times]
+        columns = ["-" if t is None else f"{t:,.0f} ms" for t in times]
         cell = f"{entry.lost} (+{entry.alone})" if entry.alone else str(entry.lost)
-        table.add_row(*map(str, (number, entry.kill.rank, entry.kill.after_step, line.step)), cell, *words)
+        table.add_row(*map(str, (number, entry.kill.rank, entry.kill.after_step, line.step)), cell, *columns)
     console.print(table)
     for difference in same.differences[:20]:
         console.print(f"[red]difference[/]: {difference}")

@@ -300,10 +300,10 @@ def table(lines: Sequence[dict[str, Any]], *, nodes: bool = False) -> str:
         outcomes: dict[str, int] = {}
         for line in mine:
             outcomes[line["outcome"]] = outcomes.get(line["outcome"], 0) + 1
-        words = ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items())) or "-"
+        counts = ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items())) or "-"
         times = sorted(line["stages_ms"]["first_new_step"] for line in mine if "first_new_step" in line["stages_ms"])
         again = f"{times[len(times) // 2] / 1e3:.1f}" if times else "-"
-        rows.append(f"| {kind} | {count} | {run} | {injections} | {words} | {wrong} | {again} |")
+        rows.append(f"| {kind} | {count} | {run} | {injections} | {counts} | {wrong} | {again} |")
         total = [total[0] + count, total[1] + run, total[2] + injections, total[3] + wrong]
     rows.append(f"| **all** | {total[0]} | {total[1]} | {total[2]} | | {total[3]} | |")
     return "\n".join(rows)

@@ -236,6 +236,6 @@ def tft_pause_train(cur_step: int) -> None:
     """Nothing to do: training pauses at a step only where a cluster manager has asked for it."""
 
 
-def _not_done(name: str, why: str) -> int:
-    show(logging.WARNING, f"{name} returned 1: {why}. A fault ends in a dying-gasp checkpoint and a restart")
+def _not_done(name: str, reason: str) -> int:
+    show(logging.WARNING, f"{name} returned 1: {reason}. A fault ends in a dying-gasp checkpoint and a restart")
     return FAILED

@@ -94,7 +94,7 @@ class JobDirectories:
         gathered = exchange_json([refusal, self._mine.mark, self._mine.failing], self._device)
         refusal = next((text for text, _, _ in gathered if text), "")
         _, mark, unclaimed = gathered[self.store.leader]
-        failing = {directory: Failure(why, full=False) for directory, why in unclaimed.items()}
+        failing = {directory: Failure(reason, full=False) for directory, reason in unclaimed.items()}
         try:
             for directory in () if refusal else self.named:
                 if directory not in failing:
@@ -112,19 +112,17 @@ class JobDirectories:
         if refusals[0]:
             self.release()
             raise NotWritable(refusals[0])
-        for directory, why in reasons.items() if self._rank == 0 else ():
-            until = (
-                "room is looked for at every save" if directory in used else "it is left alone until the next attempt"
-            )
-            show(logging.WARNING, f"continuing without a directory: {why}; {until}")
+        for directory, reason in reasons.items() if self._rank == 0 else ():
+            until = "room is looked for at every save" if directory in used else "it is left alone until the next start"
+            show(logging.WARNING, f"continuing without a directory: {reason}; {until}")
         return used, serving
 
     def _found_failing(self, directory: str) -> dict[str, Failure]:
         try:
             probe_writable(directory)
         except NotWritable as error:
-            why = error.__cause__
-            full = isinstance(why, OSError) and why.errno in NO_ROOM
+            cause = error.__cause__
+            full = isinstance(cause, OSError) and cause.errno in NO_ROOM
             return {directory: Failure(f"rank {self._rank}: {error}", full)}
         return {}
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, StateReport, Thaw, Working
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, Progress, StateReport, Thaw
 
 from ..facts.events import Effect, Fields, Journal, Send
 from ..facts.incident import asked
@@ -206,7 +206,7 @@ def take_report(state: StateAt[Faulted], report: StateReport, out: list[Effect])
 
 
 def extend_update_deadline(
-    state: StateAt[Freezing], message: Working, now: float, out: list[Effect]
+    state: StateAt[Freezing], message: Progress, now: float, out: list[Effect]
 ) -> ControllerState:
     """A rank that is waited for progresses in its update: extend its deadline, within the fault's total.
 

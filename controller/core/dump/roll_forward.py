@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import RolledForward, RollForward, StateReport, StepFailed, Working
+from ttp.proto.messages import Progress, RolledForward, RollForward, StateReport, StepFailed
 
 from ..facts.coverage import Group, named
 from ..facts.decision import Decision, Refusal, decide
@@ -188,7 +188,7 @@ def rolled(state: StateAt[Rolling], answer: RolledForward, now: float, out: list
     return _answered(state, rank, now)
 
 
-def note_progress(state: StateAt[Ordered], message: Working, now: float, out: list[Effect]) -> ControllerState:
+def note_progress(state: StateAt[Ordered], message: Progress, now: float, out: list[Effect]) -> ControllerState:
     """A rank that owes an answer reports progress: the wait for all answers starts again, within the fault's total."""
     dump, rank = state.at.dump, message.rank
     if not (dump.rolling[rank] or dump.work[rank].orders or rank in dump.publishers):

@@ -8,13 +8,13 @@ what an answer means.
 from __future__ import annotations
 
 from ttp.errors import ProtocolError
-from ttp.proto.messages import Published, RolledForward, StateReport, StepFailed, Upward, Working, Written
+from ttp.proto.messages import Progress, Published, RolledForward, StateReport, StepFailed, Upward, Written
 
 from .state import ControllerState, Dump, Freezing, Ordered, Over
 
-Answer = StateReport | Working | RolledForward | Written | Published | StepFailed
+Answer = StateReport | Progress | RolledForward | Written | Published | StepFailed
 _TO_ORDERS = (RolledForward, Written, Published, StepFailed)
-_NUMBERED = (StateReport, Working, *_TO_ORDERS)
+_NUMBERED = (StateReport, Progress, *_TO_ORDERS)
 
 
 def is_late(state: ControllerState, message: object) -> bool:

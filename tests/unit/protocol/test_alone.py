@@ -22,7 +22,6 @@ from ttp.processor.core.events import (
 from ttp.processor.core.machine import initial
 from ttp.processor.core.state import LinkState, RankMode
 from ttp.proto.messages import (
-    Beat,
     Cause,
     CauseKind,
     Exit,
@@ -30,6 +29,7 @@ from ttp.proto.messages import (
     Finished,
     Freeze,
     Heartbeat,
+    KeepAlive,
     Phase,
     Thaw,
     Welcome,
@@ -307,7 +307,7 @@ def test_a_sign_of_life_prolongs_the_lease() -> None:
     rank.receive(WELCOME)
     for _ in range(10):
         rank.tick(after=1.0)
-        rank.receive(Beat())
+        rank.receive(KeepAlive())
         assert rank.state.link is LinkState.UP
     rank.receive(Freeze(1, CAUSE), after=1.0)
     assert rank.state.received_s == rank.now

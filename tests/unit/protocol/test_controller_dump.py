@@ -17,13 +17,13 @@ from ttp.proto.messages import (
     Freeze,
     Part,
     Phase,
+    Progress,
     Published,
     PublishOrder,
     RolledForward,
     RollForward,
     StepFailed,
     Thaw,
-    Working,
     WriteOrder,
 )
 
@@ -149,11 +149,11 @@ def test_an_update_is_not_waited_for_longer_than_the_progress_timeout() -> None:
 
 
 def test_an_update_that_progresses_is_waited_for_within_the_total() -> None:
-    """`Working` is worth as much for an update as for an order."""
+    """`Progress` is worth as much for an update as for an order."""
     job = stuck_alone()
     for _ in range(4):
         job.wait(25.0)
-        job.say(Working(1, 1))
+        job.say(Progress(1, 1))
     assert job.at(Stage.FREEZING)
     job.wait(21.0)
     assert "the update of rank 1 had not ended" in job.logged("refused")[0]["reason"]
@@ -165,7 +165,7 @@ def test_a_rank_that_still_rolls_forward_for_an_earlier_round_is_waited_for_whil
     job.all_report(7, READY, ranks=(0, 2))
     for _ in range(3):
         job.wait(8.0)
-        job.say(Working(1, 1))
+        job.say(Progress(1, 1))
     assert job.at(Stage.FREEZING)
     job.say(report(1, 1, DONE, 7, records=[7]))
     assert job.logged("decided")[0]["step"] == 7
@@ -452,9 +452,9 @@ def test_a_writer_whose_work_progresses_is_waited_for_beyond_the_progress_timeou
     orders = job.orders()
     for _ in range(4):
         job.wait(20.0)
-        job.say(*(Working(rank, job.state.freeze_id) for rank in orders))
+        job.say(*(Progress(rank, job.state.freeze_id) for rank in orders))
     assert job.at(Stage.WRITING) and not job.logged("stuck")
-    job.say(*(Working(rank, job.state.freeze_id - 1) for rank in orders))  # of an earlier round: proves nothing
+    job.say(*(Progress(rank, job.state.freeze_id - 1) for rank in orders))  # of an earlier round: proves nothing
     job.wait(30.5)
     assert job.logged("stuck")
 
@@ -466,5 +466,5 @@ def test_a_rank_that_owes_nothing_cannot_prolong_the_wait() -> None:
     job.say(job.written(first, orders[first]))
     for _ in range(2):
         job.wait(16.0)
-        job.say(Working(first, job.state.freeze_id))
+        job.say(Progress(first, job.state.freeze_id))
     assert job.logged("stuck")

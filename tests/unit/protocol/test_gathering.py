@@ -17,9 +17,9 @@ from ttp.proto.messages import (
     Freeze,
     Heartbeat,
     Phase,
+    Progress,
     Thaw,
     Welcome,
-    Working,
 )
 
 COMPUTE, READY, DONE = Phase.COMPUTE, Phase.READY, Phase.DONE
@@ -221,7 +221,7 @@ def test_a_rank_that_still_rolls_forward_for_the_lost_controller_is_waited_for_w
     job.all_report(7, READY, ranks=(0, 2, 3))
     for _ in range(3):
         job.wait(8.0)
-        job.say(Working(1, number))
+        job.say(Progress(1, number))
     assert job.at(Stage.FREEZING)
     job.say(report(1, number, DONE, 7, records=[7], final=True))
     assert job.logged("decided")[0]["step"] == 7

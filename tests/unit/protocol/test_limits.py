@@ -25,6 +25,7 @@ from ttp.proto.messages import (
     Heartbeat,
     Part,
     Phase,
+    Progress,
     Published,
     PublishOrder,
     Registration,
@@ -37,7 +38,6 @@ from ttp.proto.messages import (
     Thaw,
     Welcome,
     WorkerExit,
-    Working,
     WriteOrder,
     Written,
 )
@@ -68,7 +68,7 @@ UPWARD: list[Any] = [
     Written(1, 1, "t", (), ShareResult((FileEntry("x", 1, "", 9),))),
     Published(1, 1, 2**62, "/a"),
     StepFailed(1, 2**60, "write", "t", "x", ()),
-    Working(1, -2),
+    Progress(1, -2),
 ]  # fmt: skip
 DOWNWARD: list[Any] = [
     Welcome(1, 3, 0.0, 3.0, ""),

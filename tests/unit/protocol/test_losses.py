@@ -18,11 +18,11 @@ from ttp.proto.messages import (
     Freeze,
     Part,
     Phase,
+    Progress,
     Published,
     RolledForward,
     RollForward,
     StepFailed,
-    Working,
     Written,
 )
 
@@ -78,7 +78,7 @@ def test_a_failure_counts_in_its_own_stage_only() -> None:
 def test_a_rank_whose_roll_forward_progresses_is_waited_for() -> None:
     job = rolling(progress_timeout_s=5.0)
     job.wait(4.0)
-    job.say(Working(3, 1))
+    job.say(Progress(3, 1))
     job.wait(4.0)
     assert not job.logged("stuck")
     job.say(RolledForward(0, 1, 7))
@@ -195,7 +195,7 @@ def test_a_stuck_ranks_work_does_not_prolong_the_wait_for_the_others() -> None:
     job.say(job.written(1, orders[1]), job.written(2, orders[2]))
     job.wait(31.0)
     job.wait(20.0)
-    job.say(Working(0, 1))
+    job.say(Progress(0, 1))
     job.wait(11.0)
     assert len(job.logged("stuck")) == 2
 
@@ -372,7 +372,7 @@ def test_publishers_have_their_whole_time_from_the_order_on() -> None:
     assert job.publish_order()[0] == 1
     job.wait(29.0)
     assert not job.logged("stuck")
-    job.say(Working(1, 1))
+    job.say(Progress(1, 1))
     job.wait(29.0)
     assert not job.logged("stuck")
     job.wait(1.1)

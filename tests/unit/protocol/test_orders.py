@@ -26,16 +26,16 @@ from ttp.processor.core.events import (
 )
 from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
-    Beat,
     Freeze,
+    KeepAlive,
     Phase,
+    Progress,
     Published,
     RolledForward,
     RollForward,
     StateReport,
     StepFailed,
     Thaw,
-    Working,
     Written,
 )
 
@@ -48,11 +48,11 @@ def frozen(**changed: Any) -> ProcessorBench:
     return rank
 
 
-def working(rank: ProcessorBench, work_done: int) -> list[Working]:
+def working(rank: ProcessorBench, work_done: int) -> list[Progress]:
     """Take the next heartbeat's tick, and return what the rank reports of its work."""
-    rank.receive(Beat())
+    rank.receive(KeepAlive())
     rank.take(Tick(Phase.READY, 5, work_done=work_done), after=1.0)
-    return rank.said(Working)
+    return rank.said(Progress)
 
 
 # --- one order, one answer ---
@@ -221,7 +221,7 @@ def test_a_thaw_ends_what_was_known_of_the_freeze() -> None:
     rank.freeze(2, Phase.UPDATING, closed=False)
     (reported,) = rank.said(StateReport)
     assert not reported.final and not reported.closed
-    assert working(rank, 3) == [Working(1, 2)], "the update progresses"
+    assert working(rank, 3) == [Progress(1, 2)], "the update progresses"
     for step in (4, 5):
         rank.roll(2, step)
         assert rank.said(StepFailed) and not only(rank.effects, ApplyUpdate), "it was at 4, behind the first freeze"
@@ -250,7 +250,7 @@ def test_a_rank_that_rolls_forward_reports_its_progress() -> None:
     rank.freeze()
     assert working(rank, 1) == []
     rank.roll()
-    assert working(rank, 2) == [Working(1, 1)]
+    assert working(rank, 2) == [Progress(1, 1)]
     rank.take(RollForwardDone(1, 5))
     assert working(rank, 3) == []
 
@@ -263,7 +263,7 @@ def test_a_rank_reports_progress_until_the_last_of_its_orders_is_answered() -> N
     rank.receive(first)
     rank.receive(second)
     rank.take(WriteDone(first, share(1)))
-    assert working(rank, 1) == [Working(1, 1)]
+    assert working(rank, 1) == [Progress(1, 1)]
     rank.take(WorkFailed(1, "write", TMP, "no space"))
     assert working(rank, 2) == []
 
@@ -276,7 +276,7 @@ def test_work_counts_from_the_last_heartbeat_on() -> None:
     rank.freeze()
     rank.receive(write_order())
     assert working(rank, 50) == []
-    assert working(rank, 51) == [Working(1, 1)]
+    assert working(rank, 51) == [Progress(1, 1)]
 
 
 # --- work that outlives its freeze ---

@@ -11,7 +11,7 @@ from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.core import machine
 from ttp.controller.core.facts.events import Tick
 from ttp.controller.core.facts.state import Stage
-from ttp.proto.messages import CauseKind, Phase, Published, PublishOrder, RolledForward, Working
+from ttp.proto.messages import CauseKind, Phase, Progress, Published, PublishOrder, RolledForward
 
 READY, DONE, COMPUTE = Phase.READY, Phase.DONE, Phase.COMPUTE
 TOTAL_S = 120.0
@@ -24,7 +24,7 @@ def works(job: ControllerBench, seconds: float, *ranks: int) -> None:
         job.wait(min(4.0, until - job.now))
         for rank in ranks:
             if job.state.stage in (Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING):
-                job.say(Working(rank, job.state.freeze_id))
+                job.say(Progress(rank, job.state.freeze_id))
 
 
 def rolling() -> ControllerBench:

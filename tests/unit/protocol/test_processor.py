@@ -29,7 +29,6 @@ from ttp.processor.core.events import (
 )
 from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
-    Beat,
     Cause,
     CauseKind,
     Dismiss,
@@ -38,8 +37,10 @@ from ttp.proto.messages import (
     Finished,
     Freeze,
     Heartbeat,
+    KeepAlive,
     Part,
     Phase,
+    Progress,
     Published,
     PublishOrder,
     Registration,
@@ -48,7 +49,6 @@ from ttp.proto.messages import (
     StateReport,
     StepFailed,
     Welcome,
-    Working,
     WriteOrder,
     Written,
 )
@@ -96,17 +96,17 @@ def test_a_rank_reports_progress_only_while_its_work_progresses_and_an_order_is_
     rank.receive(WELCOME)
     order = write_order()
 
-    def said_at(work_done: int) -> list[Working]:
-        rank.receive(Beat())
+    def said_at(work_done: int) -> list[Progress]:
+        rank.receive(KeepAlive())
         rank.take(Tick(Phase.COMPUTE, 1, work_done=work_done), after=1.0)
-        return rank.said(Working)
+        return rank.said(Progress)
 
     assert said_at(10) == [], "nothing was ordered: a periodic save"
     rank.freeze(phase=Phase.DONE)
     rank.receive(order)
-    assert said_at(20) == [Working(1, 1)]
+    assert said_at(20) == [Progress(1, 1)]
     assert said_at(20) == [], "the disk hangs"
-    assert said_at(30) == [Working(1, 1)]
+    assert said_at(30) == [Progress(1, 1)]
     rank.take(WriteDone(order, share(1)))
     assert said_at(40) == [], "it was answered"
     rank.receive(write_order(index=1))
@@ -120,11 +120,11 @@ def test_a_rank_whose_update_outlasts_the_freeze_reports_progress_and_its_end() 
     rank.freeze(phase=Phase.UPDATING, closed=False)
     assert [reported.closed for reported in rank.said(StateReport)] == [False]
     rank.take(Tick(Phase.UPDATING, 5, work_done=3), after=1.0)
-    assert rank.said(Working) == [Working(1, 1)]
+    assert rank.said(Progress) == [Progress(1, 1)]
     rank.take(GateClosed(report(1, 1, Phase.DONE, 5)))
     assert [(reported.closed, reported.state_step) for reported in rank.said(StateReport)] == [(True, 5)]
     rank.take(Tick(Phase.DONE, 5, work_done=4), after=1.0)
-    assert not rank.said(Working), "the update has ended"
+    assert not rank.said(Progress), "the update has ended"
 
 
 def test_a_lost_stream_is_tried_again_after_a_pause() -> None:

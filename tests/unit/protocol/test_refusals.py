@@ -21,6 +21,7 @@ from ttp.proto.messages import (
     Exit,
     Part,
     Phase,
+    Progress,
     Published,
     PublishOrder,
     RolledForward,
@@ -28,7 +29,6 @@ from ttp.proto.messages import (
     StateReport,
     StepFailed,
     Upward,
-    Working,
     WriteOrder,
     Written,
 )
@@ -70,7 +70,7 @@ UNASKED: dict[str, tuple[Callable[[], ControllerBench], tuple[Any, ...]]] = {
         being_published,
         (Published(1, 1, 6, "/a/x"), Published(0, 1, 7, "/a/x"), StepFailed(0, 1, "sweep", TMP, ""), StepFailed(1, 1, "publish", TMP, "")),
     ),
-    "another freeze": (freezing, (report(0, 2, Phase.COMPUTE, 1), RolledForward(0, 7, 6), Working(0, 2))),
+    "another freeze": (freezing, (report(0, 2, Phase.COMPUTE, 1), RolledForward(0, 7, 6), Progress(0, 2))),
 }  # fmt: skip
 
 

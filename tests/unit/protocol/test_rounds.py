@@ -18,12 +18,12 @@ from ttp.proto.messages import (
     Freeze,
     Heartbeat,
     Phase,
+    Progress,
     Published,
     RolledForward,
     RollForward,
     StateReport,
     StepFailed,
-    Working,
 )
 
 READY, DONE, COMPUTE, UPDATING = Phase.READY, Phase.DONE, Phase.COMPUTE, Phase.UPDATING
@@ -276,7 +276,7 @@ def test_a_rank_that_progresses_is_waited_for_half_the_total_at_most() -> None:
     job.all_report(7, READY, ranks=(0, 3))
     for _ in range(7):
         job.wait(8.0)
-        job.say(Working(1, 1))
+        job.say(Progress(1, 1))
     assert job.at(Stage.FREEZING) and job.now == 56.0
     job.wait(4.1)
     assert job.logged("decided")[0]["able"] == (0, 3)
@@ -291,7 +291,7 @@ def test_a_stuck_ranks_work_does_not_prolong_the_round() -> None:
     fault_before = job.state.fault
     assert fault_before is not None and fault_before.stuck == {0}
     job.wait(10.0)
-    job.say(Working(0, 2))
+    job.say(Progress(0, 2))
     assert job.state.fault is not None and job.state.fault.round_deadline == fault_before.round_deadline
 
 

@@ -16,12 +16,12 @@ from ttp.proto.messages import (
     CauseKind,
     FaultReport,
     Phase,
+    Progress,
     Published,
     RolledForward,
     StepFailed,
     Thaw,
     Upward,
-    Working,
     Written,
 )
 
@@ -67,7 +67,7 @@ def test_work_for_an_earlier_freeze_does_not_prolong_the_wait_for_answers() -> N
     """Rank 0 reports at 20 s that another freeze's work progresses; 30 s after the orders all that owe something are stuck."""
     job = dying()
     job.wait(20.0)
-    job.say(*(Working(rank, EARLIER) for rank in range(3)))
+    job.say(*(Progress(rank, EARLIER) for rank in range(3)))
     job.wait(10.1)
     assert job.logged("stuck")[0]["ranks"] == (0, 1, 2)
 
@@ -78,7 +78,7 @@ def test_work_for_an_earlier_freeze_does_not_prolong_a_round() -> None:
     job.say(killed(3))
     job.all_report(7, READY, ranks=(0, 2))
     job.wait(8.0)
-    job.say(Working(1, EARLIER))
+    job.say(Progress(1, EARLIER))
     job.wait(2.1)
     assert job.logged("frozen")[0]["silent"] == (1,)
 

@@ -8,7 +8,7 @@ from tests.unit.protocol.bench import ProcessorBench, only, registration
 from ttp.processor.core.events import Connect, Connected, Disconnected, ProcessorSettings
 from ttp.processor.core.machine import initial
 from ttp.processor.core.state import LinkState
-from ttp.proto.messages import Beat, Heartbeat, Registration, Welcome
+from ttp.proto.messages import Heartbeat, KeepAlive, Registration, Welcome
 
 LEASE_S = 3.0
 WELCOME = Welcome(1, 1, 1.0, LEASE_S, "any 1 of 4 ranks", ("c1", "c2"), 2)
@@ -68,7 +68,7 @@ def test_before_a_new_round_through_the_list_there_is_a_pause() -> None:
 def test_a_stream_that_broke_is_opened_to_the_same_controller_for_a_lease() -> None:
     bench = rank()
     bench.now = 1.0
-    bench.receive(Beat())
+    bench.receive(KeepAlive())
     bench.take(Disconnected("broke"))
     for _ in range(9):
         bench.tick(after=0.3)
@@ -85,7 +85,7 @@ def test_a_silent_controller_is_left_after_a_lease() -> None:
     bench = rank()
     for _ in range(5):
         bench.tick(after=1.0)
-        bench.receive(Beat())
+        bench.receive(KeepAlive())
     for _ in range(5):
         bench.tick(after=0.5)
         assert tried(bench) == []
@@ -127,7 +127,7 @@ def test_a_rank_that_knows_one_controller_waits_for_its_answer_as_long_as_the_dr
 
 def test_a_rank_that_was_stopped_itself_does_not_blame_the_controller() -> None:
     bench = rank()
-    bench.receive(Beat(), after=1.0)
+    bench.receive(KeepAlive(), after=1.0)
     bench.tick(after=60.0)
     assert tried(bench) == [] and bench.state.link is LinkState.UP
 

@@ -36,7 +36,7 @@ def test_what_the_controllers_table_leaves_out() -> None:
     absent = {(s.name.value, k.__name__) for s in STAGES for k in controller_kinds() - TABLES[s].on.keys()}
     answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
     beats = {m.Heartbeat, controller_events.HeartbeatBatch}
-    later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Working, m.StandbyReport}
+    later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Progress, m.StandbyReport}
     assert absent == {
         *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, *beats)),
         *(("running", kind.__name__) for kind in answers),

@@ -13,7 +13,7 @@ from tests.unit.protocol.test_takeover import LEASE_S, coming, standby
 from ttp.controller.core.facts.events import Tick
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.core.machine import next_deadline
-from ttp.proto.messages import CauseKind, Finished, Phase, Working
+from ttp.proto.messages import CauseKind, Finished, Phase, Progress
 
 READY, DONE, COMPUTE = Phase.READY, Phase.DONE, Phase.COMPUTE
 PROGRESS_S = 30.0
@@ -58,7 +58,7 @@ def test_the_largest_share_decides_how_long_writers_are_waited_for(slow_disk: No
 def test_progress_never_shortens_the_wait_for_a_large_share(slow_disk: None) -> None:
     """A writer on a slow disk says at once that it has begun, and nothing until it is done."""
     job = large_and_small()
-    job.say(Working(0, 1), after=1.0)
+    job.say(Progress(0, 1), after=1.0)
     assert stuck_at(job) == pytest.approx(PROGRESS_S + SLOW_S, abs=1.0)
 
 

@@ -13,7 +13,7 @@ import pytest
 from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import AgentHello, Beat, Cause, CauseKind, Downward, Exit, Successors, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Cause, CauseKind, Downward, Exit, KeepAlive, Successors, Vouch, WorkerExit
 
 from .conftest import LONG_S, until
 
@@ -127,7 +127,7 @@ def test_what_a_stream_that_is_over_says_late_is_not_used(bench: Bench) -> None:
     assert not bench.line.attached and bench.line.sent_away_monotonic_s is None
     assert old.sent == [] and new.sent == []
     new.opens()
-    new.brings(Beat())
+    new.brings(KeepAlive())
     bench.line.stream_closed(old, "noticed late")  # type: ignore[arg-type]
     assert bench.line.attached
 
@@ -153,7 +153,7 @@ def test_a_new_stream_is_led_only_once_its_controller_has_said_something(bench: 
     second = bench.next()
     second.opens()
     assert not bench.line.attached
-    second.brings(Beat())
+    second.brings(KeepAlive())
     assert bench.line.attached
 
 
@@ -173,7 +173,7 @@ def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads
     since = bench.now
     for _ in range(2):
         bench.now += 0.5
-        stream.brings(Beat())
+        stream.brings(KeepAlive())
         stream.brings(SENT_AWAY)
         assert bench.line.sent_away_monotonic_s == since
         stream.breaks()
@@ -182,7 +182,7 @@ def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads
     stream.breaks()
     later = bench.next()
     later.opens(term=2)
-    later.brings(Beat())
+    later.brings(KeepAlive())
     assert bench.line.sent_away_monotonic_s is None
     later.breaks()
     assert bench.next().fence == 2

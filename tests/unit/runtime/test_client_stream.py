@@ -15,7 +15,7 @@ import pytest
 from ttp.proto import control_pb2 as pb
 from ttp.proto import stream as streams
 from ttp.proto.codec import DownwardParcel, encode_downward
-from ttp.proto.messages import Beat, Finished
+from ttp.proto.messages import Finished, KeepAlive
 from ttp.proto.stream import ControlStream
 
 from .conftest import LONG_S
@@ -70,7 +70,7 @@ def greeting(job_id: str = JOB, term: int = TERM) -> pb.DownwardEnvelope:
 
 
 def beat(term: int = TERM) -> pb.DownwardEnvelope:
-    return encode_downward(JOB, term, (0,), Beat())
+    return encode_downward(JOB, term, (0,), KeepAlive())
 
 
 class Caller:
@@ -129,7 +129,7 @@ def test_a_stream_is_open_with_the_greeting_and_carries_what_comes_until_its_end
     caller = Caller()
     stream = started(caller)
     call.comes(greeting(), beat(), beat(), None)
-    assert caller.at_the_end(stream) == ["opened", "Beat", "Beat", "closed"]
+    assert caller.at_the_end(stream) == ["opened", "KeepAlive", "KeepAlive", "closed"]
     assert caller.reason == "the controller ended the stream" and not stream.refused and stream.term == TERM
     assert list(call.requests) == [], "nothing waits to be sent any more"
 

@@ -34,7 +34,6 @@ from ttp.controller.handler import (
 from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.messages import (
     AgentHello,
-    Beat,
     Cause,
     CauseKind,
     Downward,
@@ -42,6 +41,7 @@ from ttp.proto.messages import (
     Finished,
     Freeze,
     Heartbeat,
+    KeepAlive,
     Phase,
     Published,
     Registration,
@@ -191,11 +191,11 @@ def test_every_stream_gets_one_beat_a_heartbeat(bench: Bench) -> None:
     ranks, agent = bench.comes(0, 1, 2), Link()
     bench.receives(agent, AgentHello("a", (0,), (100,)))
     bench.flushes(1.0)
-    assert ranks.done == agent.done == [[((), Beat())]]
+    assert ranks.done == agent.done == [[((), KeepAlive())]]
     bench.flushes(0.5)
-    assert ranks.done == agent.done == [[((), Beat())]]
+    assert ranks.done == agent.done == [[((), KeepAlive())]]
     bench.flushes(0.5)
-    assert ranks.done == agent.done == [[((), Beat())]] * 2
+    assert ranks.done == agent.done == [[((), KeepAlive())]] * 2
 
 
 def test_a_standby_that_no_rank_has_come_to_sends_no_beat(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from ttp.controller.handler import StreamEnded, StreamMessage
 from ttp.controller.server import ControlService, StreamLink
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import decode_parcels, encode_upward
-from ttp.proto.messages import Beat, Finished
+from ttp.proto.messages import Finished, KeepAlive
 
 JOB, TERM = "job", 5
 DENIED, FENCED, INVALID = (
@@ -72,7 +72,7 @@ class Stream:
                 case "garbles":
                     yield pb.UpwardEnvelope(job_id=JOB, term=TERM, messages=[pb.Upward()])
                 case "is sent":
-                    self.link.send([((rank,), Beat()) for rank in value])
+                    self.link.send([((rank,), KeepAlive()) for rank in value])
                 case "is refused":
                     for text in value:
                         self.link.reject(text)

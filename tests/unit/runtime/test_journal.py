@@ -24,6 +24,7 @@ from ttp.proto.messages import (
     FileEntry,
     Heartbeat,
     Phase,
+    Progress,
     Registration,
     ShardGroup,
     StateReport,
@@ -127,6 +128,8 @@ def test_a_type_has_the_name_that_journals_have_always_had() -> None:
     assert from_json({"$": "ttp.controller.events:Tick"}) == Tick()
     batch = HeartbeatBatch((Heartbeat(0, Phase.READY, 4),))
     assert to_json(batch)["$"] == "ttp.controller.events:Beats" and from_json(to_json(batch)) == batch
+    progress = Progress(1, 2)
+    assert to_json(progress)["$"] == "ttp.proto.messages:Working" and from_json(to_json(progress)) == progress
     file = FileEntry("f", 1, "xxh3_128:00", 0)
     fields = {"$": "ttp.proto.messages:FileEntry", "name": "f", "nbytes": 1, "sha256": "xxh3_128:00", "rank": 0}
     assert to_json(file) == fields and from_json(fields) == file

@@ -12,7 +12,7 @@ from ttp.controller.core.machine import initial, transition
 from ttp.controller.journal import Journal, set_aside_later
 from ttp.controller.replay import compare, main
 from ttp.errors import ProtocolError
-from ttp.proto.messages import Registration, ShardGroup, WorkerExit, Working
+from ttp.proto.messages import Progress, Registration, ShardGroup, WorkerExit
 
 SETTINGS = ControllerSettings(job_id="job", term=1, world_size=2)
 
@@ -39,7 +39,7 @@ def record(path: Path, events: list[Event], segment_bytes: int = 1 << 20) -> Non
 
 EVENTS: list[Event] = [
     *(Received(Registration(r, 2, "h", 10 + r, (ShardGroup("g", "all", 8),), 0, ("/x",), "{}")) for r in range(2)),
-    Received(Working(7, 1)),  # of no rank of this job: refused, and refused again
+    Received(Progress(7, 1)),  # of no rank of this job: refused, and refused again
     Tick(),
     Received(WorkerExit(1, 11, "signal SIGKILL", 0.0)),
 ]

@@ -20,6 +20,7 @@ from ttp.proto.messages import (
     Freeze,
     Heartbeat,
     Phase,
+    Progress,
     Published,
     PublishOrder,
     Registration,
@@ -29,7 +30,6 @@ from ttp.proto.messages import (
     Upward,
     Welcome,
     WorkerExit,
-    Working,
     WriteOrder,
     Written,
 )
@@ -189,7 +189,7 @@ def test_a_whole_fault_over_one_stream_that_carries_all_ranks(channel: grpc.Chan
     for rank, order in orders.items():
         assert isinstance(order, WriteOrder)
         result = ShareResult((FileEntry(f"r{rank}", 4, "00", rank),))
-        stream.say(Working(rank, order.freeze_id), Written(rank, order.freeze_id, order.tmp_name, order.parts, result))
+        stream.say(Progress(rank, order.freeze_id), Written(rank, order.freeze_id, order.tmp_name, order.parts, result))
     (publisher,), order = stream.next()
     assert isinstance(order, PublishOrder) and [f.name for r in order.results for f in r.files] == ["r0", "r2"]
     stream.say(Published(publisher, order.freeze_id, order.step, "/nowhere/iter_0000005"))

@@ -87,11 +87,11 @@ class LoaderStates:
             state if size <= limit else self._refuse(f"the loader's state has {size} bytes, expected at most {limit}")
         )
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, reason: str) -> None:
         if not self._warned:
             show(
                 logging.WARNING,
-                f"rank {self._rank}: the loader's state_dict() is not kept: {why}. A restart fetches the epoch's batches again from its first",
+                f"rank {self._rank}: the loader's state_dict() is not kept: {reason}. A restart fetches the epoch's batches again from its first",
             )
         self._warned = True
 

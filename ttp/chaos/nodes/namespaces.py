@@ -66,10 +66,10 @@ def why_not() -> str:
     if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not found: install iproute2 and util-linux"
     try:
-        with Nodes(1) as (node,), tempfile.TemporaryFile() as words:
-            if status := node.popen(["true"], output=words).wait():
-                words.seek(0)
-                raise NodesError(f"a program on a node ended with status {status}: {words.read().decode().strip()}")
+        with Nodes(1) as (node,), tempfile.TemporaryFile() as output:
+            if status := node.popen(["true"], output=output).wait():
+                output.seek(0)
+                raise NodesError(f"a program on a node ended with status {status}: {output.read().decode().strip()}")
     except (NodesError, OSError) as error:
         return f"the system does not allow network namespaces: {error}"
     return ""
@@ -202,10 +202,12 @@ class Node:
         )
         self._forwarder = forwarder
         assert forwarder.stdin is not None and forwarder.stdout is not None
-        if (said := forwarder.stdout.readline()) != b"made\n":
-            words = (said + forwarder.stdout.read()).decode(errors="replace").strip()
+        if (received := forwarder.stdout.readline()) != b"made\n":
+            output = (received + forwarder.stdout.read()).decode(errors="replace").strip()
             self.clear()
-            raise NodesError(f"{self.name}: no delay: the kernel has no netem, and frames cannot be forwarded: {words}")
+            raise NodesError(
+                f"{self.name}: no delay: the kernel has no netem, and frames cannot be forwarded: {output}"
+            )
         _ip("-n", self._switch, "link", "set", self._tap, "master", "bridge", "up")
         _ip("-n", self._switch, "link", "set", self._port, "nomaster")
         forwarder.stdin.write(b"go\n")
@@ -336,12 +338,12 @@ def _state_of(pid: int) -> str:
         return ""
 
 
-def _ip(*words: str) -> str:
-    return _run(["ip", *words])
+def _ip(*arguments: str) -> str:
+    return _run(["ip", *arguments])
 
 
-def _tc(namespace: str, *words: str) -> str:
-    return _run(["tc", "-n", namespace, *words])
+def _tc(namespace: str, *arguments: str) -> str:
+    return _run(["tc", "-n", namespace, *arguments])
 
 
 def _run(command: list[str]) -> str:

@@ -60,8 +60,8 @@ class Target:
         self.nodes = tuple(nodes)
         self.mark = f"ttp-chaos:{folder}"
         places = ",".join(f"{node.name}:{PORT}" for node in nodes)
-        words = {OUTPUT: str(folder), DISK: str(self.disk), "{nodes}": str(len(nodes)), "{endpoints}": places}
-        self.command = [_replaced(word, words) for word in _found(command)]
+        values = {OUTPUT: str(folder), DISK: str(self.disk), "{nodes}": str(len(nodes)), "{endpoints}": places}
+        self.command = [_replaced(word, values) for word in _found(command)]
         self.launches = 0
         """How often the whole command was started."""
         self.launchers: list[subprocess.Popen[bytes]] = []
@@ -193,7 +193,7 @@ def _found(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def _replaced(word: str, words: Mapping[str, str]) -> str:
-    for name, value in words.items():
+def _replaced(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
         word = word.replace(name, value)
     return word

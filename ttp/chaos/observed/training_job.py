@@ -230,9 +230,9 @@ def controllers_of(mark: str) -> dict[int, int]:
     """Return the pid of every controller that runs: 0 for the first of its attempt, i for the i-th standby."""
     found = {}
     for pid, command in marked(mark):
-        words = command.split()
-        if "ttp.controller" in words:
-            found[int(words[words.index("--standby") + 1]) if "--standby" in words else 0] = pid
+        arguments = command.split()
+        if "ttp.controller" in arguments:
+            found[int(arguments[arguments.index("--standby") + 1]) if "--standby" in arguments else 0] = pid
     return found
 
 

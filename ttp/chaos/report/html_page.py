@@ -79,11 +79,11 @@ def _memory(content: Values) -> list[str]:
     if "memory" not in content:  # an older result
         return []
     judged = [entry["growth_mib"] for entry in content["memory"] if entry["growth_mib"] is not None]
-    words = f"{len(judged)} of {len(content['memory'])} curves of a rank in an attempt are long enough to be judged"
-    words += f"; the most grows by {max(judged):,.1f} MiB in 1,000 steps" if judged else ""
+    sentence = f"{len(judged)} of {len(content['memory'])} curves of a rank in a start are long enough to be judged"
+    sentence += f"; the most grows by {max(judged):,.1f} MiB in 1,000 steps" if judged else ""
     return [
         "<h2>Memory of the ranks</h2>",
-        f"<p>What each process held for itself, without pages of files. {words}; limit {content['growth_mib']:g} MiB.</p>",
+        f"<p>What each process held for itself, without pages of files. {sentence}; limit {content['growth_mib']:g} MiB.</p>",
         memory_curves(content["memory"], content["incidents"], content["growth_mib"]),
     ]
 
@@ -92,13 +92,13 @@ def _head(content: Values) -> str:
     made = datetime.datetime.fromtimestamp(content["made_unix_s"]).astimezone().isoformat(" ", "minutes")
     good = content["good"]
     injections, skipped = content["fired"], content["not_reached"]
-    words = f"{'Held' if good else 'Violated'}: {content['faults']} faults, {injections} injections, {len(content['laps'])} runs"
-    words += f"; {skipped} did not happen" if skipped else ""
+    sentence = f"{'Held' if good else 'Violated'}: {content['faults']} faults, {injections} injections, {len(content['laps'])} runs"
+    sentence += f"; {skipped} did not happen" if skipped else ""
     soak = content["soak"]
     mode = f"; soak of {soak['duration_s']:,.0f} s at {soak['faults_per_hour']:g} faults an hour" if soak else ""
     return (
         f"<h1>{html.escape(str(content['name']))}</h1><p>{made}; seed {content['seed']}{mode}</p>"
-        f'<p class="banner {"good" if good else "bad"}">{html.escape(words)}</p>'
+        f'<p class="banner {"good" if good else "bad"}">{html.escape(sentence)}</p>'
         f"<p><code>{html.escape(shlex.join(content['command']))}</code></p>"
     )
 

@@ -44,9 +44,9 @@ def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
         if incident["firings"]:
             good = incident["outcome"] in incident["expected"]
             axes.axvline(incident["committed"], color="#2e4057" if good else "#d1495b", linewidth=0.8, alpha=0.7)
-            words = f"{incident['number']}" + "\n" * (incident["number"] % 3)  # neighbours at different heights
+            label = f"{incident['number']}" + "\n" * (incident["number"] % 3)  # neighbours at different heights
             axes.annotate(
-                words,
+                label,
                 (incident["committed"], 1.0),
                 xycoords=("data", "axes fraction"),
                 fontsize=7,
@@ -81,8 +81,8 @@ def time_lines(incidents: Sequence[Values]) -> str:
     axes.set_xscale("log")
     axes.set(xlabel="milliseconds since the fault; each colour ends where the stage was reached")
     handles = [_patch(COLOURS[stage]) for stage in STAGES]
-    words = [STAGE_WORDS[stage] for stage in STAGES]
-    figure.legend(handles, words, fontsize=7, loc="outside upper center", ncols=len(STAGES))
+    labels = [STAGE_WORDS[stage] for stage in STAGES]
+    figure.legend(handles, labels, fontsize=7, loc="outside upper center", ncols=len(STAGES))
     return _svg(figure)
 
 

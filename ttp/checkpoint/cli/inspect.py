@@ -34,7 +34,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     except CheckpointError as error:
         return invalid(given.path, str(error))
     written = _written(path, found)
-    trouble = written.trouble or judged(path).error
+    wrong = written.error or judged(path).error
     fields = {
         "path": str(path),
         "step": found.step,
@@ -60,11 +60,11 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
             }
             for key, spec in sorted(found.tensors.items())
         },
-        "error": trouble or None,
+        "error": wrong or None,
     }
     shown = [_summary(path, found), _writers(found, written), _files(found), _tensors(found, written)]
-    if trouble:
-        return Answer(Status.NO, fields, [*shown, f"[red]INVALID[/] {escape(trouble)}"])
+    if wrong:
+        return Answer(Status.NO, fields, [*shown, f"[red]INVALID[/] {escape(wrong)}"])
     return Answer(Status.YES, fields, shown)
 
 
@@ -76,7 +76,7 @@ class _Written:
     """Of each tensor: (rank, box)."""
     plain_values: frozenset[int]
     """Ranks that wrote some."""
-    trouble: str
+    error: str
     """What could not be read; empty: all was."""
 
     def ranks(self, key: str) -> list[int]:
@@ -87,23 +87,23 @@ class _Written:
 def _written(path: Path, found: Manifest) -> _Written:
     boxes: dict[str, list[tuple[int, TensorEntry]]] = {}
     plain_values = set()
-    trouble = ""
+    error = ""
     for file in found.files:
         if not file.name.endswith(".distcp") or (found.hosts and not (path / file.name).exists()):
             continue
         try:
             contents = read_contents(path, [ShareResult((file,))])
         except FileNotFoundError:
-            trouble = trouble or f"{path / file.name} is missing; rank {file.rank} wrote it"
+            error = error or f"{path / file.name} is missing; rank {file.rank} wrote it"
             continue
-        except CorruptCheckpoint as error:
-            trouble = trouble or str(error)
+        except CorruptCheckpoint as corrupt:
+            error = error or str(corrupt)
             continue
         for entry in contents.tensors:
             boxes.setdefault(entry.key, []).append((file.rank, entry))
         if contents.blobs:
             plain_values.add(file.rank)
-    return _Written(boxes, frozenset(plain_values), trouble)
+    return _Written(boxes, frozenset(plain_values), error)
 
 
 def _summary(path: Path, found: Manifest) -> Table:

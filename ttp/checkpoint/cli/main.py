@@ -74,13 +74,13 @@ def _check_folders(given: argparse.Namespace) -> None:
                 raise UsageError(f"{path} {what}: expected a checkpoint (iter_0000042) or a folder of checkpoints")
 
 
-def command_first(words: Sequence[str]) -> list[str]:
+def command_first(arguments: Sequence[str]) -> list[str]:
     """Return the command line with its command in front, where a folder was named before it."""
-    places = [place for place, word in enumerate(words) if not word.startswith("-")]
-    if len(places) < 2 or words[places[0]] in COMMANDS:
-        return list(words)
+    places = [place for place, word in enumerate(arguments) if not word.startswith("-")]
+    if len(places) < 2 or arguments[places[0]] in COMMANDS:
+        return list(arguments)
     command = places[1]
-    return [words[command], *words[:command], *words[command + 1 :]]
+    return [arguments[command], *arguments[:command], *arguments[command + 1 :]]
 
 
 def parser() -> argparse.ArgumentParser:

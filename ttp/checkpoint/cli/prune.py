@@ -72,9 +72,11 @@ def _table(plan: prune.Plan, *, parts: bool) -> Table:
         Column("step", justify="right"), Column("size", justify="right"), "what", Column("why", overflow="fold")
     )
     table.title, table.title_justify = escape(", ".join(map(str, plan.folders))), "left"
-    for step, what, why in sorted(rows, key=lambda row: -row[0].step):
+    for step, what, reason in sorted(rows, key=lambda row: -row[0].step):
         count = f" in {len(step.paths)} parts" if len(step.paths) > 1 else ""
-        table.add_row(str(step.step) if step.step else "", size_text(sum(map(size_of, step.paths))) + count, what, why)
+        table.add_row(
+            str(step.step) if step.step else "", size_text(sum(map(size_of, step.paths))) + count, what, reason
+        )
     for leftover in plan.unfinished:
         name = escape(leftover.path.name)
         table.add_row("", size_text(leftover.nbytes), "[red]goes[/]", f"{name}: {leftover.meaning}")

@@ -198,8 +198,8 @@ class _Search:
             altered |= broken
         for file in files:
             if not owners[file.name]:
-                why = altered.get(file.name, f"it is on none of the {len(self.nodes.leaders())} nodes that are here")
-                raise CorruptCheckpoint(f"{file.name}, which rank {file.rank} wrote, is missing: {why}")
+                reason = altered.get(file.name, f"it is on none of the {len(self.nodes.leaders())} nodes that are here")
+                raise CorruptCheckpoint(f"{file.name}, which rank {file.rank} wrote, is missing: {reason}")
         return {name: sorted(ranks) for name, ranks in owners.items()}
 
     def _contents(

@@ -234,10 +234,10 @@ class Watcher:
     def _answer(self, folder: Path, busy: bool) -> None:
         done = dict(self._done)
         work = self._save.work_done - self._own_bytes
-        now, said = time.monotonic(), (folder.name, busy, len(done))
-        if said == self._written and now - self._beat_at < _BEAT_S:
+        now, status = time.monotonic(), (folder.name, busy, len(done))
+        if status == self._written and now - self._beat_at < _BEAT_S:
             return
-        self._beats, self._beat_at, self._written = self._beats + 1, now, said
+        self._beats, self._beat_at, self._written = self._beats + 1, now, status
         answer = {"beat": self._beats, "busy": busy, "work": work, "done": done}
         nbytes = _replace(folder / f"rank_{self._rank}.json", answer)
         self._own_bytes += nbytes if busy else 0
