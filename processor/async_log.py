@@ -14,17 +14,17 @@ log = logging.getLogger("ttp.processor")
 
 
 class AsyncLog:
-    """Says lines on the logger `ttp.processor`, each with the rank; any thread may call `say`."""
+    """Writes lines on the logger `ttp.processor`, each with the rank; any thread may call `log`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ttp-voice", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ttp-log", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def say(self, level: int, text: str) -> None:
+    def log(self, level: int, text: str) -> None:
         self._lines.put((level, text))
 
     def stop(self, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """Runs a rank's processor: `Handler` on its own thread, the stream and the work beside it.
 
 Threads of one processor: `ttp-processor` takes items from the queue (`handler.py` says what is done with them), `ttp-work`
-carries out orders, `ttp-stream` reads the controller's messages, `ttp-voice` logs. The training thread only enqueues, or waits for
+carries out orders, `ttp-stream` reads the controller's messages, `ttp-log` logs. The training thread only enqueues, or waits for
 the verdict.
 
 Never touches the optimizer's state, never calls a collective, and never needs the training thread.
@@ -104,16 +104,16 @@ class Processor:
         self._releases_at_exit = False
         self._welcomed = threading.Event()
         self._welcome: Welcome | None = None
-        self._voice = AsyncLog(settings.rank)
-        self.say = self._voice.say
-        self._stacks = StackWriter(options.stacks_path, self._voice)
+        self._log = AsyncLog(settings.rank)
+        self.log = self._log.log
+        self._stacks = StackWriter(options.stacks_path, self._log)
         self.save_stacks = self._stacks.save
         self._paused_until = -inf
         gate.step_boundary.on_reached = lambda step: self._queue.put(BoundaryReached(step))
-        self._worker = Worker(gate, holder, self._voice, options.freeze_timeout_s, self._queue.put)
+        self._worker = Worker(gate, holder, self._log, options.freeze_timeout_s, self._queue.put)
         self.submit = self._worker.submit
         starter = options.starter
-        self._starting = Starting(starter, self._voice, self._queue.put) if starter is not None else None
+        self._starting = Starting(starter, self._log, self._queue.put) if starter is not None else None
         if starter is not None:
             starter.on_end(lambda address: self._queue.put(ControllerEnded(address)))
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
@@ -123,7 +123,7 @@ class Processor:
 
     def start(self) -> None:
         """Start the threads; the controller is reached in the background."""
-        self._voice.start()
+        self._log.start()
         self._stacks.listen()
         self._worker.start()
         self._thread.start()
@@ -195,7 +195,7 @@ class Processor:
             if self._starting is not None:
                 self._starting.stop()
             self._stacks.close()
-            self._voice.stop(timeout_s)
+            self._log.stop(timeout_s)
         self._gate.step_boundary.release()
         self._released.set()
         self._welcomed.set()
@@ -258,11 +258,11 @@ class Processor:
 
     def leave(self, code: int, reason: str) -> None:
         if self._releases_at_exit:
-            self._voice.say(logging.INFO, f"released: {reason}")
+            self._log.log(logging.INFO, f"released: {reason}")
             self._released.set()
             self._handler.close_stream(1.0)
             return
-        self._voice.say(logging.INFO, f"leaving with exit status {code}: {reason}")
+        self._log.log(logging.INFO, f"leaving with exit status {code}: {reason}")
         farewell = threading.Thread(target=self._say_farewell, name="ttp-farewell", daemon=True)
         farewell.start()
         farewell.join(FLUSH_TIMEOUT_S)
@@ -271,7 +271,7 @@ class Processor:
 
     def _say_farewell(self) -> None:
         self._stacks.finish(FLUSH_TIMEOUT_S)
-        self._voice.stop(FLUSH_TIMEOUT_S)
+        self._log.stop(FLUSH_TIMEOUT_S)
         for handler in logging.getLogger().handlers:
             handler.flush()
         for stream in (sys.stdout, sys.stderr):

@@ -144,7 +144,7 @@ class Ports(Protocol):
 
     def save_stacks(self, reason: str) -> None: ...
 
-    def say(self, level: int, text: str) -> None: ...
+    def log(self, level: int, text: str) -> None: ...
 
 
 class Handler:
@@ -245,10 +245,10 @@ class Handler:
         try:
             self.state, effects = self._machine.transition(self.state, event, now)
         except ProtocolError as error:  # the state is unchanged
-            self._ports.say(logging.ERROR, str(error))
+            self._ports.log(logging.ERROR, str(error))
             return
         except Exception:  # a bug must not take the rank's protection away with this thread
-            self._ports.say(logging.ERROR, f"the processor's machine failed on {event}: {traceback.format_exc()}")
+            self._ports.log(logging.ERROR, f"the processor's machine failed on {event}: {traceback.format_exc()}")
             return
         for effect in effects:
             if self.running:
@@ -283,18 +283,18 @@ class Handler:
             case Release():
                 self._ports.release()
             case Log(text):
-                self._ports.say(logging.INFO, text)
+                self._ports.log(logging.INFO, text)
             case _:
                 assert_never(effect)
 
     def _send(self, message: Upward) -> None:
         if self.stream is None or not self._stream_open:
-            self._ports.say(logging.DEBUG, f"no stream, not sent: {type(message).__name__}")
+            self._ports.log(logging.DEBUG, f"no stream, not sent: {type(message).__name__}")
             return
         try:
             self.stream.send(message)
         except CodecError as error:
-            self._ports.say(logging.ERROR, str(error))
+            self._ports.log(logging.ERROR, str(error))
 
     def _connect(self, address: Address) -> None:
         if self.stream is not None:
@@ -323,8 +323,8 @@ class Handler:
         if report.closed:
             self._unsettled = None
             if self._gate.drain_error:
-                self._ports.say(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
-            self._ports.say(logging.INFO, f"freeze {freeze_id}: the update of step {report.state_step} has ended")
+                self._ports.log(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
+            self._ports.log(logging.INFO, f"freeze {freeze_id}: the update of step {report.state_step} has ended")
             self._gate_closed(report, self._clock())
 
     def _gate_closed(self, report: StateReport, now: float) -> None:

@@ -46,9 +46,9 @@ def _is_handled(number: int) -> bool:
 class StackWriter:
     """Appends to one file, and to another when a signal asks. `save` and `finish` are called on the processor's thread."""
 
-    def __init__(self, path: Path | None, voice: AsyncLog) -> None:
+    def __init__(self, path: Path | None, log: AsyncLog) -> None:
         self._path = path
-        self._voice = voice
+        self._log = log
         self._thread: threading.Thread | None = None
         self._asked: TextIO | None = None
 
@@ -60,7 +60,7 @@ class StackWriter:
         try:
             if _is_handled(STACKS_SIGNAL):
                 why = f"signal {STACKS_SIGNAL} (SIGRTMIN+9) is handled or ignored by this process already, and stays so"
-                self._voice.say(logging.WARNING, f"stacks cannot be asked for: {why}")
+                self._log.log(logging.WARNING, f"stacks cannot be asked for: {why}")
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             asked = open(path, "a", encoding="utf-8")  # noqa: SIM115 (the handler writes to it as long as it lives)
@@ -77,7 +77,7 @@ class StackWriter:
             RuntimeError,
             ValueError,
         ) as error:  # register raises the latter two: no room for a stack, a bad signal
-            self._voice.say(logging.ERROR, f"stacks cannot be asked for: {path}: {error}")
+            self._log.log(logging.ERROR, f"stacks cannot be asked for: {path}: {error}")
 
     def close(self) -> None:
         """Listen no more; the signal does nothing then."""
@@ -107,6 +107,6 @@ class StackWriter:
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")
         except OSError as error:
-            self._voice.say(logging.ERROR, f"the stacks could not be written to {path}: {error}")
+            self._log.log(logging.ERROR, f"the stacks could not be written to {path}: {error}")
         else:
-            self._voice.say(logging.WARNING, f"the stacks of all threads are in {path}")
+            self._log.log(logging.WARNING, f"the stacks of all threads are in {path}")

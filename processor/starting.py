@@ -18,9 +18,9 @@ from ttp.processor.ports import ControllerStarter
 class Starting:
     """Carries out StartController and LookForControllers, one after the other. `post` gets the answers, on its thread."""
 
-    def __init__(self, starter: ControllerStarter, voice: AsyncLog, post: Callable[[Event], None]) -> None:
+    def __init__(self, starter: ControllerStarter, log: AsyncLog, post: Callable[[Event], None]) -> None:
         self._starter = starter
-        self._voice = voice
+        self._log = log
         self._post = post
         self._tasks: queue.SimpleQueue[StartController | LookForControllers | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class Starting:
         try:
             self._post(ControllersFound(self._starter.look()))
         except Exception as error:  # the store is gone, or slow: this rank looks again
-            self._voice.say(logging.DEBUG, f"looking for controllers failed: {type(error).__name__}: {error}")
+            self._log.log(logging.DEBUG, f"looking for controllers failed: {type(error).__name__}: {error}")
 
     def _start(self, task: StartController) -> None:
         try:

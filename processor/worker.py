@@ -57,10 +57,10 @@ Task = Settle | Reopen | Held
 class Tasks:
     """Carries out one task: `begin`, then for the holder's tasks the holder's work, then `done` or `failed`. No thread."""
 
-    def __init__(self, gate: Gate, freeze_timeout_s: float, say: Callable[[int, str], None]) -> None:
+    def __init__(self, gate: Gate, freeze_timeout_s: float, log: Callable[[int, str], None]) -> None:
         self._gate = gate
         self._freeze_timeout_s = freeze_timeout_s
-        self._say = say
+        self._log = log
 
     def begin(self, task: Task) -> Event | None:
         """Do what must be done before the holder's work. An event is the answer: then there is no such work.
@@ -71,7 +71,7 @@ class Tasks:
             case Settle(ticket, freeze_id):
                 report = self._gate.settle(ticket, freeze_id, self._freeze_timeout_s)
                 if self._gate.drain_error:
-                    self._say(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
+                    self._log(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
                 return GateClosed(report)
             case Reopen(ticket):
                 self._gate.reopen(ticket)
@@ -131,7 +131,7 @@ class Tasks:
                 freeze_id, stage, tmp_name = order.freeze_id, "publish", order.tmp_name
             case _:
                 assert_never(task)
-        self._say(logging.ERROR, f"freeze {freeze_id}: {stage} failed: {''.join(traceback.format_exception(error))}")
+        self._log(logging.ERROR, f"freeze {freeze_id}: {stage} failed: {''.join(traceback.format_exception(error))}")
         torn = error.ranks if isinstance(error, TornShare) else ()
         return WorkFailed(freeze_id, stage, tmp_name, f"{type(error).__name__}: {error}", torn)
 
@@ -139,7 +139,7 @@ class Tasks:
         """The ranks were frozen anew while this order waited, perhaps by another controller: its result is not needed any more."""
         error = f"freeze {self._gate.freeze_id} is in force, the order belongs to freeze {order.freeze_id}"
         stage = "write" if isinstance(order, WriteOrder) else "publish"
-        self._say(logging.INFO, f"{stage} of {order.tmp_name} left undone: {error}")
+        self._log(logging.INFO, f"{stage} of {order.tmp_name} left undone: {error}")
         return WorkFailed(order.freeze_id, stage, order.tmp_name, error)
 
     def _not_writable(self, order: WriteOrder) -> str:
@@ -157,10 +157,10 @@ class Worker:
     """One rank's work thread. `post` gets the answers, on this thread."""
 
     def __init__(
-        self, gate: Gate, holder: StateProvider, voice: AsyncLog, freeze_timeout_s: float, post: Callable[[Event], None]
+        self, gate: Gate, holder: StateProvider, log: AsyncLog, freeze_timeout_s: float, post: Callable[[Event], None]
     ) -> None:
         self._holder = holder
-        self._tasks = Tasks(gate, freeze_timeout_s, voice.say)
+        self._tasks = Tasks(gate, freeze_timeout_s, log.log)
         self._post = post
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-work", daemon=True)

@@ -84,7 +84,7 @@ class Shipped:
         """The task that is the holder's now."""
         ports: Any = SimpleNamespace(
             put=self.items.append, submit=self.tasks.append, lost_parent=lambda: "", paused=lambda: False, work_done=lambda: 0,
-            checkpoint=lambda: "", say=lambda level, text: None,
+            checkpoint=lambda: "", log=lambda level, text: None,
         )  # fmt: skip
         self.handler = Handler(FIRST.settings, "c0", self.gate, ports, machine=self.machine, clock=lambda: 0.0)
         self.work = Tasks(self.gate, 0.5, lambda level, text: None)

@@ -290,7 +290,7 @@ class Rank:
     def save_stacks(self, reason: str) -> None:
         """A simulated rank has none."""
 
-    def say(self, level: int, text: str) -> None:
+    def log(self, level: int, text: str) -> None:
         """What the handler logs as an error is one of the protocol: no simulated fault is a reason for it."""
         if level >= logging.ERROR:
             self.job.refused(text, sys.exception() or AssertionError(text))

@@ -141,7 +141,7 @@ class Bench:
     def leave(self, code: int, reason: str) -> None:
         self.left.append(code)
 
-    def say(self, level: int, text: str) -> None:
+    def log(self, level: int, text: str) -> None:
         self.said.append((level, text))
 
     # what the tests do

@@ -177,7 +177,7 @@ def test_a_stopped_driver_leaves_no_thread_behind() -> None:
     processor.start_controller(LookForControllers())
     assert looked.wait(LONG_S)
     mine = {thread.name for thread in set(threading.enumerate()) - before}
-    assert mine >= {"ttp-processor", "ttp-work", "ttp-voice", "ttp-controllers"}
+    assert mine >= {"ttp-processor", "ttp-work", "ttp-log", "ttp-controllers"}
     processor.stop()
     for thread in set(threading.enumerate()) - before:
         thread.join(LONG_S)

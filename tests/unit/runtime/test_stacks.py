@@ -45,22 +45,22 @@ def test_a_place_that_cannot_be_written_is_reported_and_harms_nothing(tmp_path: 
     blocked = tmp_path / "file"
     blocked.write_text("")
     lines: list[str] = []
-    voice = AsyncLog(3)
-    voice.say = lambda level, text: lines.append(text)  # type: ignore[method-assign]
-    writer = StackWriter(blocked / "stacks.log", voice)
+    log = AsyncLog(3)
+    log.log = lambda level, text: lines.append(text)  # type: ignore[method-assign]
+    writer = StackWriter(blocked / "stacks.log", log)
     writer.save("a hang")
     writer.finish(LONG_S)
     assert len(lines) == 1 and "could not be written" in lines[0]
-    nowhere = StackWriter(None, voice)
+    nowhere = StackWriter(None, log)
     nowhere.save("a hang")
     nowhere.finish(LONG_S)
 
 
 def listening(path: Path) -> tuple[StackWriter, list[str]]:
     lines: list[str] = []
-    voice = AsyncLog(3)
-    voice.say = lambda level, text: lines.append(text)  # type: ignore[method-assign]
-    writer = StackWriter(path, voice)
+    log = AsyncLog(3)
+    log.log = lambda level, text: lines.append(text)  # type: ignore[method-assign]
+    writer = StackWriter(path, log)
     writer.listen()
     return writer, lines
 
