@@ -113,7 +113,9 @@ class JobDirectories:
             self.release()
             raise NotWritable(refusals[0])
         for directory, reason in reasons.items() if self._rank == 0 else ():
-            until = "room is looked for at every save" if directory in used else "it is left alone until the next start"
+            until = (
+                "room is looked for at every save" if directory in used else "it is left alone until the next attempt"
+            )
             show(logging.WARNING, f"continuing without a directory: {reason}; {until}")
         return used, serving
 

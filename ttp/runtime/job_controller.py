@@ -112,7 +112,7 @@ class JobController:
             )  # fmt: skip
 
     def store(self) -> TCPStore:
-        """Return a client of the store that the ranks met in: one for the whole start, as making one may take seconds."""
+        """Return a client of the store that the ranks met in: one for the whole attempt, as making one may take seconds."""
         settings = self._settings
         if not settings.master_port:
             raise ConfigError(

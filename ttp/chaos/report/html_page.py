@@ -79,7 +79,7 @@ def _memory(content: Values) -> list[str]:
     if "memory" not in content:  # an older result
         return []
     judged = [entry["growth_mib"] for entry in content["memory"] if entry["growth_mib"] is not None]
-    sentence = f"{len(judged)} of {len(content['memory'])} curves of a rank in a start are long enough to be judged"
+    sentence = f"{len(judged)} of {len(content['memory'])} curves of a rank in an attempt are long enough to be judged"
     sentence += f"; the most grows by {max(judged):,.1f} MiB in 1,000 steps" if judged else ""
     return [
         "<h2>Memory of the ranks</h2>",
