@@ -4,7 +4,8 @@ Kills real processes that hold so much memory of their own, 200 of each size unl
 the line to a real controller (a process of its own) that the launcher would have, and a fresh controller each, as a death ends an attempt
 of the job. Two are made ready at a time; nothing else runs while one is killed. Prints median, 99th percentile
 and worst of the time from SIGKILL until: the death watch reports; the controller has judged (its journal's line); the Freeze is at
-another rank; the worker's peer sees its socket close; waitpid returns. Then what watching costs in processor time.
+another rank; the worker's peer sees its socket close; waitpid returns. Then what watching costs in processor time. Several intervals
+(`--poll 0.002 0.01`) take turns, kill by kill.
 Linux. Wall times. Exit status 1 when the verdict's 99th percentile is above the limit for any size.
 """
 
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import math
 import os
+import random
 import signal
 import socket
 import statistics
@@ -35,13 +38,15 @@ from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Freeze, Registration, ShardGroup, Welcome
 from ttp.proto.stream import ControlStream
 
-LIMIT_MS = 50.0
+LIMIT_MS = 15.0
 WAIT_S = 60.0
 HOUR_S = 3600.0
 SPARE_MIB = 6 << 10
 """Memory that must be left on the machine while a worker holds its own."""
 KILLS = 200
 MINUTES = 5.0
+COST_ROUNDS = 5
+COST_S = 3.0
 TOGETHER = 2
 """Workers that are made ready at a time, on machines of two cores and more."""
 HOLD = """
@@ -154,7 +159,9 @@ def one_kill(victim: Victim, poll_s: float) -> dict[str, float]:
     watch = DeathWatch({1: worker.pid}, report, poll_s=poll_s)
     try:
         watch.start()
-        time.sleep(0.05)  # the watch runs, and nothing else does
+        time.sleep(
+            0.05 + random.uniform(0.0, poll_s)
+        )  # the watch runs, and nothing else does; at any moment between two looks
         begin = time.monotonic()
         os.kill(worker.pid, signal.SIGKILL)
         _demand(reported, "the death watch's report")
@@ -169,18 +176,25 @@ def one_kill(victim: Victim, poll_s: float) -> dict[str, float]:
     return {name: at - begin for name, at in times.items()}
 
 
-def many_kills(nbytes: int, kills: int, poll_s: float, minutes: float) -> list[dict[str, float]]:
-    """Kill so many workers of a size, or as many as go into the time (one at least)."""
+def many_kills(
+    nbytes: int, kills: int, polls_s: Sequence[float], minutes: float
+) -> dict[float, list[dict[str, float]]]:
+    """Kill so many workers of a size for each interval, or as many as go into the time (one at least)."""
     together = TOGETHER if available_mib() >= (TOGETHER * nbytes >> 20) + SPARE_MIB else 1
     until_s = time.monotonic() + 60.0 * minutes
-    found: list[dict[str, float]] = []
+    found: dict[float, list[dict[str, float]]] = {poll_s: [] for poll_s in polls_s}
+    turns = itertools.cycle(polls_s)
+    done = 0
     with ThreadPoolExecutor(together) as pool:
-        while len(found) < kills and (not found or time.monotonic() < until_s):
-            victims = list(pool.map(Victim, [nbytes] * min(together, kills - len(found))))
+        while done < kills * len(polls_s) and (done < len(polls_s) or time.monotonic() < until_s):
+            victims = list(pool.map(Victim, [nbytes] * min(together, kills * len(polls_s) - done)))
             with contextlib.ExitStack() as stack:
                 for victim in victims:
                     stack.callback(victim.close)
-                found += [one_kill(victim, poll_s) for victim in victims]
+                for victim in victims:
+                    poll_s = next(turns)
+                    found[poll_s].append(one_kill(victim, poll_s))
+            done += len(victims)
     return found
 
 
@@ -230,19 +244,22 @@ def available_mib() -> int:
     raise ValueError("no MemAvailable in /proc/meminfo")
 
 
-def watching_cost(workers: int, poll_s: float, duration_s: float) -> float:
-    """Return the part of one core that watching so many idle workers takes."""
+def watching_costs(workers: int, polls_s: Sequence[float]) -> dict[float, list[float]]:
+    """Return the part of one core that watching so many idle workers takes, for each interval, which take turns."""
     held = [Worker(0) for _ in range(workers)]
-    watch = DeathWatch({rank: worker.pid for rank, worker in enumerate(held)}, lambda death: None, poll_s=poll_s)
-    before = time.process_time()
-    watch.start()
-    time.sleep(duration_s)
-    used = time.process_time() - before
-    watch.stop()
+    pids = {rank: worker.pid for rank, worker in enumerate(held)}
+    found: dict[float, list[float]] = {poll_s: [] for poll_s in polls_s}
+    for poll_s in list(polls_s) * COST_ROUNDS:
+        watch = DeathWatch(pids, lambda death: None, poll_s=poll_s)
+        before, began = time.process_time(), time.monotonic()
+        watch.start()
+        time.sleep(COST_S)
+        found[poll_s].append((time.process_time() - before) / (time.monotonic() - began))
+        watch.stop()
     for worker in held:
         worker.line.close()
         worker.end()
-    return used / duration_s
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -254,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help=f"bound for each size: fewer kills then (default: {MINUTES:g})"
     )
-    parser.add_argument("--poll", type=float, default=POLL_S, help="seconds between two looks")
+    parser.add_argument("--poll", type=float, nargs="+", default=[POLL_S], help="seconds between two looks")
     parser.add_argument("--limit-ms", type=float, default=LIMIT_MS)
     options = parser.parse_args(arguments)
     if len(options.kills) == 1:
@@ -269,16 +286,21 @@ def main(arguments: list[str] | None = None) -> int:
         if (free := available_mib()) < mib + SPARE_MIB:
             print(f"{mib} MiB resident: left out, {free} MiB are available, expected {mib + SPARE_MIB}", flush=True)
             continue
-        found = many_kills(mib << 20, kills, options.poll, options.minutes)
-        early = f" (of {kills}: {options.minutes:g} minutes have passed)" if len(found) < kills else ""
-        print(
-            f"{len(found)} kills{early} at {mib} MiB resident, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        )
-        for name, text in NAMES.items():
-            print("  " + summary(text, [times[name] for times in found]), flush=True)
-        worst_ms = max(worst_ms, percentile(sorted(1e3 * times["verdict"] for times in found), 0.99))
+        for poll_s, found in many_kills(mib << 20, kills, options.poll, options.minutes).items():
+            early = f" (of {kills}: {options.minutes:g} minutes have passed)" if len(found) < kills else ""
+            print(
+                f"{len(found)} kills{early} at {mib} MiB resident, a look every {1e3 * poll_s:g} ms, load average"
+                f" {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            )
+            for name, text in NAMES.items():
+                print("  " + summary(text, [times[name] for times in found]), flush=True)
+            worst_ms = max(worst_ms, percentile(sorted(1e3 * times["verdict"] for times in found), 0.99))
     for workers in (1, 8):
-        print(f"watching {workers} workers takes {100 * watching_cost(workers, options.poll, 5.0):.2f} % of a core")
+        for poll_s, parts in watching_costs(workers, options.poll).items():
+            print(
+                f"watching {workers} workers every {1e3 * poll_s:g} ms takes {100 * statistics.median(parts):.2f} % of a core"
+                f" ({100 * min(parts):.2f} to {100 * max(parts):.2f})"
+            )
     if worst_ms > options.limit_ms:
         print(f"controller's verdict: p99 {worst_ms:.1f} ms is above the limit of {options.limit_ms:.1f} ms")
         return 1

@@ -69,7 +69,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument(
         "--ttp-death-poll",
         "--ttp_death_poll",
-        type=above_zero("seconds (2 ms are 0.002)", LONGEST_POLL_S, LEAST_POLL_S),
+        type=above_zero("seconds (10 ms are 0.01)", LONGEST_POLL_S, LEAST_POLL_S),
         default=POLL_S,
         metavar="SECONDS",
         help=f"interval at which workers are checked for their death, at most {LONGEST_POLL_S:g} (default: {POLL_S})",

@@ -39,7 +39,7 @@ OF_MSRUN = [
 ]  # fmt: skip
 OWN_DEFAULTS: dict[str, object] = {
     "ttp_ot": None,
-    "ttp_death_poll": 0.002,
+    "ttp_death_poll": 0.01,
     "ttp_futile_starts": 3,
     "ttp_story": None,
     "preload": [],
@@ -385,7 +385,7 @@ def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.Capture
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args(["--ttp-death-poll=2", "train.py"])
     assert caught.value.code == 2
-    assert "got '2', expected seconds (2 ms are 0.002) from 0.0001, at most 1" in capsys.readouterr().err
+    assert "got '2', expected seconds (10 ms are 0.01) from 0.0001, at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ttp.launch.watch import death_watch
 from ttp.launch.watch.death_watch import PF_EXITING, Death, DeathWatch, FlagsProbe, Probe, StatusProbe
 from ttp.launch.watch.processes import Lost, exit_status
 
@@ -396,3 +398,36 @@ def test_a_watch_that_has_failed_says_of_no_process_that_it_runs() -> None:
         watch.wait(DEADLINE_S, lambda deaths: bool(watch.living()) and False)
     assert watch.running() == {}
     watch.stop()
+
+
+@linux
+def test_a_living_worker_whose_flags_have_not_changed_costs_one_read(
+    spawn: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its line is taken apart again only after a change: a new name, and its end."""
+    split: list[bytes] = []
+    whole = death_watch._split
+
+    def noted(line: bytes) -> list[bytes]:
+        split.append(line)
+        return whole(line)
+
+    monkeypatch.setattr(death_watch, "_split", noted)
+    child = spawn("sh", "-c", "read line; printf 'a) S 1 (b' > /proc/$$/comm; read line")
+    comm = Path(f"/proc/{child.pid}/comm")
+    while comm.read_text() != "sh\n":  # forked, and not yet executed: the flags change then
+        pass
+    probe = FlagsProbe(child.pid)
+    assert not any(probe.ending() for _ in range(50))
+    assert len(split) == 1
+    assert child.stdin is not None
+    child.stdin.write(b"go\n")
+    child.stdin.flush()
+    while comm.read_text() != "a) S 1 (b\n":
+        pass
+    assert not any(probe.ending() for _ in range(50))
+    assert len(split) == 2
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert probe.ending() and probe.gone()
+    probe.close()

@@ -22,8 +22,8 @@ from ttp.launch.watch.processes import LOST, Lost, exit_status, status_of, statu
 PF_EXITING = 0x4
 """Bit of the flags in `/proc/<pid>/stat`: the kernel has begun to end the process (include/linux/sched.h)."""
 
-POLL_S = 0.002
-"""Default time between two looks at every worker."""
+POLL_S = 0.01
+"""Default time between two looks at every worker: the wakeup is what costs, so half the time is nearly twice the processor time."""
 LONGEST_POLL_S = 1.0
 """With a longer interval every other sign of a death would come first."""
 
@@ -94,6 +94,8 @@ class FlagsProbe:
         self._pid = pid
         self._file: int | None = None
         self._missing = False
+        self._flags_at, self._flags = slice(0), b"unknown"
+        """Where the line of a living process had its parent, groups, terminal and flags, and these: most looks find them the same."""
         self._open()
 
     def _open(self) -> None:
@@ -102,22 +104,25 @@ class FlagsProbe:
         except OSError as error:
             self._missing = error.errno in _GONE
 
-    def _fields(self) -> list[bytes]:
-        """Return the line's fields from the state on; empty when the process is missing. Raises OSError: it cannot be read."""
+    def _line(self) -> bytes:
+        """Return the line's beginning; empty when the process is missing. Raises OSError: it cannot be read."""
         if self._file is None and not self._missing:
             self._open()
         if self._missing:
-            return []
+            return b""
         if self._file is None:
             raise OSError(errno.EMFILE, "no descriptor")
         try:
-            line = os.pread(self._file, 256, 0)
+            return os.pread(self._file, 256, 0)
         except OSError as error:
             if error.errno not in _GONE:
                 raise
             self._missing = True
-            return []
-        return line.rpartition(b")")[2].split(None, 7)
+            return b""
+
+    def _fields(self) -> list[bytes]:
+        """Return the line's fields from the state on; empty when the process is missing. Raises OSError: it cannot be read."""
+        return _split(self._line())
 
     def status(self) -> int | None:
         try:
@@ -129,10 +134,17 @@ class FlagsProbe:
 
     def ending(self) -> bool:
         try:
-            fields = self._fields()
+            line = self._line()
         except OSError:
             return exit_status(self._pid) not in (None, LOST)
-        return len(fields) < 7 or fields[0] in (b"Z", b"X", b"x") or bool(int(fields[6]) & PF_EXITING)
+        if line[self._flags_at] == self._flags:
+            return False
+        fields = _split(line)
+        if len(fields) < 7 or fields[0] in (b"Z", b"X", b"x") or int(fields[6]) & PF_EXITING:
+            return True
+        begin, self._flags = line.rindex(b")") + len(b") S "), b" ".join(fields[1:7])
+        self._flags_at = slice(begin, begin + len(self._flags))
+        return False
 
     def gone(self) -> bool:
         try:
@@ -153,6 +165,10 @@ class FlagsProbe:
             os.close(self._file)
             self._file = None
             self._missing = True
+
+
+def _split(line: bytes) -> list[bytes]:
+    return line.rpartition(b")")[2].split(None, 7)
 
 
 class StatusProbe:
@@ -206,10 +222,12 @@ class DeathWatch:
         self._poll_s = poll_s
         self._probe = probe
         self._probes = {rank: probe(pid) for rank, pid in self._pids.items()}
+        self._unsettled = [(rank, probe.ending) for rank, probe in sorted(self._probes.items())]
+        """The ranks whose processes have not ended, sorted, with their probes' question: a pass of the thread is one call each."""
         self._deaths: dict[int, Death] = {}
         self._followed: dict[int, tuple[int, Probe]] = {}
         """By rank, the rank's own process where the worker is a shell that has started it, and its probe."""
-        self._changed = threading.Condition()  # guards _deaths, _followed, _stopping and _error
+        self._changed = threading.Condition()  # guards _unsettled, _deaths, _followed, _stopping and _error
         self._stopping = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-death-watch", daemon=True)
@@ -231,7 +249,8 @@ class DeathWatch:
         its status is the shell's; a shell that exits first is not a death."""
         with self._changed:
             if rank not in self._deaths and not self._stopping.is_set():
-                self._followed[rank] = (pid, self._probe(pid))
+                self._followed[rank] = (pid, probe := self._probe(pid))
+                self._unsettled = [(each, probe.ending if each == rank else ending) for each, ending in self._unsettled]
 
     def deaths(self) -> dict[int, Death]:
         """Return the deaths so far, by rank."""
@@ -246,7 +265,8 @@ class DeathWatch:
     def begun(self) -> list[int]:
         """Return the ranks that are exiting now, by a fresh read."""
         with self._changed:
-            return [rank for rank in self._living() if rank in self._deaths or self._ending(rank)]
+            self._living()
+            return [rank for rank, ending in self._unsettled if ending()]
 
     def running(self) -> dict[int, int]:
         """Return the processes that run now, by rank, by a fresh read: neither exiting nor stopped. Never raises."""
@@ -277,12 +297,16 @@ class DeathWatch:
     def _living(self) -> list[int]:
         if self._error is not None:  # a job that fails is better than one whose deaths are not detected
             raise RuntimeError(f"the death watch has failed: {self._error}") from self._error
-        return sorted(rank for rank in self._pids if rank not in self._deaths or not self._deaths[rank].settled)
+        return [rank for rank, _ in self._unsettled]
 
     def _run(self) -> None:
         try:
-            while watched := self._watched():
-                for rank in watched:
+            while True:
+                with self._changed:
+                    if self._stopping.is_set() or not self._unsettled:
+                        return
+                    begun = [rank for rank, ending in self._unsettled if ending()]
+                for rank in begun:
                     self._look(rank)
                 if self._poll_s > _SHORT_S:
                     self._stopping.wait(self._poll_s)
@@ -292,10 +316,6 @@ class DeathWatch:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-    def _watched(self) -> list[int]:
-        with self._changed:
-            return [] if self._stopping.is_set() else self._living()
 
     def _ending(self, rank: int) -> bool:
         return (self._followed[rank][1] if rank in self._followed else self._probes[rank]).ending()
@@ -328,5 +348,7 @@ class DeathWatch:
             death = replace(death, text=text, status=known, settled=True)
         with self._changed:
             self._deaths[rank] = death
+            if death.settled:
+                self._unsettled = [each for each in self._unsettled if each[0] != rank]
             self._changed.notify_all()
         self._report(death)
