@@ -46,7 +46,7 @@ SPARE_MIB = 6 << 10
 KILLS = 200
 MINUTES = 5.0
 COST_ROUNDS = 5
-COST_S = 3.0
+COST_S = 1.0
 TOGETHER = 2
 """Workers that are made ready at a time, on machines of two cores and more."""
 HOLD = """

@@ -102,6 +102,8 @@ PARSED: dict[str, Proof] = {
             "tests/chaos/test_nodes.py::test_the_job_goes_on_with_fewer_nodes_and_takes_the_lost_one_in_again",
             {"train.py": "ttp.trainer"},
         ),
+    "ttprun --spare-node --nnodes 3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400,node-b:29400 train.py":
+        Proof("tests/chaos/test_spare_nodes.py::test_a_spare_takes_the_place_of_a_lost_node", _WORKER),
     "ttprun [torchrun's arguments] -m ttp.trainer --config gpt_tiny [--section.key value ...]":
         Proof("tests/chaos/test_kills.py::test_kill_at_every_point_of_a_step_loses_nothing"),
     "ttprun --nproc-per-node 8 -m ttp.trainer --config gpt2_124m --dataset_config.dataset_dir corpus":
@@ -255,6 +257,7 @@ TESTED |= {
         ".restart",
         " death_watch",
         ".death_watch --kills 20",
+        ".death_watch --kills 100 100 12 --minutes 3 --poll 0.002 0.01",
         ".false_alarms",
         ".step_time",
         ".step_time --world 2x2 --rounds 14 --steps 2",

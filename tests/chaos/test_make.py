@@ -15,7 +15,7 @@ from tests.chaos.conftest import JOB_S
 from tests.shown import ROOT
 
 SIZES = {
-    "benchmarks.death_watch": "--mib 0 --kills 2",
+    "benchmarks.death_watch": "--mib 0 --kills 2 --minutes 1 --poll 0.002 0.01",
     "benchmarks.dump": "--quick",
     "benchmarks.false_alarms": "--seeds 1 --means 0.02",
     "benchmarks.gate": "--runs 2 --calls 50",

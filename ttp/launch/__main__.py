@@ -49,7 +49,7 @@ def _run() -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
     from ttp.config import enabled
-    from ttp.launch.agent import NeverMet, NotStarted
+    from ttp.launch.agent import NeverMet, NotEnded, NotStarted
     from ttp.launch.main import main as run
 
     try:
@@ -64,7 +64,7 @@ def _run() -> None:
         sys.exit(f"ttprun: {signalled}")
     except RendezvousClosedError:
         sys.exit(1)  # the reason is in the log
-    except (NeverMet, NotStarted, RendezvousError) as error:
+    except (NeverMet, NotEnded, NotStarted, RendezvousError) as error:
         because = f" ({str(error.__cause__).splitlines()[0]})" if str(error.__cause__ or "") else ""
         print(f"ttprun: error: {error}{because}", file=sys.stderr)
         sys.exit(1)

@@ -39,7 +39,7 @@ from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
 from ttp.launch.warm_start import forking
-from ttp.launch.watch.processes import children_leading_sessions, end_workers
+from ttp.launch.watch.processes import children_leading_sessions, end_workers, exit_status
 from ttp.text.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
@@ -72,6 +72,10 @@ class NeverMet(RuntimeError):
     """The rendezvous completes, but the workers' store is not reachable from every node."""
 
 
+class NotEnded(RuntimeError):
+    """A worker of the last attempt has not ended after SIGKILL: this node cannot take part in another one."""
+
+
 class HoldAgent(LocalElasticAgent):
     """Runs one node's workers, attempt after attempt, and lets the survivors of a fault save before it restarts them.
 
@@ -89,6 +93,8 @@ class HoldAgent(LocalElasticAgent):
         self._attempt: Attempt | None = None
         self._signals = ShutdownSignals()
         self._attempt_directory = AttemptDirectory()
+        self._pids: dict[int, int] = {}
+        """The workers of the last attempt, by rank."""
         self._lost_starts: list[tuple[str, str]] = []
         """The last attempts in a row that ended because a node was lost: which node, and why its store was never reached (empty: it was)."""
         self.failure_reason = ""
@@ -111,6 +117,7 @@ class HoldAgent(LocalElasticAgent):
         others can continue without it.
         """
         self._leave_if_never_met()
+        self._leave_if_not_ended()
         broken = 0
         while True:
             try:
@@ -139,6 +146,21 @@ class HoldAgent(LocalElasticAgent):
             " that all nodes reach"
         )
 
+    def _leave_if_not_ended(self) -> None:
+        """Leave, and raise NotEnded, when a worker of the last attempt still holds its memory and devices, as in uninterruptible sleep. torch
+        gives it up, and would start another one beside it."""
+        living = {rank: pid for rank, pid in self._pids.items() if exit_status(pid) is None}
+        if not living:
+            return
+        why = (
+            f"{ranks_text(living)} of the last attempt did not end after SIGKILL (pids {', '.join(map(str, living.values()))}), expected no"
+            " process of an earlier attempt before this node joins again. Restart this host: such a process waits for a device or a file system"
+        )
+        self._rendezvous_handler.leave(
+            f"{socket.gethostname()}: {why}"
+        )  # now: torch waits for the process once more at this agent's end
+        raise NotEnded(why)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers after a rendezvous, and watch them."""
         job_store = self._rendezvous_handler.job_store
@@ -161,6 +183,7 @@ class HoldAgent(LocalElasticAgent):
         try:
             local_pids: dict[int, int] = self._start_processes(worker_group)
             pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
+            self._pids = pids
             self._attempt = Attempt(
                 self._launching,
                 job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
@@ -174,6 +197,10 @@ class HoldAgent(LocalElasticAgent):
                 begun_unix_s=begun_unix_s,
                 world_size=worker_group.workers[0].world_size,
             )
+            for taken in self._rendezvous_handler.places_taken:
+                log.warning("start %d: %s", job_store.round_number, taken)
+                if self._launching.reporter is not None:
+                    self._launching.reporter.place_taken(job_store.round_number, taken.spare, taken.lost)
         except BaseException:
             # torch does not end workers that it started before one failed to start. A signal may come before all are watched.
             end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)

@@ -98,6 +98,12 @@ def make_parser() -> ArgumentParser:
         help="modules that the workers' fork server imports, beside torch's and TTP's own (default: what this job's workers had imported at their first step)",
     )
     group.add_argument(
+        "--spare-node",
+        "--spare_node",
+        action="store_true",
+        help="wait as a spare node, without workers, and take the place of a node that the job loses (c10d with --rdzv-endpoint)",
+    )
+    group.add_argument(
         "--rank_table_file",
         "--rank-table-file",
         default=None,

@@ -38,7 +38,7 @@ from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.msrun import apply_msrun
-from ttp.launch.rendezvous.choose import make_rendezvous, plain_endpoint
+from ttp.launch.rendezvous.choose import check_spare_node, make_rendezvous, plain_endpoint
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 from ttp.launch.report.exit_status import summarize
@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if args.rank_table_file is not None:
             apply_rank_table(args, given)
         if not use_ttp:
+            if args.spare_node:
+                raise ConfigError(
+                    "invalid --spare-node: got it with ENABLE_TTP=False, expected a job of ttprun. Plain torchrun has no spare nodes: omit it"
+                )
             args.rdzv_endpoint = plain_endpoint(args)
             torchrun.run(args)  # type: ignore[no-untyped-call]
             return
@@ -92,6 +96,7 @@ def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str,
     check_arguments(args)
     try:
         choose_rendezvous(args)
+        check_spare_node(args)
         check_node_rank(args)
         config, command, command_args = torchrun.config_from_args(args)
         check_workers(config.nproc_per_node, args.nproc_per_node)
@@ -143,6 +148,7 @@ def make_launching(
         quotes_traces=hides_stderr(args),
         reporter=Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name),
         fork_servers=fork_servers,
+        spare_node=args.spare_node,
     )
 
 
@@ -159,7 +165,7 @@ def launch(
     if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(config.signals_to_handle)
     try:
-        handler = make_rendezvous(config)
+        handler = make_rendezvous(config, spare_node=launching.spare_node)
     except ConfigError:
         raise
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.unit.launch.test_fresh_store import FixedNodes
 from ttp.launch import agent as agent_module
-from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotStarted
+from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotEnded, NotStarted
 from ttp.launch.attempts.context import LaunchContext, Running
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
@@ -162,6 +163,24 @@ def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
     agent._attempt = Left()  # type: ignore[assignment]
     result = agent._monitor_workers(agent.get_worker_group())
     assert (result.state is WorkerState.FAILED) == counts and bool(judged) == counts
+
+
+def test_a_node_whose_worker_has_not_ended_leaves_before_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is another node's then: two workers would share a device. torch gives up a worker in uninterruptible sleep."""
+    agent = make_agent()
+    left: list[str] = []
+    monkeypatch.setattr(agent._rendezvous_handler, "leave", left.append)
+    with subprocess.Popen(["sleep", "600"]) as child:
+        agent._pids = {5: child.pid}
+        with pytest.raises(
+            NotEnded, match=rf"rank 5 of the last attempt did not end after SIGKILL \(pids {child.pid}\)"
+        ):
+            agent._rendezvous(agent.get_worker_group())
+        assert len(left) == 1 and str(child.pid) in left[0]
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        agent._rendezvous(agent.get_worker_group())
+    assert len(left) == 1
 
 
 def test_the_rendezvous_must_give_fresh_stores() -> None:

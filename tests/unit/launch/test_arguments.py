@@ -25,6 +25,8 @@ OWN_FLAGS = [
     "--preload",
     "--rank-table-file",
     "--rank_table_file",
+    "--spare-node",
+    "--spare_node",
     "--ttp-death-poll",
     "--ttp-futile-starts",
     "--ttp-ot",
@@ -43,6 +45,7 @@ OWN_DEFAULTS: dict[str, object] = {
     "ttp_futile_starts": 3,
     "ttp_story": None,
     "preload": [],
+    "spare_node": False,
     "rank_table_file": None,
     "worker_num": None,
     "local_worker_num": None,
@@ -86,14 +89,15 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
     groups = [group for group in make_parser()._action_groups if group.title in ("ttp", "msrun")]
     actions = [action for group in groups for action in group._group_actions]
     text = (Path(__file__).resolve().parents[3] / "docs" / "ttprun_reference.md").read_text()
-    rows = re.findall(r"^\| `(--\S+) ([A-Z,\[\]]+|True)` \| (.*?) \| (.*?) \|$", text, re.M)
-    assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar) for a in actions]
+    rows = re.findall(r"^\| `(--\S+?)(?: ([A-Z,\[\]]+|True))?` \| (.*?) \| (.*?) \|$", text, re.M)
+    assert [row[:2] for row in rows] == [(a.option_strings[0], a.metavar or "") for a in actions]
     for (_, _, default, meaning), action in zip(rows, actions, strict=True):
         assert (action.help or "").startswith(meaning), meaning
         unset = {
             "ttp_ot": "`TTP_OT` or 120",
             "ttp_story": "`story.jsonl` beside the journals",
             "preload": "what earlier workers had imported",
+            "spare_node": "off",
         }
         assert default == unset.get(action.dest, str(action.default or "none"))
 

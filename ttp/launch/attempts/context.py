@@ -39,3 +39,5 @@ class LaunchContext:
     """Reports the job's attempts and faults; None: nothing is reported."""
     fork_servers: ForkServers | None = None
     """Fork this node's workers and controllers; None: they are executed."""
+    spare_node: bool = False
+    """This node has no workers until the job has lost another one."""

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import parse_min_max_nnodes
 
 from ttp.config import LEAST_S, MOST_S
 from ttp.errors import ConfigError
@@ -29,11 +30,12 @@ from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 log = logging.getLogger("ttp.launch")
 
 
-def make_rendezvous(config: LaunchConfig) -> FreshStoreRendezvous:
-    """Make torch's handler for the chosen backend, in the wrapper that gives each attempt a fresh store. Raises ConfigError, ValueError
+def make_rendezvous(config: LaunchConfig, *, spare_node: bool = False) -> FreshStoreRendezvous:
+    """Make torch's handler for the chosen backend, in the wrapper that gives each attempt a fresh store. `spare_node`: this node waits until
+    the job has lost another one (`check_spare_node` has accepted that). Raises ConfigError, ValueError
     (torch's, for values that it rejects), RendezvousError."""
     if has_places(config.rdzv_backend, config.rdzv_endpoint, _store_type(config)):
-        failover = make_failover(config)
+        failover = make_failover(config, spare_node=spare_node)
         return FreshStoreRendezvous(
             failover,
             store_host(config),
@@ -106,33 +108,60 @@ def has_places(backend: str, endpoint: str, store_type: str) -> bool:
 def plain_endpoint(args: Namespace) -> str:
     """Return the endpoint for plain torchrun, which accepts one only: the first of several. Raises ConfigError."""
     endpoint = str(args.rdzv_endpoint)
-    options = dict(part.split("=", 1) for part in args.rdzv_conf.split(",") if "=" in part)
-    store_type = {key.strip(): value for key, value in options.items()}.get("store_type", "tcp")
-    if "," not in endpoint or not has_places(args.rdzv_backend, endpoint, store_type):
+    if "," not in endpoint or not has_places(args.rdzv_backend, endpoint, _given_store_type(args)):
         return endpoint
     first = str(parse_endpoints(endpoint)[0])
     log.warning("ENABLE_TTP=False: only the first endpoint, %s, is used, as torchrun accepts one", first)
     return first
 
 
-def make_failover(config: LaunchConfig) -> FailoverRendezvous:
+def _given_store_type(args: Namespace) -> str:
+    options = dict(part.split("=", 1) for part in args.rdzv_conf.split(",") if "=" in part)
+    return str({key.strip(): value for key, value in options.items()}.get("store_type", "tcp"))
+
+
+def check_spare_node(args: Namespace) -> None:
+    """Check that this node can be a spare of its job. Raises ConfigError."""
+    if not args.spare_node:
+        return
+    got = ""
+    if parse_min_max_nnodes(args.nnodes)[1] == 1:
+        got = "a job on one node (--nnodes 1)"
+    elif not has_places(args.rdzv_backend, args.rdzv_endpoint, _given_store_type(args)):
+        got = f"--rdzv-backend {args.rdzv_backend}"
+    if got:
+        raise ConfigError(
+            f"invalid --spare-node: got it with {got}, expected several nodes that meet by --rdzv-backend c10d --rdzv-endpoint HOST:PORT."
+            " Start every node of the job with these, or omit --spare-node"
+        )
+
+
+def make_failover(config: LaunchConfig, *, spare_node: bool = False) -> FailoverRendezvous:
     """Make the handler that survives the loss of its store. Raises ConfigError for invalid endpoints, ValueError for an invalid value in
     --rdzv-conf."""
     hosting = _parameters(config, config.rdzv_endpoint).get_as_bool("is_host")
     stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting)
 
     def make(place: Endpoint) -> RendezvousHandler:
-        return get_rendezvous_handler(_parameters(config, str(place), is_host="0"))
+        # torch keeps the participants under the job's name: under a new one those that are lost are not waited for.
+        name = config.run_id if stores.epoch <= 1 else f"{config.run_id}@{stores.epoch}"
+        return get_rendezvous_handler(_parameters(config, str(place), name, is_host="0"))
 
-    join_timeout_s = _seconds(config, "join_timeout", 600)
-    return FailoverRendezvous(stores, make, config.run_id, join_timeout_s=join_timeout_s)
+    return FailoverRendezvous(
+        stores,
+        make,
+        config.run_id,
+        join_timeout_s=_seconds(config, "join_timeout", 600),
+        node=config.local_addr or socket.gethostname(),
+        spare_node=spare_node,
+    )
 
 
-def _parameters(config: LaunchConfig, endpoint: str, **changed: str) -> RendezvousParameters:
+def _parameters(config: LaunchConfig, endpoint: str, run_id: str = "", **changed: str) -> RendezvousParameters:
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=endpoint,
-        run_id=config.run_id,
+        run_id=run_id or config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,

@@ -3,6 +3,7 @@
     ttp/left/<run id>        how many have left so far
     ttp/left/<run id>/<n>    `node-b: ...`, the n-th node's reason
     ttp/over/<run id>        the reason of the node that has closed the rendezvous for all
+    ttp/succeeded/<run id>   a node on which the job has succeeded
 
 and, in the workers' store of an attempt, which a static job's node 0 reads before it waits for the others again:
 
@@ -48,9 +49,23 @@ def over(store: Store, run_id: str) -> str:
     return str(store.get(_over(run_id)).decode()) if store.check([_over(run_id)]) else ""
 
 
+def publish_success(store: Store, run_id: str, node: str) -> None:
+    """Publish that the job has succeeded on this node: nodes that wait as spares are not needed any more."""
+    store.set(_succeeded(run_id), node)
+
+
+def succeeded(store: Store, run_id: str) -> bool:
+    """Return whether the job has succeeded on a node."""
+    return bool(store.check([_succeeded(run_id)]))
+
+
 def _left(run_id: str) -> str:
     return f"ttp/left/{run_id}"
 
 
 def _over(run_id: str) -> str:
     return f"ttp/over/{run_id}"
+
+
+def _succeeded(run_id: str) -> str:
+    return f"ttp/succeeded/{run_id}"

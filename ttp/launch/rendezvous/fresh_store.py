@@ -8,12 +8,13 @@ store, whose address is published in the rendezvous store. Owns that store. Neve
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from ttp.errors import ConfigError
 from ttp.launch.rendezvous import departures, static_join
+from ttp.launch.rendezvous.spare_nodes import PlaceTaken
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 log = logging.getLogger("ttp.launch")
@@ -121,6 +123,8 @@ class FreshStoreRendezvous(RendezvousHandler):
         self._trouble = trouble
         self._meets_again = False
         self._next_round = 0
+        self.places_taken: tuple[PlaceTaken, ...] = ()
+        """On the node with rank 0, which spares take which places in this attempt."""
         self._server: TCPStore | None = None
         self._job_store: JobStore | None = None
 
@@ -149,16 +153,20 @@ class FreshStoreRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next rendezvous round; called by the agent before each attempt, after the last one's workers have ended. Raises
         RendezvousError when the nodes do not meet in time, or the job is over."""
+        if isinstance(self._inner, FailoverRendezvous):
+            self._inner.wait_as_spare()
         with log_while_waiting(self._waits_for, self._trouble):
             return self._meet()
 
     def _meet(self) -> RendezvousInfo:
         joined = self._join()
-        self._meets_again = False
+        self._meets_again, self.places_taken = False, ()
         store, job_store = joined.store, self._agree(joined)
         if self._collected is not None:
             store = PrefixStore(f"ttp/start/{job_store.round_number}", store)  # torch's agents keep their old keys too
         self._job_store, self._next_round = job_store, job_store.round_number + 1
+        if isinstance(self._inner, FailoverRendezvous):
+            self._inner.met(job_store.round_number, joined.world_size)
         address = RendezvousStoreInfo(job_store.host, job_store.port)
         return RendezvousInfo(store, joined.rank, joined.world_size, address)
 
@@ -167,12 +175,16 @@ class FreshStoreRendezvous(RendezvousHandler):
         if self._collected is not None:
             return self._agree_by_ticket(joined, self._collected)
         self._server = None
-        joined.store.set(f"{_KEY}/next_round/{joined.rank}", str(self._next_round))
+        taken = self._inner.took_place if isinstance(self._inner, FailoverRendezvous) else None
+        known = [self._next_round, *(astuple(taken) if taken is not None else ())]
+        joined.store.set(f"{_KEY}/next_round/{joined.rank}", json.dumps(known))
         if joined.rank == 0:
             # Rank 0 may be a node that has just joined: the others know the attempt's number.
-            known = [int(joined.store.get(f"{_KEY}/next_round/{node}")) for node in range(joined.world_size)]
+            reported = [json.loads(joined.store.get(f"{_KEY}/next_round/{node}")) for node in range(joined.world_size)]
+            self.places_taken = tuple(PlaceTaken(*names) for _, *names in reported if names)
             self._server = self._serve()
-            joined.store.set(_KEY, JobStore(self._host, self._server.port, max(known)).encode())
+            number = max(number for number, *_ in reported)
+            joined.store.set(_KEY, JobStore(self._host, self._server.port, number).encode())
         return JobStore.decode(joined.store.get(_KEY).decode())
 
     def _agree_by_ticket(self, joined: RendezvousInfo, collected: static_join.Collected) -> JobStore:

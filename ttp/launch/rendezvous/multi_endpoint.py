@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -99,12 +99,8 @@ class Stores:
         `patient`: where none is in use, wait for the first one of the list. within_s: the time limit.
         """
         until_s = time.monotonic() + within_s
-        found = {place: self.look(place, until_s - time.monotonic()) for place in self.endpoints}
-        epochs = {place: epoch for place, epoch in found.items() if epoch is not None}
-        in_use = [place for place, epoch in epochs.items() if epoch >= max(1, self.epoch)]
-        if in_use:
-            chosen = min(in_use, key=lambda place: (-epochs[place], self.endpoints.index(place)))
-            self.epoch = epochs[chosen]
+        epochs = self._look_at_all(until_s)
+        if (chosen := self._choose(epochs)) is not None:
             return chosen
         reachable = [place for place in self.endpoints if place in epochs]
         if patient or not reachable:
@@ -115,6 +111,29 @@ class Stores:
         if opened is not None:
             self.epoch = opened
         return reachable[0] if opened is not None else None
+
+    def find_in_use(self) -> Endpoint | None:
+        """Return the endpoint in use; None: there is none. Opens none."""
+        return self._choose(self._look_at_all())
+
+    def begin_anew(self, place: Endpoint, epoch: int) -> None:
+        """Have all nodes meet again at `place`, under the next epoch, unless it has another one than `epoch` already."""
+        if self.epoch == epoch and (opened := self._windows[place].open(epoch, epoch + 1)) is not None:
+            self.epoch = opened
+
+    def _look_at_all(self, until_s: float = math.inf) -> dict[Endpoint, int]:
+        """Return the epochs of the endpoints that answer; 0 where one is not in use."""
+        found = {place: self.look(place, until_s - time.monotonic()) for place in self.endpoints}
+        return {place: epoch for place, epoch in found.items() if epoch is not None}
+
+    def _choose(self, epochs: Mapping[Endpoint, int]) -> Endpoint | None:
+        """Return the endpoint with the highest epoch, the first of several, and take over its epoch; None: all are older than this agent's."""
+        in_use = [place for place, epoch in epochs.items() if epoch >= max(1, self.epoch)]
+        if not in_use:
+            return None
+        chosen = min(in_use, key=lambda place: (-epochs[place], self.endpoints.index(place)))
+        self.epoch = epochs[chosen]
+        return chosen
 
     def _serve(self) -> None:
         """Serve a store at this host's endpoints where there is none yet."""
@@ -165,6 +184,11 @@ class Stores:
         self._servers.clear()
 
 
+def epoch_of(store: TCPStore) -> int:
+    """Return a store's epoch; 0: it is not in use."""
+    return int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0
+
+
 def why_not_reached(place: Endpoint, within_s: float) -> str:
     """Try to connect to an endpoint; return why it accepts no connection, empty when it does."""
     try:
@@ -195,7 +219,7 @@ class Window:
 
     def look(self, within_s: float = math.inf) -> int | None:
         """Return the endpoint's epoch, 0 where it is not in use, None where no store answers."""
-        return self.ask(lambda store: int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0, within_s)
+        return self.ask(epoch_of, within_s)
 
     def open(self, before: int, epoch: int) -> int | None:
         """Set the endpoint's epoch; return the one that it has now: another agent may have been faster."""

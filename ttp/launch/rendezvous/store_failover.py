@@ -6,12 +6,14 @@ makes a call that may hang on the agent's own thread without a time limit.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -21,7 +23,17 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ttp.launch.rendezvous import departures
 from ttp.launch.rendezvous.bounded_call import BoundedCall
-from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Window
+from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Window, epoch_of
+from ttp.launch.rendezvous.spare_nodes import (
+    JOINING,
+    LEFT,
+    RUNNING,
+    SPARE,
+    Entry,
+    PlaceTaken,
+    read_agents,
+    wait_for_place,
+)
 
 log = logging.getLogger("ttp.launch")
 
@@ -37,21 +49,49 @@ class FailoverRendezvous(RendezvousHandler):
     """Runs torch's handler on the store in use, and makes a new one on the next when that is lost."""
 
     def __init__(
-        self, stores: Stores, make: Callable[[Endpoint], RendezvousHandler], run_id: str, *, join_timeout_s: float
+        self,
+        stores: Stores,
+        make: Callable[[Endpoint], RendezvousHandler],
+        run_id: str,
+        *,
+        join_timeout_s: float,
+        node: str = "",
+        spare_node: bool = False,
     ) -> None:
-        """`make(place)`: torch's handler, as a client of the store at endpoint `place`."""
+        """`make(place)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch. `node`: this node's name.
+        `spare_node`: it joins when the job has lost another node."""
         self._stores = stores
         self._make = make
         self._run_id = run_id
         self._join_timeout_s = join_timeout_s
+        self._entry = Entry(run_id, node)
+        self._spare_node = spare_node
+        self.took_place: PlaceTaken | None = None
+        """Whose place this node, a spare, takes in the next attempt."""
         self._place: Endpoint | None = None
+        self._epoch = 0
+        """The epoch of `_inner`."""
         self._inner: RendezvousHandler | None = None
+        self._anew = False
+        """The last join ended because the nodes meet under another epoch: at once."""
         self._waiting: _Waiting | None = None
         self._departed: dict[Endpoint, int] = {}
         """By endpoint, how many departures this node has read there, those before its own time included."""
         self._departed_before = 0
         """The same when it began to join: a node that has left since may be counted in the rendezvous."""
         self._departure_seen = False
+
+    def wait_as_spare(self) -> None:
+        """On a spare node, wait until the job has lost another node; then this one is as any other. Raises RendezvousError, see
+        `wait_for_place`."""
+        if self._spare_node:
+            self.took_place = wait_for_place(self._stores, self._run_id, self._entry, self._join_timeout_s)
+            self._spare_node = False
+
+    def met(self, start: int, size: int) -> None:
+        """Note the attempt that this node and the others have joined."""
+        self.took_place = None
+        self._entry.met(start, size, self._epoch)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round at the endpoint in use. Raises RendezvousTimeoutError, RendezvousClosedError (why the job is over)."""
@@ -74,16 +114,26 @@ class FailoverRendezvous(RendezvousHandler):
             if joined is not None:
                 assert self._inner is not None
                 assert place is not None
-                self._waiting = _Waiting(self._inner, Window(place), self._run_id, self._departed_before, self._drop)
+                self._waiting = _Waiting(
+                    self._inner,
+                    Window(place),
+                    self._run_id,
+                    self._departed_before,
+                    self._drop,
+                    epoch=self._epoch,
+                    renew=functools.partial(self._entry.renew, place=place, state=RUNNING),
+                )
                 return joined
-            time.sleep(ROUND_S)
+            if not self._anew:
+                time.sleep(ROUND_S)
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
         """Try to join at one endpoint; None: it is lost, or the job uses another one."""
-        if place != self._place or self._inner is None:
-            if self._place is not None:
+        epoch, self._anew = self._stores.epoch, False
+        if (place, epoch) != (self._place, self._epoch) or self._inner is None:
+            if self._place not in (None, place):
                 log.warning("moving the rendezvous from %s to %s", self._place, place)
-            self._place, self._inner = place, None
+            self._place, self._epoch, self._inner = place, epoch, None
         kept, until = self._inner, time.monotonic() + left_s
         self._read_departures(place, left_s)
         self._departed_before = self._departed.get(place, 0)
@@ -96,12 +146,15 @@ class FailoverRendezvous(RendezvousHandler):
         unanswered = 0
         while not call.wait(ROUND_S):
             left_s = until - time.monotonic()
-            unanswered = unanswered + 1 if self._stores.look(place, left_s) is None else 0
+            now = self._stores.look(place, left_s)
+            unanswered = unanswered + 1 if now is None else 0
             self._read_departures(place, left_s)
             if unanswered >= LOST_LOOKS:
                 why = f"is lost ({self._stores.trouble()})"
             elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is out of use: the job meets at {other}"
+            elif now is not None and now > epoch:
+                why, self._anew = "begins anew: a spare node takes a place", True
             elif time.monotonic() > until:
                 why = "had too few nodes in time"
             else:
@@ -129,9 +182,12 @@ class FailoverRendezvous(RendezvousHandler):
     def _read_departures(self, place: Endpoint, within_s: float = math.inf) -> None:
         """Log why nodes have left, except for those that left before this one joined."""
         before = self._departed.get(place)
-        reasons = self._stores.ask(
-            place, lambda store: departures.departures_after(store, self._run_id, before or 0), within_s
-        )
+
+        def read(store: TCPStore) -> tuple[str, ...]:
+            self._entry.renew(store, place, JOINING)
+            return departures.departures_after(store, self._run_id, before or 0)
+
+        reasons = self._stores.ask(place, read, within_s)
         if reasons is None:
             return
         self._departed[place] = (before or 0) + len(reasons)
@@ -190,9 +246,15 @@ class FailoverRendezvous(RendezvousHandler):
         """Publish why this node leaves, if the store is reachable, and keep the rendezvous open for the others."""
         self._stop_polling()
         if self._place is not None and not self._stores.hangs(self._place):
-            self._stores.ask(self._place, lambda store: departures.publish_departure(store, self._run_id, why), CLOSE_S)
-            self._stores.linger(self._place)
-        self._inner = None
+            place = self._place
+
+            def publish(store: TCPStore) -> None:
+                departures.publish_departure(store, self._run_id, why)
+                self._entry.renew(store, place, LEFT)
+
+            self._stores.ask(place, publish, CLOSE_S)
+            self._stores.linger(place)
+        self._place = self._inner = None
 
     def shutdown(self, why: str = "") -> bool:
         """Close the rendezvous for all, if its store is reachable, and publish why the job failed (empty: it has not); end this agent's own
@@ -202,15 +264,22 @@ class FailoverRendezvous(RendezvousHandler):
         closed = False
         place = self._place
         if place is not None and not self._stores.hangs(place) and self._stores.look(place, CLOSE_S) is not None:
-            if why:
-                self._stores.ask(place, lambda store: departures.publish_over(store, self._run_id, why), CLOSE_S)
+            spares = self._stores.ask(place, lambda store: self._publish_end(store, why), CLOSE_S)
             if inner is not None:
                 closing = BoundedCall(inner.shutdown)
                 closed = closing.wait(CLOSE_S) and closing.succeeded
-            if why:
+            if why or spares:
                 self._stores.linger(place)
         self._stores.close()
         return closed
+
+    def _publish_end(self, store: TCPStore, why: str) -> bool:
+        """Publish that the job is over; return whether spare nodes wait, which have to read it."""
+        if why:
+            departures.publish_over(store, self._run_id, why)
+        else:
+            departures.publish_success(store, self._run_id, self._entry.agent.node)
+        return any(agent.state == SPARE for agent in read_agents(store, self._run_id))
 
 
 def _log_departures(reasons: Sequence[str]) -> None:
@@ -228,14 +297,20 @@ class _Waiting:
         run_id: str,
         departed: int,
         give_up: Callable[[RendezvousHandler], None],
+        *,
+        epoch: int,
+        renew: Callable[[TCPStore], None],
     ) -> None:
-        """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost."""
+        """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
+        this rendezvous. renew: renews this agent's entry."""
         self.count = 0
         self.over = ""
         """Why the job is over, once another node has published it."""
         self._window = window
         self._run_id = run_id
         self._departed = departed
+        self._epoch = epoch
+        self._renew = renew
         self._inner: RendezvousHandler | None = inner
         self._give_up = give_up
         self._stopping = threading.Event()
@@ -275,15 +350,16 @@ class _Waiting:
             self._give_up(inner)
 
     def _left(self) -> int | None:
-        """Return how many nodes have left since the rendezvous (without their ranks the attempt cannot run), and read whether the job is over.
-        None: no store answers."""
-        found = self._window.ask(
-            lambda store: (
-                departures.departures_after(store, self._run_id, self._departed),
-                departures.over(store, self._run_id),
-            )
-        )
+        """Return how many nodes have left since the rendezvous (without their ranks the attempt cannot run), one more if the nodes meet anew, and
+        read whether the job is over. None: no store answers."""
+        found = self._window.ask(self._ask)
         if found is None:
             return None
-        self.over = self.over or found[1]
-        return len(found[0])
+        reasons, over, epoch = found
+        self.over = self.over or over
+        return len(reasons) + int(epoch > self._epoch)
+
+    def _ask(self, store: TCPStore) -> tuple[tuple[str, ...], str, int]:
+        self._renew(store)
+        reasons = departures.departures_after(store, self._run_id, self._departed)
+        return reasons, departures.over(store, self._run_id), epoch_of(store)

@@ -117,6 +117,11 @@ class Reporter:
             if here and unreported is not None:
                 self._guarded_end(*unreported, introduce=False)
 
+    def place_taken(self, attempt: int, spare: str, lost: str) -> None:
+        """Write to story.jsonl that a spare node takes a lost node's place from this attempt on."""
+        with self._lock:
+            self._write("spare", {"start": attempt, "node": spare, "in_place_of": lost})
+
     def watch(self, attempt: AttemptStart, log_dir: Path) -> bool:
         """Show the attempt's table when all ranks are registered; False: not yet."""
         try:

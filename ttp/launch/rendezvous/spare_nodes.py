@@ -1,0 +1,183 @@
+"""Spare nodes: agents that wait outside the rendezvous and take the place of a node that the job has lost.
+
+Every agent has an entry in the rendezvous store, renewed each second:
+
+    ttp/agents/<run id>        how many agents have had an entry so far
+    ttp/agents/<run id>/<n>    the n-th agent's entry, as JSON
+
+A spare takes a place when a node of the last attempt waits for the others, and another one has left or has been silent for LOST_S: while the job
+runs it never disturbs it. Several spares take places in the order of their entries. A place is a lost node's: an agent joins again only after it
+has reaped its workers, and renews its entry until then, so that a node whose processes are still there keeps its place.
+
+Owns the entries and that decision. torch's handler does the rendezvous itself, under a new epoch (`multi_endpoint.py`): the lost node is still a
+participant of the old one. Calls to the store raise RuntimeError when it is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+
+from ttp.launch.rendezvous import departures
+from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores
+
+log = logging.getLogger("ttp.launch")
+
+LOST_S = 4.0
+"""An agent whose entry has not been renewed for this long is lost. It matters only while another agent of the job waits for it."""
+
+JOINING, RUNNING, SPARE, LEFT = "joining", "running", "spare", "left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """One agent's entry."""
+
+    node: str
+    state: str = JOINING
+    number: int = 0
+    """Its place in the list of entries, from 1."""
+    beat: int = 0
+    """Grows with each renewal."""
+    start: int = -1
+    """The last attempt that it took part in; -1: none."""
+    size: int = 0
+    """Of how many nodes that was."""
+    epoch: int = 0
+    """The epoch of the store under which they met."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTaken:
+    """Which node takes the place of which."""
+
+    spare: str
+    lost: str
+
+    def __str__(self) -> str:
+        return f"{self.spare}, a spare, takes the place of {self.lost}"
+
+
+class Entry:
+    """This agent's own entry, in whichever store is in use."""
+
+    def __init__(self, run_id: str, node: str) -> None:
+        self.agent = Agent(node=node)
+        self._key = _key(run_id)
+        self._numbers: dict[Endpoint, int] = {}
+
+    def met(self, start: int, size: int, epoch: int) -> None:
+        """Note the attempt that all nodes have joined."""
+        self.agent = replace(self.agent, start=start, size=size, epoch=epoch)
+
+    def renew(self, store: Store, place: Endpoint, state: str) -> None:
+        """Write the entry; in a store that has none of this agent's, under the next number."""
+        number = self._numbers.get(place, 0)
+        if not number or int(store.add(self._key, 0)) < number:  # the store may have been restarted
+            number = self._numbers[place] = int(store.add(self._key, 1))
+        self.agent = replace(self.agent, state=state, number=number, beat=self.agent.beat + 1)
+        store.set(f"{self._key}/{number}", json.dumps(asdict(self.agent)))
+
+
+def read_agents(store: Store, run_id: str) -> list[Agent]:
+    """Return all entries, in order."""
+    key = _key(run_id)
+    keys = [f"{key}/{number}" for number in range(1, int(store.add(key, 0)) + 1)]
+    return [Agent(**json.loads(store.get(key))) for key in keys if store.check([key])]
+
+
+def _key(run_id: str) -> str:
+    return f"ttp/agents/{run_id}"
+
+
+class Silence:
+    """Which agents are lost: those that have left, and those that have not renewed their entries for LOST_S, by this agent's own clock."""
+
+    def __init__(self) -> None:
+        self._renewed: dict[int, tuple[int, float]] = {}
+
+    def of(self, agents: Sequence[Agent], now_s: float) -> set[int]:
+        lost = set()
+        for agent in agents:
+            beat, since_s = self._renewed.get(agent.number, (-1, now_s))
+            if beat != agent.beat:
+                since_s = now_s
+            self._renewed[agent.number] = (agent.beat, since_s)
+            if agent.state == LEFT or now_s - since_s >= LOST_S:
+                lost.add(agent.number)
+        return lost
+
+
+def place_to_take(agents: Sequence[Agent], lost: Collection[int], own: int) -> Agent | None:
+    """Return the node whose place the spare with number `own` takes (PURE); None: no place is free for it."""
+    start = max((agent.start for agent in agents), default=-1)
+    members = [agent for agent in agents if agent.start == start >= 0]
+    here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
+    if not any(agent.state == JOINING for agent in here if agent in members):
+        return None  # before the first attempt, while the job runs, and when none of its nodes remains
+    missing = members[0].size - len(here)  # a node that was started again is here too
+    spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
+    if own not in spares or (turn := spares.index(own)) >= missing:
+        return None
+    gone = [agent for agent in members if agent.number in lost]
+    return gone[turn] if turn < len(gone) else Agent(node="a lost node", epoch=members[0].epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    agents: list[Agent]
+    over: str
+    succeeded: bool
+
+
+def wait_for_place(stores: Stores, run_id: str, entry: Entry, silence_s: float) -> PlaceTaken:
+    """Wait until the job needs this node; return whose place it takes.
+
+    Raises RendezvousGracefulExitError when the job has succeeded, RendezvousClosedError when it has failed, RendezvousTimeoutError when a job that
+    was there has not been seen for `silence_s`. Before, there is no time limit.
+    """
+    where = ", ".join(map(str, stores.endpoints))
+    log.info("waiting as a spare node for job %r at %s, without a time limit", run_id, where)
+    silence, seen_s, moved_s = Silence(), 0.0, 0.0
+    before: Endpoint | None = None
+    while True:
+        place = stores.find_in_use()
+        view = None
+        if place is not None:
+            view = stores.ask(place, functools.partial(_look, run_id=run_id, entry=entry, place=place))
+        now_s = time.monotonic()
+        if view is not None and place is not None:
+            if view.over:
+                raise RendezvousClosedError(f"the job {run_id!r} is over: {view.over}")
+            if view.succeeded:
+                log.info("the job %r has succeeded without this spare node", run_id)
+                raise RendezvousGracefulExitError(f"the job {run_id!r} has succeeded")
+            if place != before:
+                before, moved_s, silence = place, now_s, Silence()
+            lost = silence.of(view.agents, now_s)
+            if any(agent.state != SPARE and agent.number not in lost for agent in view.agents):
+                seen_s = now_s
+            # After a move the agents come to the new store one by one.
+            taken = place_to_take(view.agents, lost, entry.agent.number) if now_s - moved_s >= LOST_S else None
+            if taken is not None:
+                log.warning("%s", PlaceTaken(entry.agent.node, taken.node))
+                stores.begin_anew(place, taken.epoch)
+                return PlaceTaken(entry.agent.node, taken.node)
+        if seen_s and now_s - seen_s > silence_s:
+            raise RendezvousTimeoutError(
+                f"no node of the job {run_id!r} was seen at {where} for {silence_s:.0f} s (--rdzv-conf join_timeout)"
+            )
+        time.sleep(ROUND_S)
+
+
+def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint) -> _View:
+    entry.renew(store, place, SPARE)
+    return _View(read_agents(store, run_id), departures.over(store, run_id), departures.succeeded(store, run_id))
