@@ -198,7 +198,7 @@ class HoldAgent(LocalElasticAgent):
                 world_size=worker_group.workers[0].world_size,
             )
             for taken in self._rendezvous_handler.places_taken:
-                log.warning("start %d: %s", job_store.round_number, taken)
+                log.warning("%s", taken)
                 if self._launching.reporter is not None:
                     self._launching.reporter.place_taken(job_store.round_number, taken.spare, taken.lost)
         except BaseException:

@@ -70,6 +70,19 @@ NEW = Agent(node="node-9", number=9, state=JOINING)
         ([member(1, JOINING), member(2, RUNNING), member(3, JOINING), spare(5), spare(6)], {2, 5}, 6, "node-2"),
         ([member(1, JOINING), member(2, RUNNING), member(3, RUNNING), spare(5), spare(6)], {2, 3}, 6, "node-3"),
         ([member(1, JOINING), member(2, RUNNING, start=3), member(3, JOINING), spare(5)], {2}, 5, "a lost node"),
+        # entries of an earlier job of the same name, all of whose agents are gone
+        (
+            [member(7, RUNNING, start=9), member(1, JOINING), member(2, LEFT), member(3, RUNNING), spare(5)],
+            {7, 2},
+            5,
+            "node-2",
+        ),
+        (
+            [member(7, RUNNING, start=4), member(1, JOINING), member(2, LEFT), member(3, RUNNING), spare(5)],
+            {7, 2},
+            5,
+            "node-2",
+        ),
         ([member(1, JOINING), member(2, RUNNING), member(3, JOINING), Agent(node="node-5", number=5)], {2}, 5, ""),
     ],
 )
@@ -80,7 +93,7 @@ def test_whose_place_a_spare_takes(agents: list[Agent], lost: set[int], own: int
 
 def test_an_agent_is_lost_once_its_entry_has_not_been_renewed_for_a_while() -> None:
     """By this agent's own clock; one that has left is lost at once."""
-    silence = Silence()
+    silence = Silence(LOST_S)
     first, second = Agent(node="a", number=1, beat=7), Agent(node="b", number=2, beat=3)
     assert silence.of([first, second], 100.0) == set()
     again = Agent(node="a", number=1, beat=8)
@@ -88,6 +101,26 @@ def test_an_agent_is_lost_once_its_entry_has_not_been_renewed_for_a_while() -> N
     assert silence.of([again, second], 100.0 + LOST_S) == {2}
     assert silence.of([again, Agent(node="b", number=2, beat=4)], 100.0 + LOST_S + 1.0) == set()
     assert silence.of([Agent(node="a", number=1, beat=9, state=LEFT)], 100.0 + LOST_S + 1.0) == {1}
+
+
+def test_an_agent_may_be_silent_for_longer_where_it_looks_at_several_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may be a lost host's, which takes a connection's time."""
+    limits: list[float] = []
+    whole = Silence.__init__
+
+    def noted(self: Silence, lost_s: float) -> None:
+        limits.append(lost_s)
+        whole(self, lost_s)
+
+    monkeypatch.setattr(Silence, "__init__", noted)
+    for more in (0, 2):
+        place = free_place()
+        server = serve(place)
+        server.set(EPOCH_KEY, "1")
+        departures.publish_success(server, "job", "node-a")
+        waits = Waits(agent(place, *(free_place() for _ in range(more))))
+        waits.end()
+    assert limits[0] == LOST_S and limits[-1] == LOST_S + 2 * multi_endpoint.CONNECT_S
 
 
 def test_an_entry_is_written_again_into_a_store_that_was_restarted() -> None:
@@ -199,6 +232,28 @@ def test_a_spare_waits_until_a_node_is_missed(job: tuple[Endpoint, TCPStore, Ent
     assert stores.epoch == 2 and server.get(EPOCH_KEY) == b"2"
 
 
+def test_after_a_move_to_another_store_a_spare_waits_for_the_nodes_to_come(
+    job: tuple[Endpoint, TCPStore, Entry, Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is there first: the others are not lost."""
+    monkeypatch.setattr(spare_nodes, "LOST_S", 1e9)
+    other = free_place()
+    server = serve(other)
+    server.set(EPOCH_KEY, "2")
+    _, _, first, _ = job
+    first.renew(server, other, JOINING)
+    waits = Waits(agent(job[0], other))
+    until(
+        lambda: (
+            any(each.state == SPARE and each.beat > 20 for each in read_agents(server, "job"))
+            or not waits.thread.is_alive()
+        )
+    )
+    assert waits.taken == [] and waits.thread.is_alive()
+    departures.publish_success(server, "job", "node-a")
+    waits.end()
+
+
 def test_a_spare_ends_with_its_job(job: tuple[Endpoint, TCPStore, Entry, Entry]) -> None:
     """Well with its success, with its reason when it has failed, and with a failure when nothing of it remains."""
     place, server, *_ = job
@@ -225,7 +280,12 @@ def test_a_spare_before_its_job_has_no_time_limit(monkeypatch: pytest.MonkeyPatc
     waits = Waits(agent(place), silence_s=0.1)
     server = serve(place)
     server.set(EPOCH_KEY, "1")
-    until(lambda: any(each.beat > 20 for each in read_agents(server, "job")) or not waits.thread.is_alive())
+    until(
+        lambda: (
+            any(each.state == SPARE and each.beat > 20 for each in read_agents(server, "job"))
+            or not waits.thread.is_alive()
+        )
+    )
     assert waits.thread.is_alive()
     departures.publish_over(server, "job", "x")
     waits.end()

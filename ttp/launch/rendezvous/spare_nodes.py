@@ -27,12 +27,13 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from ttp.launch.rendezvous import departures
-from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores
+from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, ROUND_S, Endpoint, Stores
 
 log = logging.getLogger("ttp.launch")
 
 LOST_S = 4.0
-"""An agent whose entry has not been renewed for this long is lost. It matters only while another agent of the job waits for it."""
+"""An agent whose entry has not been renewed for this long is lost, and CONNECT_S longer for each further endpoint: an agent that joins looks at
+all of them in turn. It matters only while another agent of the job waits for it."""
 
 JOINING, RUNNING, SPARE, LEFT = "joining", "running", "spare", "left"
 
@@ -99,9 +100,10 @@ def _key(run_id: str) -> str:
 
 
 class Silence:
-    """Which agents are lost: those that have left, and those that have not renewed their entries for LOST_S, by this agent's own clock."""
+    """Which agents are lost: those that have left, and those that have not renewed their entries for `lost_s`, by this agent's own clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost_s: float) -> None:
+        self._lost_s = lost_s
         self._renewed: dict[int, tuple[int, float]] = {}
 
     def of(self, agents: Sequence[Agent], now_s: float) -> set[int]:
@@ -111,24 +113,26 @@ class Silence:
             if beat != agent.beat:
                 since_s = now_s
             self._renewed[agent.number] = (agent.beat, since_s)
-            if agent.state == LEFT or now_s - since_s >= LOST_S:
+            if agent.state == LEFT or now_s - since_s >= self._lost_s:
                 lost.add(agent.number)
         return lost
 
 
 def place_to_take(agents: Sequence[Agent], lost: Collection[int], own: int) -> Agent | None:
-    """Return the node whose place the spare with number `own` takes (PURE); None: no place is free for it."""
-    start = max((agent.start for agent in agents), default=-1)
-    members = [agent for agent in agents if agent.start == start >= 0]
+    """Return the node whose place the spare with number `own` takes, with what the others know of their last attempt (PURE); None: no place is free
+    for it."""
     here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
-    if not any(agent.state == JOINING for agent in here if agent in members):
-        return None  # before the first attempt, while the job runs, and when none of its nodes remains
-    missing = members[0].size - len(here)  # a node that was started again is here too
+    latest = max(here, key=lambda agent: agent.start, default=None)
+    if latest is None or latest.start < 0:
+        return None  # before the first attempt, and when none of the job's nodes remains
+    if not any(agent.state == JOINING and agent.start == latest.start for agent in here):
+        return None  # the job runs
+    missing = latest.size - len(here)  # a node that was started again is here too
     spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
     if own not in spares or (turn := spares.index(own)) >= missing:
         return None
-    gone = [agent for agent in members if agent.number in lost]
-    return gone[turn] if turn < len(gone) else Agent(node="a lost node", epoch=members[0].epoch)
+    gone = [agent for agent in agents if agent.start == latest.start and agent.number in lost][-missing:]
+    return replace(latest, node=gone[turn].node if turn < len(gone) else "a lost node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,8 @@ def wait_for_place(stores: Stores, run_id: str, entry: Entry, silence_s: float) 
     """
     where = ", ".join(map(str, stores.endpoints))
     log.info("waiting as a spare node for job %r at %s, without a time limit", run_id, where)
-    silence, seen_s, moved_s = Silence(), 0.0, 0.0
+    lost_s = LOST_S + CONNECT_S * (len(stores.endpoints) - 1)
+    silence, seen_s, moved_s = Silence(lost_s), 0.0, 0.0
     before: Endpoint | None = None
     while True:
         place = stores.find_in_use()
@@ -161,12 +166,12 @@ def wait_for_place(stores: Stores, run_id: str, entry: Entry, silence_s: float) 
                 log.info("the job %r has succeeded without this spare node", run_id)
                 raise RendezvousGracefulExitError(f"the job {run_id!r} has succeeded")
             if place != before:
-                before, moved_s, silence = place, now_s, Silence()
+                before, moved_s, silence = place, now_s, Silence(lost_s)
             lost = silence.of(view.agents, now_s)
             if any(agent.state != SPARE and agent.number not in lost for agent in view.agents):
                 seen_s = now_s
             # After a move the agents come to the new store one by one.
-            taken = place_to_take(view.agents, lost, entry.agent.number) if now_s - moved_s >= LOST_S else None
+            taken = place_to_take(view.agents, lost, entry.agent.number) if now_s - moved_s >= lost_s else None
             if taken is not None:
                 log.warning("%s", PlaceTaken(entry.agent.node, taken.node))
                 stores.begin_anew(place, taken.epoch)

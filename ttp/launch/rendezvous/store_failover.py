@@ -154,7 +154,7 @@ class FailoverRendezvous(RendezvousHandler):
             elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is out of use: the job meets at {other}"
             elif now is not None and now > epoch:
-                why, self._anew = "begins anew: a spare node takes a place", True
+                why, self._anew = "has begun anew, without nodes that are lost", True
             elif time.monotonic() > until:
                 why = "had too few nodes in time"
             else:
