@@ -118,7 +118,7 @@ class Stores:
 
     def begin_anew(self, place: Endpoint, epoch: int) -> None:
         """Have all nodes meet again at `place`, under the next epoch, unless it has another one than `epoch` already."""
-        if self.epoch == epoch and (opened := self._windows[place].open(epoch, epoch + 1)) is not None:
+        if (opened := self._windows[place].open(epoch, epoch + 1)) is not None:
             self.epoch = opened
 
     def _look_at_all(self, until_s: float = math.inf) -> dict[Endpoint, int]:
