@@ -156,9 +156,7 @@ class HoldAgent(LocalElasticAgent):
             f"{ranks_text(living)} of the last attempt did not end after SIGKILL (pids {', '.join(map(str, living.values()))}), expected no"
             " process of an earlier attempt before this node joins again. Restart this host: such a process waits for a device or a file system"
         )
-        self._rendezvous_handler.leave(
-            f"{socket.gethostname()}: {why}"
-        )  # now: torch waits for the process once more at this agent's end
+        self._rendezvous_handler.leave(f"{socket.gethostname()}: {why}")  # torch waits once more at this agent's end
         raise NotEnded(why)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
