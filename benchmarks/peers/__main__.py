@@ -131,7 +131,14 @@ def missed(found: dict[str, Any]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     options = arguments(argv)
     if options.report:
-        found = json.loads(options.report.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(options.report.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            print(
+                f"cannot read --report {options.report}: {error}. Give the JSON file of an earlier run, output/peers/SEED.json",
+                file=sys.stderr,
+            )
+            return 2
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the job in progress as well
         print(f"seed {options.seed}, {options.ranks} ranks, {options.kills} kills a job", flush=True)

@@ -127,8 +127,12 @@ def check_spare_node(args: Namespace) -> None:
     got = ""
     if parse_min_max_nnodes(args.nnodes)[1] == 1:
         got = "a job on one node (--nnodes 1)"
-    elif not has_places(args.rdzv_backend, args.rdzv_endpoint, _given_store_type(args)):
+    elif args.rdzv_backend != "c10d":
         got = f"--rdzv-backend {args.rdzv_backend}"
+    elif (store_type := _given_store_type(args)) != "tcp":
+        got = f"--rdzv-conf store_type={store_type}"
+    elif not has_places(args.rdzv_backend, args.rdzv_endpoint, store_type):
+        got = "no --rdzv-endpoint that other nodes know"
     if got:
         raise ConfigError(
             f"invalid --spare-node: got it with {got}, expected several nodes that meet by --rdzv-backend c10d --rdzv-endpoint HOST:PORT."

@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
+from ttp.inputs import checked
 from ttp.launch.rendezvous import departures
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, ROUND_S, Endpoint, Stores
 
@@ -54,6 +55,9 @@ class Agent:
     """Of how many nodes that was."""
     epoch: int = 0
     """The epoch of the store under which they met."""
+
+
+_NUMBERS = ("number", "beat", "start", "size", "epoch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +93,24 @@ class Entry:
 
 
 def read_agents(store: Store, run_id: str) -> list[Agent]:
-    """Return all entries, in order."""
+    """Return all entries, in order. What is not an agent's entry is left out: another program has written it."""
     key = _key(run_id)
     keys = [f"{key}/{number}" for number in range(1, int(store.add(key, 0)) + 1)]
-    return [Agent(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    found = (_decoded(store.get(key)) for key in keys if store.check([key]))
+    return [agent for agent in found if agent is not None]
+
+
+def _decoded(entry: bytes) -> Agent | None:
+    try:
+        fields = checked.mapping(json.loads(entry), "entry")
+        return Agent(
+            node=checked.string(*checked.field(fields, "node", "")),
+            state=checked.string(*checked.field(fields, "state", "")),
+            **{name: checked.integer(*checked.field(fields, name, ""), least=-1) for name in _NUMBERS},
+        )
+    except (ValueError, RecursionError) as error:
+        log.debug("an entry of a node in the rendezvous store cannot be read: %s", error)
+        return None
 
 
 def _key(run_id: str) -> str:
