@@ -27,10 +27,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ttp.config import identity_socket
 from ttp.errors import ControllerError
+from ttp.identity import own
+from ttp.identity.peer import Peer, Role
 from ttp.inputs.options import above_zero, whole
+from ttp.proto.address import join_address
 from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES
-from ttp.proto.transport import grpc, join_address
+from ttp.proto.transport import grpc
 
 from .agent_link import request_shutdown
 from .core.facts.events import ControllerSettings
@@ -112,6 +116,7 @@ _TIMES = (
 def main(arguments: list[str] | None = None) -> int:
     """Run one controller to its end; return the exit status."""
     options = parse(arguments)
+    own.use_agents(identity_socket(), Peer(options.job_id, Role.CONTROLLER, term=options.term))
     with contextlib.suppress(PermissionError):  # it leads its session already
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -155,7 +160,7 @@ async def serve(
     """Listen, and serve until the driver has finished. Raises ControllerError, _JournalError."""
     loop = asyncio.get_running_loop()
     server, bound = await listen(host, port, port_wait_s)
-    settings = replace(settings, address=join_address(advertise or host, bound))
+    settings = replace(settings, address=join_address(advertise or host, bound, settings.term))
     try:
         journal = Journal(journal_path, settings)
     except OSError as error:

@@ -55,6 +55,8 @@ from .core.facts.status import job_status
 
 TICK_S = 0.25
 """Longest time between two ticks."""
+MOST_REFUSALS = 1_000
+"""Whoever is refused with ever new words fills neither the memory nor the journal."""
 
 
 Addressed = tuple[tuple[int, ...], Downward]
@@ -112,7 +114,14 @@ class StopWhenUnused:
     """The processes that it was started for run: a standby stays, for its ranks may still have to come to it."""
 
 
-Item = StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused
+@dataclass(frozen=True, slots=True)
+class NotAllowed:
+    """A process has said what its certificate does not allow: it was refused, and the machine does not learn of it."""
+
+    text: str
+
+
+Item = StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed
 
 
 class EventLog(Protocol):
@@ -160,6 +169,7 @@ class Handler:
         self._outgoing: dict[RankLink, list[Addressed]] = {}  # gathered since the last flush
         self._beats: dict[int, Heartbeat] = {}
         self._published: PublishedCheckpoint | None = None
+        self._refused: dict[str, int] = {}
 
     def begin(self) -> None:
         """Take the machine's first state."""
@@ -207,12 +217,21 @@ class Handler:
                 self._leave_if_alone(item)
             case StopAsked(reason):
                 self._stop(reason)
+            case NotAllowed(text):
+                self._count_refusal(text)
             case StopIfNeverUsed(reason):
                 stage = self.state.stage
                 if stage is Stage.STANDBY or (stage is Stage.ASSEMBLING and not self.routes):
                     self._finish(reason)
             case _:
                 assert_never(item)
+
+    def _count_refusal(self, text: str) -> None:
+        """Log it at its first time, its tenth, its hundredth, and so on; of so many different ones only."""
+        if text in self._refused or len(self._refused) < MOST_REFUSALS:
+            self._refused[text] = count = self._refused.get(text, 0) + 1
+            if str(count).strip("0") == "1":
+                self._log_event("refused", {"text": text, "count": count})
 
     def _leave_if_alone(self, order: StopWhenUnused) -> None:
         """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""

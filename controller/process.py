@@ -22,6 +22,7 @@ from ttp.errors import ControllerError, NotWritable
 from ttp.fork_server.forked_process import ForkedOrphan
 from ttp.fork_server.forked_program import ENDED
 from ttp.fork_server.request import NotForked, fork_at
+from ttp.proto.address import join_address
 
 Process = subprocess.Popen[bytes] | ForkedOrphan
 
@@ -40,7 +41,7 @@ class ControllerProcess:
     """A running controller. Keep it as long as this process lives: it reaps the controller when it has ended."""
 
     address: str
-    """`host:port` for processors and agents."""
+    """`host:port/term` for processors and agents."""
     pid: int
     process: Process = field(repr=False)
 
@@ -115,7 +116,7 @@ def start_controller(
     _, _, rest = line.partition(_READY)
     bound_port = rest.split()[0].rpartition(":")[2]
     host = advertise or bind
-    return ControllerProcess(f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}", process.pid, process)
+    return ControllerProcess(join_address(host, int(bound_port), term), process.pid, process)
 
 
 def _fork_or_execute(command: list[str], environ: dict[str, str], log: int, fork_server: str) -> tuple[Process, int]:

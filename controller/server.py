@@ -5,7 +5,7 @@ it is open, 2,500 for a job of 10,000 ranks on 1,250 nodes, while one loop was m
 job on 1,250 streams at a quarter of a core. The loop's thread does the wire and the protobuf, the driver's thread the
 decisions; a message crosses from one to the other by a queue, which costs tens of microseconds.
 
-Checks that an envelope belongs to this job and this term. Never decides anything else.
+Checks that an envelope belongs to this job and this term, and that its sender may say it (`permissions.py`). Never decides anything else.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from ttp.errors import ControllerError
+from ttp.identity import own
+from ttp.identity.peer import Peer
 from ttp.proto import control_pb2 as pb
+from ttp.proto.address import join_address
 from ttp.proto.chunks import Joiner, split
 from ttp.proto.codec import CodecError, decode_upward, encode_batch, encode_downward, encode_status
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from ttp.proto.status import JobStatus
-from ttp.proto.transport import SERVER_OPTIONS, grpc, join_address
+from ttp.proto.transport import SERVER_OPTIONS, certified, grpc, server_credentials
 
 from .core.facts.events import ControllerSettings
 from .driver import Driver
-from .handler import Addressed, StatusAsked, StopAsked, StreamEnded, StreamMessage
+from .handler import Addressed, NotAllowed, StatusAsked, StopAsked, StreamEnded, StreamMessage
+from .permissions import message_refusal, shutdown_refusal, stream_refusal
 
 GRACE_S = 2.0
 """How long streams may take to deliver what was queued before the server ends."""
@@ -106,6 +110,8 @@ class ControlService(ControlServicer):
         self._loop = asyncio.get_running_loop()
         self._mailroom = Outbox(self._loop)
         self._links: set[StreamLink] = set()
+        shown = own.credentials()
+        self._roles = shown is not None and not shown.by_site
 
     def finish_streams(self) -> None:
         """Let every stream deliver what is queued and end."""
@@ -114,9 +120,12 @@ class ControlService(ControlServicer):
 
     async def Attach(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], context: AttachContext) -> None:
         link = StreamLink(self._settings, self._mailroom)
+        peer = await self._peer(context)
+        if refusal := stream_refusal(peer, self._settings.job_id):
+            await self._refuse(context, refusal)
         self._links.add(link)
         link.greet()
-        reader = asyncio.create_task(self._read(request_iterator, link))
+        reader = asyncio.create_task(self._read(request_iterator, link, peer))
         try:
             while (envelope := await link.outbox.get()) is not None:
                 await context.write(envelope)
@@ -127,14 +136,22 @@ class ControlService(ControlServicer):
         if link.rejection is not None:
             await context.abort(*link.rejection)
 
-    async def _read(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink) -> None:
+    async def _read(
+        self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink, peer: Peer | None
+    ) -> None:
         try:
             joiner = Joiner[pb.UpwardEnvelope]()
             async for envelope in request_iterator:
                 if not self._accepts(envelope, link):  # before anything else of it is read
                     return
                 if (whole := joiner.take(envelope)) is not None:
-                    self._driver.put(StreamMessage(link, decode_upward(whole)))
+                    parcel = decode_upward(whole)
+                    refusals = (message_refusal(peer, message) for message in parcel.messages)
+                    if refusal := next(filter(None, refusals), ""):
+                        self._driver.put(NotAllowed(refusal))
+                        link.refuse(grpc.StatusCode.PERMISSION_DENIED, refusal)
+                        return
+                    self._driver.put(StreamMessage(link, parcel))
             link.finish()
         except grpc.aio.AioRpcError:
             link.finish()
@@ -163,6 +180,7 @@ class ControlService(ControlServicer):
         self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[pb.StatusRequest, pb.JobStatus]
     ) -> pb.JobStatus:
         await self._check_job(request.job_id, context)
+        await self._peer(context)
         answer: asyncio.Future[JobStatus] = self._loop.create_future()
 
         def reply(status: JobStatus) -> None:
@@ -176,11 +194,31 @@ class ControlService(ControlServicer):
     ) -> pb.ShutdownReply:
         await self._check_job(request.job_id, context)
         term = self._settings.term
+        peer = await self._peer(context)
+        if refusal := shutdown_refusal(peer, self._settings.job_id, request.term, self._settings.world_size):
+            await self._refuse(context, refusal)
         if request.term and request.term <= term:
             text = f"this controller has term {term}: one of term {request.term} cannot take over from it"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}"))
         return pb.ShutdownReply()
+
+    async def _peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Peer | None:
+        """Return which process is on the other side; None: connections are plain, or certificates name no roles. Refuses one whose
+        certificate cannot be read."""
+        if not self._roles:
+            return None
+        try:
+            return certified(context.auth_context().get("x509_subject_alternative_name", ()))
+        except ValueError as error:
+            await self._refuse(context, str(error))
+            raise
+
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], refusal: str) -> None:
+        self._driver.put(
+            NotAllowed(f"{context.peer().rpartition(':')[0]}: {refusal}")
+        )  # without the port, new each time
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
 
     async def _check_job(self, job_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if job_id and job_id != self._settings.job_id:
@@ -191,12 +229,13 @@ class ControlService(ControlServicer):
 def make_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """Return a server that listens on `host:port` (0: any free one) and its port; add services, then start it.
 
-    Raises ControllerError when the port cannot be had.
+    Raises ControllerError when the port cannot be had, or this process has no certificate.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     address = join_address(host, port)
+    credentials = server_credentials()
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         bound, cause = 0, str(error)
     else:

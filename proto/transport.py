@@ -1,4 +1,4 @@
-"""How gRPC is set up on both sides: message sizes, keepalive, no proxies, no shared ports.
+"""How gRPC is set up on both sides: message sizes, keepalive, no proxies, no shared ports, mutual TLS.
 
 Import gRPC through this module: it must find GRPC_ENABLE_FORK_SUPPORT=0 when it loads, or a data loader's forked
 workers crash or crawl. Never decides anything.
@@ -7,15 +7,32 @@ workers crash or crawl. Never decides anything.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 
-__all__ = ["CLIENT_OPTIONS", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS", "Options", "grpc", "join_address", "open_channel"]
+from ttp.errors import ControllerError
+from ttp.identity import own
+from ttp.identity.authority import ANY_CONTROLLER, controller_name
+from ttp.identity.credentials import Credentials
+from ttp.identity.peer import Peer
+from ttp.proto.address import split_address
 
-Options = tuple[tuple[str, int], ...]
+__all__ = [
+    "CLIENT_OPTIONS",
+    "MAX_MESSAGE_BYTES",
+    "SERVER_OPTIONS",
+    "Options",
+    "certified",
+    "grpc",
+    "open_channel",
+    "server_credentials",
+]
+
+Options = tuple[tuple[str, int | str], ...]
 
 MAX_MESSAGE_BYTES = 16 << 20
 """A larger message is refused on both sides; a larger table is sent in chunks (`chunks.py`)."""
@@ -45,10 +62,50 @@ CLIENT_OPTIONS: Options = (
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """Return a channel of its own to `address` (`host:port`); the caller closes it."""
-    return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    """Return a channel of its own to the controller at `address` (`host:port/term`, or `host:port`: of any term); the caller closes it.
+
+    Raises ControllerError: this process has no certificate.
+    """
+    target, term = split_address(address)
+    credentials = own.credentials()
+    if credentials is None:
+        return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+    name = controller_name(term) if term else ANY_CONTROLLER
+    expected: Options = () if credentials.by_site else (("grpc.ssl_target_name_override", name),)
+    secure = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    return grpc.secure_channel(target, secure, options=(*CLIENT_OPTIONS, *expected))
 
 
-def join_address(host: str, port: int) -> str:
-    """Return `host:port`, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def server_credentials() -> grpc.ServerCredentials | None:
+    """Return what a controller shows, and by what it checks those who connect; None: connections are plain. Raises ControllerError."""
+    first = own.credentials()
+    if first is None:
+        return None
+    shown = [first]
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """At each handshake: None where nothing has changed."""
+        try:
+            now = own.credentials()
+        except ControllerError:
+            return None
+        if now is None or now is shown[0]:
+            return None
+        shown[0] = now
+        return _configuration(now)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), renewed, require_client_authentication=True)
+
+
+def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.key, credentials.certificate)], credentials.authority
+    )
+
+
+def certified(names: Iterable[bytes]) -> Peer:
+    """Return which process has shown a certificate with these alternative names. Raises ValueError."""
+    uris = [name.decode(errors="replace") for name in names if name.startswith(b"ttp://")]
+    if len(uris) != 1:
+        raise ValueError(f"invalid certificate: got {len(uris)} URIs of a TTP job, expected one")
+    return Peer.parse(uris[0])

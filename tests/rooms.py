@@ -30,6 +30,7 @@ ORDER = (
     "ttp.inputs",
     "ttp.config",
     "ttp.fork_server",
+    "ttp.identity",
     "ttp.proto",
     "ttp.controller.core.facts",
     "ttp.controller.core.dump",

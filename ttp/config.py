@@ -200,6 +200,11 @@ def warm_start(environ: Mapping[str, str] = os.environ) -> bool:
     return enabled(environ) and _flag(environ, "TTP_WARM_START", True)
 
 
+def identity_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where this process asks its agent for a certificate; empty: nowhere."""
+    return _text(environ, "TTP_IDENTITY")
+
+
 def error_file(environ: Mapping[str, str] = os.environ) -> str:
     """Return where this process's exception is to be recorded; empty without a launcher, or with ENABLE_TTP=False."""
     return environ.get("TORCHELASTIC_ERROR_FILE", "") if enabled(environ) else ""

@@ -26,7 +26,7 @@ class Controllers:
     """What the ranks of one node know of their controllers."""
 
     addresses: tuple[str, ...]
-    """`host:port`: the controller that the attempt began with, then the standbys in the order in which they take over. Empty: the only rank of
+    """`host:port/term`: the controller that the attempt began with, then the standbys in the order in which they take over. Empty: the only rank of
     the job has it to itself."""
     pid: int
     """Of the first, where it is a process of this node; 0: it is not."""
@@ -58,9 +58,17 @@ def read(directory: Path) -> Controllers | None:
 
 def _address(value: object, path: str) -> str:
     address = checked.string(value, path)
-    host, _, port = address.rpartition(":")
-    if not host or not address.isprintable() or " " in address or len(address) > MOST_ADDRESS or not _is_port(port):
-        raise checked.Invalid(path, value, f"host:port of at most {MOST_ADDRESS} characters")
+    place, _, term = address.partition("/")
+    host, _, port = place.rpartition(":")
+    if (
+        not host
+        or not address.isprintable()
+        or " " in address
+        or len(address) > MOST_ADDRESS
+        or not _is_port(port)
+        or (term and not term.isdecimal())
+    ):
+        raise checked.Invalid(path, value, f"host:port/term of at most {MOST_ADDRESS} characters")
     return address
 
 

@@ -1,0 +1,162 @@
+"""The agent's side of its processes' identities: a socket at which each asks for its certificate.
+
+The kernel says which process asks (SO_PEERCRED): a rank's certificate goes to that rank's worker or a process below it, a controller's for one
+term to one process. Owns the socket, in a directory that only this user can enter, and one thread. The authority's key never leaves this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ttp.fork_server import frames
+from ttp.fork_server.client import Listener
+from ttp.identity.authority import Authority
+from ttp.identity.peer import Peer, Role
+from ttp.inputs import checked
+
+log = logging.getLogger("ttp.launch")
+
+WORKERS_S = 8.0
+"""A worker may ask before the agent knows which processes its workers are."""
+REQUEST_S = 2.0
+_CREDENTIALS = struct.Struct("3i")
+_MOST_ANCESTORS = 64
+
+
+class Refused(Exception):
+    """A process does not get what it asks for; its text is the reason."""
+
+
+class Issuer:
+    """Answers until `close`. `begin` and `workers` for each attempt."""
+
+    def __init__(self, node: str) -> None:
+        """`node`: this host. Raises OSError: no socket can be made."""
+        self._node = node
+        self._listener = Listener()
+        self._known = threading.Condition()  # guards all below
+        self._authority: Authority | None = None
+        self._terms = range(0)
+        self._pids: Mapping[int, int] | None = None
+        self._controllers: dict[int, int] = {}
+        """The process that has a term's certificate."""
+        self._refusals: set[str] = set()
+        self._thread = threading.Thread(target=self._serve, name="ttp-issuer", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """What processes of this node are to have as TTP_IDENTITY."""
+        return str(self._listener.path)
+
+    def begin(self, authority: Authority, terms: range) -> None:
+        """Issue for another attempt from now on. `terms`: those that its controllers can have."""
+        with self._known:
+            self._authority, self._terms, self._pids, self._controllers = authority, terms, None, {}
+
+    def workers(self, pids: Mapping[int, int]) -> None:
+        """Say which processes this attempt's workers are (rank -> pid)."""
+        with self._known:
+            self._pids = dict(pids)
+            self._known.notify_all()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(REQUEST_S)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                channel, _ = self._listener.socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(channel,), name="ttp-issue", daemon=True).start()
+
+    def _answer(self, channel: socket.socket) -> None:
+        with channel, contextlib.suppress(EOFError, OSError):
+            channel.settimeout(REQUEST_S)
+            asking = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _ = _CREDENTIALS.unpack(asking)
+            try:
+                request, descriptors = frames.receive(channel)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                answer = {"credentials": self._issue(request, pid, uid)}
+            except (Refused, ValueError) as error:
+                self._log(f"process {pid} asked for a certificate and was refused: {error}")
+                answer = {"error": str(error)}
+            frames.send(channel, answer)
+
+    def _issue(self, request: object, pid: int, uid: int) -> dict[str, Any]:
+        if uid != os.geteuid():
+            raise Refused(f"got user {uid}, expected {os.geteuid()}")
+        fields = checked.mapping(request, "request")
+        role = Role(checked.string(*checked.field(fields, "role", "")))
+        job_id = checked.string(*checked.field(fields, "job_id", ""))
+        ranks = checked.integers(*checked.field(fields, "ranks", ""))
+        term = checked.integer(*checked.field(fields, "term", ""))
+        with self._known:
+            if self._authority is None or self._authority.job_id != job_id:
+                current = self._authority.job_id if self._authority is not None else "none"
+                raise Refused(f"got attempt {job_id!r}, expected the one that runs, {current!r}")
+            authority = self._authority
+            if role is Role.RANK:
+                self._check_rank(ranks, pid)
+            elif role is Role.CONTROLLER:
+                self._check_controller(term, pid)
+            elif role is Role.AGENT:
+                raise Refused("got role 'agent', which no other process has")
+        peer = Peer(
+            job_id, role, ranks if role is Role.RANK else (), term if role is Role.CONTROLLER else 0, self._node
+        )
+        return authority.issue(peer).encode()
+
+    def _check_rank(self, ranks: tuple[int, ...], pid: int) -> None:
+        self._known.wait_for(lambda: self._pids is not None, WORKERS_S)
+        workers = self._pids or {}
+        if len(ranks) != 1 or ranks[0] not in workers:
+            raise Refused(f"got ranks {list(ranks)}, expected one of this node's {sorted(workers)}")
+        if not belongs_to(pid, workers[ranks[0]]):
+            raise Refused(
+                f"process {pid} is not rank {ranks[0]}'s worker (process {workers[ranks[0]]}), nor started by it, nor in its session"
+            )
+
+    def _check_controller(self, term: int, pid: int) -> None:
+        if term not in self._terms:
+            raise Refused(f"got term {term}, expected {self._terms.start} to {self._terms.stop - 1}")
+        if (owner := self._controllers.setdefault(term, pid)) != pid:
+            raise Refused(f"process {owner} is the controller of term {term}")
+
+    def _log(self, text: str) -> None:
+        with self._known:
+            new = text not in self._refusals and len(self._refusals) < 1000
+            self._refusals.add(text)
+        if new:
+            log.warning("%s", text)
+
+
+def belongs_to(pid: int, worker: int) -> bool:
+    """Say whether a process is a worker's: itself, below it, or in its session."""
+    with contextlib.suppress(OSError):
+        if os.getsid(pid) == worker:
+            return True
+    for _ in range(_MOST_ANCESTORS):
+        if pid == worker:
+            return True
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+        if pid <= 1:
+            return False
+    return False

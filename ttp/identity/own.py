@@ -1,0 +1,91 @@
+"""This process's own credentials, which every connection to a controller uses.
+
+One per process, as a process is one rank, one controller or one agent. Without any the connections are plain, and stay on this host. Owns where
+they come from: the agent (`issuer.py`), this agent itself, or the site's files.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from ttp.errors import ConfigError, ControllerError
+from ttp.fork_server import frames
+from ttp.identity.credentials import Credentials, Renewed
+from ttp.identity.peer import Peer
+from ttp.inputs.input_file import read_text
+
+ANSWER_S = 10.0
+"""The agent's time to answer; it waits until it knows its workers."""
+SITE_VARIABLES = ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA")
+SITE_READ_S = 3600.0
+"""The site's files are read again after so long: they may have been renewed."""
+_MOST_PEM = 1 << 20
+
+Obtain = Callable[[], Credentials]
+_obtain: Obtain | None = None
+
+
+def use(obtain: Obtain | None) -> None:
+    """Set where this process's credentials come from; None: it has none. `obtain()` raises OSError, ValueError."""
+    global _obtain
+    _obtain = obtain
+
+
+def credentials() -> Credentials | None:
+    """Return what this process shows and believes now. None: its connections are plain. Raises ControllerError."""
+    try:
+        return _obtain() if _obtain is not None else None
+    except (OSError, ValueError) as error:
+        raise ControllerError(f"this process has no certificate: {error}") from error
+
+
+def use_agents(path: str, peer: Peer) -> None:
+    """Ask the agent for them, and again when they are old. `path`: its socket (TTP_IDENTITY); empty: there is none, and connections are plain."""
+    use(Renewed(partial(ask, path, peer)) if path else None)
+
+
+def ask(path: str, peer: Peer) -> Credentials:
+    """Ask the agent of this node for the credentials of this process. Raises OSError, ValueError: it refuses, and why."""
+    request = {"role": peer.role.value, "job_id": peer.job_id, "ranks": list(peer.ranks), "term": peer.term}
+    try:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(ANSWER_S)
+            channel.connect(path)
+            frames.send(channel, request)
+            answer, _ = frames.receive(channel)
+    except EOFError as error:
+        raise OSError(f"the agent did not answer: {error}") from error
+    if "credentials" not in answer:
+        raise ValueError(str(answer.get("error")))
+    return Credentials.decode(answer["credentials"])
+
+
+def use_site(environ: Mapping[str, str] = os.environ) -> bool:
+    """Use the certificate of the site's own authority where the variables name one; say whether they do. Raises ConfigError."""
+    paths = [environ.get(name, "").strip() for name in SITE_VARIABLES]
+    if not any(paths):
+        return False
+    if missing := [name for name, path in zip(SITE_VARIABLES, paths, strict=True) if not path]:
+        raise ConfigError(
+            f"invalid {missing[0]}='': got none, expected a PEM file, as with the others of {', '.join(SITE_VARIABLES)}"
+        )
+    obtain = Renewed(partial(_read_site, *paths))
+    try:
+        obtain()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"invalid {', '.join(SITE_VARIABLES)}: {error}, expected three PEM files") from None
+    use(obtain)
+    return True
+
+
+def _read_site(certificate: str, key: str, authority: str) -> Credentials:
+    read = [read_text(Path(path), _MOST_PEM).encode() for path in (key, certificate, authority)]
+    for path, content in zip((key, certificate, authority), read, strict=True):
+        if b"-----BEGIN " not in content:
+            raise ValueError(f"{path!r} has no PEM block")
+    return Credentials(*read, renew_unix_s=time.time() + SITE_READ_S, by_site=True)
