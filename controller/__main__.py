@@ -27,8 +27,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ttp.config import identity_socket
-from ttp.errors import ControllerError
+from ttp.config import identity_socket, tls_files
+from ttp.errors import ConfigError, ControllerError
 from ttp.identity import own
 from ttp.identity.peer import Peer, Role
 from ttp.inputs.options import above_zero, whole
@@ -116,7 +116,6 @@ _TIMES = (
 def main(arguments: list[str] | None = None) -> int:
     """Run one controller to its end; return the exit status."""
     options = parse(arguments)
-    own.use_agents(identity_socket(), Peer(options.job_id, Role.CONTROLLER, term=options.term))
     with contextlib.suppress(PermissionError):  # it leads its session already
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -132,10 +131,14 @@ def main(arguments: list[str] | None = None) -> int:
         **{name: getattr(options, name) for name in _TIMES},
     )
     try:
+        if files := tls_files():
+            own.use_site(*files)
+        else:
+            own.use_agents(identity_socket(), Peer(settings.job_id, Role.CONTROLLER, term=settings.term))
         guardians = Guardians(tuple(options.guardian))
         place = (options.bind, options.port, options.journal, options.advertise)
         asyncio.run(serve(settings, *place, guardians, options.port_wait_s))
-    except ControllerError as error:
+    except (ConfigError, ControllerError) as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return CANNOT_LISTEN
     except _JournalError as error:

@@ -16,9 +16,8 @@ import grpc
 
 from ttp.errors import ControllerError
 from ttp.identity import own
-from ttp.identity.authority import ANY_CONTROLLER, controller_name
 from ttp.identity.credentials import Credentials
-from ttp.identity.peer import Peer
+from ttp.identity.peer import ANY_CONTROLLER, Peer, controller_name
 from ttp.proto.address import split_address
 
 __all__ = [

@@ -20,6 +20,10 @@
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_WARM_START | True | False: every worker is a new interpreter that imports for itself; else ttprun forks workers from one that has imported |
 | TTP_FORK_SERVER | none | set by ttprun: the socket of the process from which controllers are forked |
+| TTP_TLS | True | False: the controller's connections are plain, and open to whoever reaches its port |
+| TTP_SECRET, TTP_SECRET_FILE | none | the job's secret, or a file with it: the same on every node; ttprun takes it out of the environment |
+| TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA | none | PEM files of the site's own authority, in place of certificates that are made of the job's secret |
+| TTP_IDENTITY | none | set by ttprun: the socket at which this node's processes get their certificates |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
@@ -44,7 +48,7 @@ from ttp.nccl import nccl_warnings
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_IDENTITY", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -77,6 +81,10 @@ class Settings:
     chaos: str = ""
     attempt_dir: str = ""
     fork_server: str = ""
+    tls: bool = True
+    tls_files: tuple[str, ...] = ()
+    """The site's certificate, key and authority; empty: the job's own."""
+    identity: str = ""
     job_id: str = "ttp"
     host: str = "localhost"
     master_addr: str = "127.0.0.1"
@@ -151,6 +159,9 @@ class Settings:
             chaos=_text(environ, "TTP_CHAOS"),
             attempt_dir=_text(environ, "TTP_ATTEMPT_DIR"),
             fork_server=_text(environ, "TTP_FORK_SERVER"),
+            tls=_flag(environ, "TTP_TLS", True),
+            tls_files=tls_files(environ),
+            identity=identity_socket(environ),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
             master_addr=_text(environ, "MASTER_ADDR", "127.0.0.1"),
@@ -203,6 +214,16 @@ def warm_start(environ: Mapping[str, str] = os.environ) -> bool:
 def identity_socket(environ: Mapping[str, str] = os.environ) -> str:
     """Return where this process asks its agent for a certificate; empty: nowhere."""
     return _text(environ, "TTP_IDENTITY")
+
+
+def tls_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the PEM files of the site's certificate, key and authority; empty: none are named. Raises ConfigError."""
+    names = ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA")
+    paths = tuple(_text(environ, name) for name in names)
+    missing = [name for name, path in zip(names, paths, strict=True) if not path]
+    if missing and len(missing) < len(names):
+        raise ConfigError(f"invalid {missing[0]}='': expected a PEM file, as with the others of {', '.join(names)}")
+    return () if missing else paths
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 _LENGTH = struct.Struct("!Q")
 MOST_DESCRIPTORS = 252
 """One message takes no more (SCM_MAX_FD is 253)."""
+MOST_BYTES = 256 << 20
+"""Of a message: 64 programs with a megabyte of variables each have a fourth of it. What is longer was not sent by `send`."""
 
 
 def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -21,10 +23,14 @@ def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Wait for one message. Raises EOFError when the other side is closed, OSError (TimeoutError when the socket has a timeout)."""
+    """Wait for one message. Raises EOFError when the other side is closed, OSError (TimeoutError when the socket has a timeout; or
+    what comes is no message)."""
     header, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, MOST_DESCRIPTORS)
     header += _exactly(channel, _LENGTH.size - len(header))
-    message: dict[str, Any] = json.loads(_exactly(channel, *_LENGTH.unpack(header)))
+    (size,) = _LENGTH.unpack(header)
+    if size > MOST_BYTES:
+        raise OSError(f"got a message of {size} bytes, expected at most {MOST_BYTES}")
+    message: dict[str, Any] = json.loads(_exactly(channel, size))
     return message, descriptors
 
 

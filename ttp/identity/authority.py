@@ -20,25 +20,18 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ttp.identity.credentials import Credentials
-from ttp.identity.peer import Peer, Role
+from ttp.identity.peer import ANY_CONTROLLER, Peer, Role, controller_name
 from ttp.identity.secret import Secret
 
 LIFETIME_S = 86_400.0
 """Of a leaf certificate. A connection that is open stays so: certificates are looked at when one is made."""
 SKEW_S = 300.0
 """So far the clocks of two nodes may be apart."""
-ANY_CONTROLLER = "controller.ttp"
-"""A name in the certificate of every controller of the job."""
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of P-256's group (SEC 2, 2.4.2)."""
 _FROM = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(2124, 1, 1, tzinfo=datetime.UTC)
-
-
-def controller_name(term: int) -> str:
-    """Return the name in the certificate of the controller of one term."""
-    return f"term-{term}.{ANY_CONTROLLER}"
 
 
 class Authority:

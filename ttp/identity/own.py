@@ -6,10 +6,9 @@ they come from: the agent (`issuer.py`), this agent itself, or the site's files.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from ttp.inputs.input_file import read_text
 
 ANSWER_S = 10.0
 """The agent's time to answer; it waits until it knows its workers."""
-SITE_VARIABLES = ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA")
 SITE_READ_S = 3600.0
 """The site's files are read again after so long: they may have been renewed."""
 _MOST_PEM = 1 << 20
@@ -65,22 +63,14 @@ def ask(path: str, peer: Peer) -> Credentials:
     return Credentials.decode(answer["credentials"])
 
 
-def use_site(environ: Mapping[str, str] = os.environ) -> bool:
-    """Use the certificate of the site's own authority where the variables name one; say whether they do. Raises ConfigError."""
-    paths = [environ.get(name, "").strip() for name in SITE_VARIABLES]
-    if not any(paths):
-        return False
-    if missing := [name for name, path in zip(SITE_VARIABLES, paths, strict=True) if not path]:
-        raise ConfigError(
-            f"invalid {missing[0]}='': got none, expected a PEM file, as with the others of {', '.join(SITE_VARIABLES)}"
-        )
-    obtain = Renewed(partial(_read_site, *paths))
+def use_site(certificate: str, key: str, authority: str) -> None:
+    """Use the certificate of the site's own authority (three PEM files). Raises ConfigError."""
+    obtain = Renewed(partial(_read_site, certificate, key, authority))
     try:
         obtain()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"invalid {', '.join(SITE_VARIABLES)}: {error}, expected three PEM files") from None
+        raise ConfigError(f"invalid TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA: {error}, expected three PEM files") from None
     use(obtain)
-    return True
 
 
 def _read_site(certificate: str, key: str, authority: str) -> Credentials:

@@ -11,6 +11,13 @@ from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 SCHEME = "ttp"
 MOST_URI = 4096
+ANY_CONTROLLER = "controller.ttp"
+"""A name in the certificate of every controller of the job."""
+
+
+def controller_name(term: int) -> str:
+    """Return the name in the certificate of the controller of one term."""
+    return f"term-{term}.{ANY_CONTROLLER}"
 
 
 class Role(enum.Enum):

@@ -29,10 +29,9 @@ from ttp.fork_server.client import ForkServer
 from ttp.fork_server.preload import has_accelerator
 from ttp.launch.attempts.attempt import SHUTDOWN_S, Attempt
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
-from ttp.launch.attempts.context import LaunchContext
+from ttp.launch.attempts.context import LaunchContext, set_variables
 from ttp.launch.attempts.crash_loop import CrashLoop
 from ttp.launch.attempts.signals import ShutdownSignals
-from ttp.launch.links.controller_shutdown import START_VARIABLE
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S
 from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
@@ -163,14 +162,13 @@ class HoldAgent(LocalElasticAgent):
         """Start the workers after a rendezvous, and watch them."""
         job_store = self._rendezvous_handler.job_store
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
+        job_id = start_name(self._rendezvous_handler.get_run_id(), job_store.round_number)
         attempt_dir = self._attempt_directory.make()
-        number = str(job_store.round_number)
-        os.environ.update(
-            {"TTP_LAUNCHED": "1", "TTP_ATTEMPT": number, "TTP_ROUND_ID": number, START_VARIABLE: start_id}
-        )
-        os.environ["TTP_ATTEMPT_DIR"] = str(attempt_dir or "")
-        servers = self._launching.fork_servers
-        os.environ["TTP_FORK_SERVER"] = servers.address if servers is not None else ""
+        identities, socket_path = self._launching.identities, ""
+        if identities is not None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            socket_path = identities.begin(self._rendezvous_handler.secret, job_id, job_store.round_number, ranks)
+        set_variables(job_store.round_number, start_id, attempt_dir, self._launching.fork_servers, socket_path)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see __main__; torch installs its own handler after this
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for name in replace_lost():
@@ -182,9 +180,11 @@ class HoldAgent(LocalElasticAgent):
             local_pids: dict[int, int] = self._start_processes(worker_group)
             pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
             self._pids = pids
+            if identities is not None:
+                identities.started(pids)
             self._attempt = Attempt(
                 self._launching,
-                job_id=start_name(self._rendezvous_handler.get_run_id(), job_store.round_number),
+                job_id=job_id,
                 job_store=job_store,
                 start_id=start_id,
                 attempt_dir=attempt_dir,

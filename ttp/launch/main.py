@@ -15,7 +15,7 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -31,9 +31,12 @@ from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
 from ttp.fork_server.preload import BY_PROGRAM
 from ttp.fork_server.servers import ForkServers
+from ttp.identity import own
+from ttp.identity.secret import Source
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
+from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.links.controller_client import ControllerLink
@@ -52,6 +55,7 @@ log = logging.getLogger("ttp.launch")
 def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
     """Run a job on this node, as `torchrun` does: return when it has succeeded, raise ChildFailedError (exit code 1) when it has failed.
     `fork_servers`: fork the workers; they were started before torch was imported here."""
+    identities = None
     try:
         use_ttp = enabled()
         parser = make_parser()
@@ -59,6 +63,7 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if use_ttp and args.ttp_ot is not None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers have the same deadline
         settings = Settings.from_env()
+        source = Source.take(os.environ)  # noqa: F841
         _log_to_stderr()
         if use_ttp:
             _warn_of_unknown_variables()
@@ -82,13 +87,29 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if fork_servers is not None:
             by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
             fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])
-        launch(config, command, command_args, make_launching(settings, args, config.run_id, fork_servers))
+        identities = make_identities(settings)
+        launching = make_launching(settings, args, config.run_id, fork_servers)
+        launch(config, command, command_args, replace(launching, identities=identities))
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
+        if identities is not None:
+            identities.close()
         if fork_servers is not None:
             fork_servers.close()
+
+
+def make_identities(settings: Settings) -> Identities | None:
+    """Return what gives this node's processes their certificates; None, with a warning where that is not safe: connections need none of the
+    job's. Raises ConfigError."""
+    if settings.tls_files:
+        own.use_site(*settings.tls_files)
+        return None
+    if settings.tls:
+        return Identities(settings.host)
+    log.warning("TTP_TLS=False: whoever reaches the controllers' ports can end this job or lead its ranks astray")
+    return None
 
 
 def _config_of(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:

@@ -24,6 +24,7 @@ from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CauseKind, CommitRecord, Welcome
+from ttp.runtime.identity import identify
 from ttp.runtime.job_controller import JobController
 from ttp.runtime.preemption import Notice
 from ttp.runtime.standby import Standbys, standby_place, standbys_of
@@ -64,6 +65,7 @@ class Protection:
         self._log_dir = log_dir
         self._rank = rank
         self._world_size = world_size
+        openness = identify(settings, rank)
         self._controller = JobController(settings, log_dir, rank, world_size)
         self._standbys = Standbys(settings, world_size, log_dir, self._controller.open_store)
         self._first_step: FirstStep | None = None
@@ -122,7 +124,7 @@ class Protection:
             self.gate.on_first_step = self._first_step.tell
         self._controller.forget_store()
         if rank == 0 and not self._controller.reports_to_launcher:
-            introduce(welcome)
+            introduce(welcome, openness)
 
     def skipped(self, path: Path) -> None:
         """A checkpoint is broken, and is not taken."""
@@ -232,7 +234,7 @@ class Protection:
         self._controller.close(settled)
 
 
-def introduce(welcome: Welcome) -> None:
+def introduce(welcome: Welcome, openness: str = "") -> None:
     """Show at the start, on rank 0 of a job without ttprun, what lies where, what the job survives, and what could be better: a line each.
 
     A program that has configured no logging sees them all the same: what it may lose is important.
@@ -242,7 +244,7 @@ def introduce(welcome: Welcome) -> None:
     for line in welcome.overview:
         show(logging.INFO, line)
     show(logging.INFO, f"protected by a controller with {behind}; the job survives: {welcome.survives}")
-    for line in welcome.warnings:
+    for line in filter(None, (*welcome.warnings, openness)):
         show(logging.WARNING, line)
 
 

@@ -1,17 +1,21 @@
 """What all attempts of one job share: the agent's settings, its connections to controllers, and its reporter.
 
-Made once, from the command line and the environment (`main.make_launching`). Never decides anything.
+Made once, from the command line and the environment (`main.make_launching`). Owns the variables that each attempt's workers have. Never decides
+anything.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ttp.fork_server.servers import ForkServers
 from ttp.launch.attempts.crash_loop import FUTILE_STARTS
+from ttp.launch.attempts.identities import Identities
 from ttp.launch.links.controller_client import ControllerLink
-from ttp.launch.links.controller_shutdown import RequestShutdown
+from ttp.launch.links.controller_shutdown import START_VARIABLE, RequestShutdown
 from ttp.launch.report.reporter import Reporter
 
 Running = Callable[[], Mapping[int, int]]
@@ -39,5 +43,24 @@ class LaunchContext:
     """Reports the job's attempts and faults; None: nothing is reported."""
     fork_servers: ForkServers | None = None
     """Fork this node's workers and controllers; None: they are executed."""
+    identities: Identities | None = None
+    """This node's certificates; None: connections are plain, or the site has its own."""
     spare_node: bool = False
     """This node has no workers until the job has lost another one."""
+
+
+def set_variables(
+    number: int, start_id: str, directory: Path | None, servers: ForkServers | None, identity: str
+) -> None:
+    """Set what an attempt's workers inherit from this process."""
+    os.environ.update(
+        {
+            "TTP_LAUNCHED": "1",
+            "TTP_ATTEMPT": str(number),
+            "TTP_ROUND_ID": str(number),
+            "TTP_ATTEMPT_DIR": str(directory or ""),
+            "TTP_FORK_SERVER": servers.address if servers is not None else "",
+            "TTP_IDENTITY": identity,
+            START_VARIABLE: start_id,
+        }
+    )

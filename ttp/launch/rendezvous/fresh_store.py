@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from ttp.errors import ConfigError
+from ttp.identity.secret import Secret, make_secret
 from ttp.launch.rendezvous import departures, static_join
 from ttp.launch.rendezvous.spare_nodes import PlaceTaken
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
@@ -127,6 +128,12 @@ class FreshStoreRendezvous(RendezvousHandler):
         """On the node with rank 0, which spares take which places in this attempt."""
         self._server: TCPStore | None = None
         self._job_store: JobStore | None = None
+        self._secret = make_secret()
+
+    @property
+    def secret(self) -> Secret:
+        """The secret of the last rendezvous."""
+        return self._secret
 
     @property
     def job_store(self) -> JobStore:

@@ -1,0 +1,116 @@
+"""The job's certificate authority and what it issues."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from ttp.identity.authority import LIFETIME_S, SKEW_S, Authority
+from ttp.identity.credentials import Credentials, Renewed
+from ttp.identity.peer import ANY_CONTROLLER, Peer, Role, controller_name
+from ttp.identity.secret import Secret, make_secret
+
+SECRET = Secret(b"a secret of the tests")
+RANK = Peer("job/0", Role.RANK, (3,), node="host")
+
+
+def certificate_of(credentials: Credentials) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(credentials.certificate)
+
+
+def test_all_agents_of_a_job_derive_the_same_authority_to_the_byte() -> None:
+    assert Authority(SECRET, "job/0").certificate == Authority(SECRET, "job/0").certificate
+
+
+def test_another_attempt_and_another_secret_have_another_authority() -> None:
+    certificates = {
+        authority.certificate
+        for authority in (Authority(SECRET, "job/0"), Authority(SECRET, "job/1"), Authority(make_secret(), "job/0"))
+    }
+    assert len(certificates) == 3
+
+
+def test_a_certificate_of_one_agent_is_believed_by_another_and_not_by_another_jobs() -> None:
+    issued = certificate_of(Authority(SECRET, "job/0").issue(RANK))
+    issued.verify_directly_issued_by(x509.load_pem_x509_certificate(Authority(SECRET, "job/0").certificate))
+    for other in (Authority(make_secret(), "job/0"), Authority(SECRET, "job/1")):
+        with pytest.raises((InvalidSignature, ValueError)):
+            issued.verify_directly_issued_by(x509.load_pem_x509_certificate(other.certificate))
+
+
+def test_only_a_controllers_certificate_serves_and_only_for_its_term() -> None:
+    authority = Authority(SECRET, "job/0")
+    for role in Role:
+        certificate = certificate_of(authority.issue(Peer("job/0", role, term=7 if role is Role.CONTROLLER else 0)))
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        dns = names.get_values_for_type(x509.DNSName)
+        assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) == (role is Role.CONTROLLER)
+        assert dns == ([controller_name(7), ANY_CONTROLLER] if role is Role.CONTROLLER else [])
+
+
+def test_a_certificate_says_who_it_is_for_and_cannot_issue_others() -> None:
+    certificate = certificate_of(Authority(SECRET, "job/0").issue(RANK))
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [RANK.uri]
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+
+
+def test_a_certificate_lives_a_day_and_allows_five_minutes_between_two_clocks() -> None:
+    now = 1_800_000_000.0
+    issued = Authority(SECRET, "job/0", clock=lambda: now).issue(RANK)
+    certificate = certificate_of(issued)
+    begins, ends = (
+        moment.replace(tzinfo=datetime.UTC).timestamp()
+        for moment in (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+    )
+    assert (begins, ends) == (now - SKEW_S, now + LIFETIME_S + SKEW_S)
+    assert now < issued.renew_unix_s < ends
+
+
+def test_each_process_has_a_key_of_its_own_that_fits_its_certificate() -> None:
+    authority = Authority(SECRET, "job/0")
+    one, other = authority.issue(RANK), authority.issue(RANK)
+    assert one.key != other.key
+    assert load_pem_private_key(one.key, None).public_key() == certificate_of(one).public_key()
+
+
+def test_credentials_cross_a_socket_as_they_are_and_show_no_key() -> None:
+    issued = Authority(SECRET, "job/0").issue(RANK)
+    assert Credentials.decode(issued.encode()) == issued
+    assert "PRIVATE KEY" not in repr(issued) and repr(issued.store_key) not in repr(issued)
+
+
+def test_the_store_key_is_the_attempts_and_no_operators() -> None:
+    authority = Authority(SECRET, "job/0")
+    assert (
+        authority.issue(RANK).store_key == Authority(SECRET, "job/0").store_key != Authority(SECRET, "job/1").store_key
+    )
+    assert authority.issue(Peer("job/0", Role.OPERATOR)).store_key == b""
+
+
+def test_old_credentials_are_asked_for_anew_and_kept_where_that_fails() -> None:
+    now = [0.0]
+    asked: list[float] = []
+
+    def obtain() -> Credentials:
+        asked.append(now[0])
+        if now[0] >= 200.0:
+            raise OSError("the agent is gone")
+        return Credentials(b"", str(now[0]).encode(), b"", renew_unix_s=now[0] + 50.0)
+
+    renewed = Renewed(obtain, clock=lambda: now[0])
+    assert [renewed().certificate, renewed().certificate] == [b"0.0", b"0.0"]
+    now[0] = 60.0
+    assert renewed().certificate == b"60.0"
+    now[0] = 200.0
+    assert renewed().certificate == b"60.0"
+    assert asked == [0.0, 60.0, 200.0]
+    with pytest.raises(OSError):
+        Renewed(obtain, clock=lambda: now[0])()

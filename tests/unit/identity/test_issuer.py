@@ -1,0 +1,180 @@
+"""The agent's socket: which process gets which certificate."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ttp.fork_server import frames
+from ttp.identity.authority import Authority
+from ttp.identity.issuer import Issuer, belongs_to
+from ttp.identity.own import ask
+from ttp.identity.peer import Peer, Role
+from ttp.identity.secret import make_secret
+from ttp.proto.transport import certified
+
+JOB = "job/0"
+ASKS = """
+import json, sys
+from ttp.identity.own import ask
+from ttp.identity.peer import Peer, Role
+try:
+    ask(sys.argv[1], Peer("job/0", Role(sys.argv[2]), tuple(json.loads(sys.argv[3])), int(sys.argv[4])))
+    print("given")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def issuer() -> Iterator[Issuer]:
+    made = Issuer("host")
+    made.begin(Authority(make_secret(), JOB), range(1, 100))
+    yield made
+    made.close()
+    assert not Path(made.address).parent.exists()
+
+
+def asked_by_another_process(issuer: Issuer, role: Role, ranks: list[int], term: int = 0) -> str:
+    """Have a process ask that is neither a worker nor below one, in a session of its own."""
+    command = [sys.executable, "-c", ASKS, issuer.address, role.value, json.dumps(ranks), str(term)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+    return done.stdout.strip()
+
+
+def names_of(certificate: bytes) -> list[bytes]:
+    from cryptography import x509
+
+    found = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    return [name.encode() for name in found.value.get_values_for_type(x509.UniformResourceIdentifier)]
+
+
+def test_a_worker_gets_its_ranks_certificate(issuer: Issuer) -> None:
+    issuer.workers({2: os.getpid(), 5: 1})
+    issued = ask(issuer.address, Peer(JOB, Role.RANK, (2,)))
+    assert certified(names_of(issued.certificate)) == Peer(JOB, Role.RANK, (2,), node="host")
+
+
+def test_a_worker_does_not_get_another_ranks_certificate(issuer: Issuer) -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        issuer.workers({2: os.getpid(), 5: sleeper.pid})
+        with pytest.raises(ValueError, match=r"is not rank 5's worker"):
+            ask(issuer.address, Peer(JOB, Role.RANK, (5,)))
+        sleeper.kill()
+
+
+@pytest.mark.parametrize("ranks", [(), (9,), (2, 5)])
+def test_ranks_of_other_nodes_and_several_at_once_are_refused(issuer: Issuer, ranks: tuple[int, ...]) -> None:
+    issuer.workers({2: os.getpid(), 5: os.getpid()})
+    with pytest.raises(ValueError, match=r"expected one of this node's \[2, 5\]"):
+        ask(issuer.address, Peer(JOB, Role.RANK, ranks))
+
+
+def test_a_process_below_a_worker_gets_its_certificate_and_one_beside_it_does_not(issuer: Issuer) -> None:
+    issuer.workers({0: os.getpid()})
+    assert asked_by_another_process(issuer, Role.RANK, [0]) == "given"  # this one is below
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as worker:
+        issuer.workers({0: worker.pid})
+        assert "is not rank 0's worker" in asked_by_another_process(issuer, Role.RANK, [0])
+        worker.kill()
+
+
+def test_a_process_in_a_workers_session_is_its_own_though_its_parent_has_ended() -> None:
+    leaves = "import os, sys\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True); sys.stdin.read()"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {leaves!r}]); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdin is not None
+        orphan = int(worker.stdout.readline())
+        assert belongs_to(orphan, worker.pid)
+        assert not belongs_to(os.getpid(), worker.pid)
+        worker.stdin.close()
+
+
+def test_a_worker_that_asks_before_the_agent_knows_it_waits(issuer: Issuer) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ASKS, issuer.address, "rank", "[0]", "0"], stdout=subprocess.PIPE, text=True
+    ) as worker:
+        issuer.workers({0: worker.pid})
+        assert worker.communicate()[0].strip() == "given"
+
+
+def test_a_term_has_one_process_which_may_ask_again(issuer: Issuer) -> None:
+    first = ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=7))
+    again = ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=7))
+    assert first.certificate != again.certificate
+    assert (
+        asked_by_another_process(issuer, Role.CONTROLLER, [], 7) == f"process {os.getpid()} is the controller of term 7"
+    )
+    assert asked_by_another_process(issuer, Role.CONTROLLER, [], 8) == "given"
+
+
+@pytest.mark.parametrize("term", [0, 100, 2**62])
+def test_a_term_of_another_attempt_is_refused(issuer: Issuer, term: int) -> None:
+    with pytest.raises(ValueError, match="expected 1 to 99"):
+        ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=term))
+
+
+def test_a_process_of_another_attempt_is_refused(issuer: Issuer) -> None:
+    issuer.workers({0: os.getpid()})
+    with pytest.raises(ValueError, match="expected the one that runs, 'job/0'"):
+        ask(issuer.address, Peer("job/1", Role.RANK, (0,)))
+    issuer.begin(Authority(make_secret(), "job/1"), range(100, 200))
+    issuer.workers({0: os.getpid()})
+    assert ask(issuer.address, Peer("job/1", Role.RANK, (0,))).certificate
+    with pytest.raises(ValueError, match="expected the one that runs, 'job/1'"):
+        ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=7))
+
+
+def test_no_process_is_given_an_agents_certificate(issuer: Issuer) -> None:
+    issuer.workers({0: os.getpid()})
+    with pytest.raises(ValueError, match="which no other process has"):
+        ask(issuer.address, Peer(JOB, Role.AGENT, (0,)))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"role": 1},
+        {"role": "king", "job_id": JOB, "ranks": [], "term": 0},
+        {"role": "rank", "job_id": JOB, "ranks": "0", "term": 0},
+        [1],
+    ],
+)
+def test_a_request_that_is_none_is_refused_and_the_next_is_answered(issuer: Issuer, request_: object) -> None:
+    issuer.workers({0: os.getpid()})
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(issuer.address)
+        frames.send(channel, request_)  # type: ignore[arg-type]
+        answer, _ = frames.receive(channel)
+    assert set(answer) == {"error"}
+    assert ask(issuer.address, Peer(JOB, Role.RANK, (0,))).certificate
+
+
+def test_garbage_and_silence_do_not_keep_others_waiting(issuer: Issuer) -> None:
+    issuer.workers({0: os.getpid()})
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as garbage:
+        silent.connect(issuer.address)
+        garbage.connect(issuer.address)
+        garbage.sendall(os.urandom(4096))
+        assert ask(issuer.address, Peer(JOB, Role.RANK, (0,))).certificate
+
+
+def test_the_socket_is_in_a_folder_that_only_this_user_can_enter(issuer: Issuer) -> None:
+    folder = Path(issuer.address).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_who_cannot_reach_the_agent_gets_an_error(issuer: Issuer) -> None:
+    with pytest.raises(OSError):
+        ask(issuer.address + "_other", Peer(JOB, Role.RANK, (0,)))

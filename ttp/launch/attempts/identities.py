@@ -1,0 +1,49 @@
+"""The identities of one node's processes, attempt after attempt: the agent's own certificate, and the socket at which the others get theirs.
+
+Owns the issuer. The agent is the only process of the node that has the secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from ttp.errors import ConfigError
+from ttp.identity import own
+from ttp.identity.authority import Authority
+from ttp.identity.credentials import Renewed
+from ttp.identity.issuer import Issuer
+from ttp.identity.peer import Peer, Role
+from ttp.identity.secret import Secret
+from ttp.runtime.standby import last_term_of, term_of
+
+
+class Identities:
+    """Made once a job; used on the agent's thread."""
+
+    def __init__(self, node: str) -> None:
+        """`node`: this host. Raises ConfigError: no socket can be made."""
+        self._node = node
+        try:
+            self._issuer = Issuer(node)
+        except OSError as error:
+            raise ConfigError(
+                f"no socket can be made in the folder for temporary files ({error.strerror or error}), expected one at which the ranks get their"
+                " certificates. Free space there, set TMPDIR to a short path, or set TTP_TLS=False on a network that is closed to others"
+            ) from error
+
+    def begin(self, secret: Secret, job_id: str, number: int, ranks: Iterable[int]) -> str:
+        """Begin an attempt; return what its processes are to have as TTP_IDENTITY. `ranks`: of this node."""
+        authority = Authority(secret, job_id)
+        peer = Peer(job_id, Role.AGENT, tuple(sorted(ranks)), node=self._node)
+        own.use(Renewed(partial(authority.issue, peer)))
+        self._issuer.begin(authority, range(term_of(number), last_term_of(number) + 1))
+        return self._issuer.address
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        """The attempt's workers run (rank -> pid)."""
+        self._issuer.workers(pids)
+
+    def close(self) -> None:
+        self._issuer.close()
+        own.use(None)
