@@ -30,7 +30,7 @@ from pathlib import Path
 from ttp.config import identity_socket, tls_files
 from ttp.errors import ConfigError, ControllerError
 from ttp.identity import own
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 from ttp.inputs.options import above_zero, whole
 from ttp.proto.address import join_address
 from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         if files := tls_files():
             own.use_site(*files)
         else:
-            own.use_agents(identity_socket(), Peer(settings.job_id, Role.CONTROLLER, term=settings.term))
+            own.use_agents(identity_socket(), Identity(settings.job_id, Role.CONTROLLER, term=settings.term))
         guardians = Guardians(tuple(options.guardian))
         place = (options.bind, options.port, options.journal, options.advertise)
         asyncio.run(serve(settings, *place, guardians, options.port_wait_s))

@@ -6,11 +6,11 @@ believed, as far as this host's loopback or the site's network lets it come.
 
 from __future__ import annotations
 
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 from ttp.proto.messages import AgentHello, Upward, Vouch, WorkerExit
 
 
-def stream_refusal(peer: Peer | None, job_id: str) -> str:
+def stream_refusal(peer: Identity | None, job_id: str) -> str:
     """Return why a process may not take part in this attempt; empty: it may."""
     if peer is None:
         return ""
@@ -19,7 +19,7 @@ def stream_refusal(peer: Peer | None, job_id: str) -> str:
     return "" if peer.role in (Role.RANK, Role.AGENT) else f"got a stream of {peer}, expected a rank's or an agent's"
 
 
-def message_refusal(peer: Peer | None, message: Upward) -> str:
+def message_refusal(peer: Identity | None, message: Upward) -> str:
     """Return why a process may not say this; empty: it may."""
     if peer is None:
         return ""
@@ -34,7 +34,7 @@ def message_refusal(peer: Peer | None, message: Upward) -> str:
     return ""
 
 
-def shutdown_refusal(peer: Peer | None, job_id: str, term: int, world_size: int) -> str:
+def shutdown_refusal(peer: Identity | None, job_id: str, term: int, world_size: int) -> str:
     """Return why a process may not have this controller end; empty: it may. `term`: of the controller that takes over, 0: none does."""
     if peer is None:
         return ""

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from ttp.errors import ControllerError
 from ttp.identity import own
-from ttp.identity.peer import Peer
+from ttp.identity.role import Identity
 from ttp.proto import control_pb2 as pb
 from ttp.proto.address import join_address
 from ttp.proto.chunks import Joiner, split
@@ -137,7 +137,7 @@ class ControlService(ControlServicer):
             await context.abort(*link.rejection)
 
     async def _read(
-        self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink, peer: Peer | None
+        self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink, peer: Identity | None
     ) -> None:
         try:
             joiner = Joiner[pb.UpwardEnvelope]()
@@ -203,7 +203,7 @@ class ControlService(ControlServicer):
         self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}"))
         return pb.ShutdownReply()
 
-    async def _peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Peer | None:
+    async def _peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
         """Return which process is on the other side; None: connections are plain, or certificates name no roles. Refuses one whose
         certificate cannot be read."""
         if not self._roles:

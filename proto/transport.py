@@ -17,7 +17,7 @@ import grpc
 from ttp.errors import ControllerError
 from ttp.identity import own
 from ttp.identity.credentials import Credentials
-from ttp.identity.peer import ANY_CONTROLLER, Peer, controller_name
+from ttp.identity.role import ANY_CONTROLLER, Identity, controller_name
 from ttp.proto.address import split_address
 
 __all__ = [
@@ -93,7 +93,11 @@ def server_credentials() -> grpc.ServerCredentials | None:
         shown[0] = now
         return _configuration(now)
 
-    return grpc.dynamic_ssl_server_credentials(_configuration(first), renewed, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first),
+        renewed,
+        require_client_authentication=True,  # type: ignore[arg-type]  # None: unchanged
+    )
 
 
 def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
@@ -102,9 +106,9 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
     )
 
 
-def certified(names: Iterable[bytes]) -> Peer:
+def certified(names: Iterable[bytes]) -> Identity:
     """Return which process has shown a certificate with these alternative names. Raises ValueError."""
     uris = [name.decode(errors="replace") for name in names if name.startswith(b"ttp://")]
     if len(uris) != 1:
         raise ValueError(f"invalid certificate: got {len(uris)} URIs of a TTP job, expected one")
-    return Peer.parse(uris[0])
+    return Identity.parse(uris[0])

@@ -24,7 +24,7 @@ def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Wait for one message. Raises EOFError when the other side is closed, OSError (TimeoutError when the socket has a timeout; or
-    what comes is no message)."""
+    what comes is not a message)."""
     header, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, MOST_DESCRIPTORS)
     header += _exactly(channel, _LENGTH.size - len(header))
     (size,) = _LENGTH.unpack(header)

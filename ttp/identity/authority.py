@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ttp.identity.credentials import Credentials
-from ttp.identity.peer import ANY_CONTROLLER, Peer, Role, controller_name
+from ttp.identity.role import ANY_CONTROLLER, Identity, Role, controller_name
 from ttp.identity.secret import Secret
 
 LIFETIME_S = 86_400.0
@@ -63,7 +63,7 @@ class Authority:
         )
         self.certificate = certificate.public_bytes(Encoding.PEM)
 
-    def issue(self, peer: Peer) -> Credentials:
+    def issue(self, peer: Identity) -> Credentials:
         """Return a new key and its certificate for a process of this attempt. A controller's alone is good for a server."""
         now = self._clock()
         key = ec.generate_private_key(ec.SECP256R1())

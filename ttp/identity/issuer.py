@@ -18,7 +18,7 @@ from typing import Any
 from ttp.fork_server import frames
 from ttp.fork_server.client import Listener
 from ttp.identity.authority import Authority
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 from ttp.inputs import checked
 
 log = logging.getLogger("ttp.launch")
@@ -90,7 +90,7 @@ class Issuer:
                 request, descriptors = frames.receive(channel)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                answer = {"credentials": self._issue(request, pid, uid)}
+                answer: dict[str, Any] = {"credentials": self._issue(request, pid, uid)}
             except (Refused, ValueError) as error:
                 self._log(f"process {pid} asked for a certificate and was refused: {error}")
                 answer = {"error": str(error)}
@@ -115,7 +115,7 @@ class Issuer:
                 self._check_controller(term, pid)
             elif role is Role.AGENT:
                 raise Refused("got role 'agent', which no other process has")
-        peer = Peer(
+        peer = Identity(
             job_id, role, ranks if role is Role.RANK else (), term if role is Role.CONTROLLER else 0, self._node
         )
         return authority.issue(peer).encode()

@@ -15,7 +15,7 @@ from pathlib import Path
 from ttp.errors import ConfigError, ControllerError
 from ttp.fork_server import frames
 from ttp.identity.credentials import Credentials, Renewed
-from ttp.identity.peer import Peer
+from ttp.identity.role import Identity
 from ttp.inputs.input_file import read_text
 
 ANSWER_S = 10.0
@@ -42,12 +42,12 @@ def credentials() -> Credentials | None:
         raise ControllerError(f"this process has no certificate: {error}") from error
 
 
-def use_agents(path: str, peer: Peer) -> None:
+def use_agents(path: str, peer: Identity) -> None:
     """Ask the agent for them, and again when they are old. `path`: its socket (TTP_IDENTITY); empty: there is none, and connections are plain."""
     use(Renewed(partial(ask, path, peer)) if path else None)
 
 
-def ask(path: str, peer: Peer) -> Credentials:
+def ask(path: str, peer: Identity) -> Credentials:
     """Ask the agent of this node for the credentials of this process. Raises OSError, ValueError: it refuses, and why."""
     request = {"role": peer.role.value, "job_id": peer.job_id, "ranks": list(peer.ranks), "term": peer.term}
     try:
@@ -74,8 +74,12 @@ def use_site(certificate: str, key: str, authority: str) -> None:
 
 
 def _read_site(certificate: str, key: str, authority: str) -> Credentials:
-    read = [read_text(Path(path), _MOST_PEM).encode() for path in (key, certificate, authority)]
-    for path, content in zip((key, certificate, authority), read, strict=True):
-        if b"-----BEGIN " not in content:
-            raise ValueError(f"{path!r} has no PEM block")
-    return Credentials(*read, renew_unix_s=time.time() + SITE_READ_S, by_site=True)
+    shown, own_key, believed = (_read_pem(path) for path in (certificate, key, authority))
+    return Credentials(own_key, shown, believed, renew_unix_s=time.time() + SITE_READ_S, by_site=True)
+
+
+def _read_pem(path: str) -> bytes:
+    content = read_text(Path(path), _MOST_PEM).encode()
+    if b"-----BEGIN " not in content:
+        raise ValueError(f"{path!r} has no PEM block")
+    return content

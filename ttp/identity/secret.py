@@ -75,14 +75,14 @@ def from_file(path: Path, option: str = FILE_VARIABLE) -> Secret:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SecretSource:
     """Where this node's agent gets the secret: taken out of its environment before anything is started that would inherit it."""
 
     text: str = field(default="", repr=False)
     file: str = ""
 
     @classmethod
-    def take(cls, environ: MutableMapping[str, str]) -> Source:
+    def take(cls, environ: MutableMapping[str, str]) -> SecretSource:
         """Remove the variables, and keep what they say."""
         return cls(environ.pop(VARIABLE, ""), environ.pop(FILE_VARIABLE, "").strip())
 

@@ -98,6 +98,13 @@ def make_parser() -> ArgumentParser:
         help="modules that the workers' fork server imports, beside torch's and TTP's own (default: what this job's workers had imported at their first step)",
     )
     group.add_argument(
+        "--secret-file",
+        "--secret_file",
+        default="",
+        metavar="FILE",
+        help="the job's secret, the same on every node: certificates for all connections are made of it (default: the variable TTP_SECRET_FILE or TTP_SECRET; on one node a new one for each job)",
+    )
+    group.add_argument(
         "--spare-node",
         "--spare_node",
         action="store_true",

@@ -32,7 +32,7 @@ from ttp.errors import ConfigError
 from ttp.fork_server.preload import BY_PROGRAM
 from ttp.fork_server.servers import ForkServers
 from ttp.identity import own
-from ttp.identity.secret import Source
+from ttp.identity.secret import SecretSource
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if use_ttp and args.ttp_ot is not None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers have the same deadline
         settings = Settings.from_env()
-        source = Source.take(os.environ)  # noqa: F841
+        source = SecretSource.take(os.environ)
+        if args.secret_file:
+            source = SecretSource(file=args.secret_file)
+        source.read()
         _log_to_stderr()
         if use_ttp:
             _warn_of_unknown_variables()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ttp.config import Settings
 from ttp.errors import ConfigError
 from ttp.identity import own
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 
 
 def identify(settings: Settings, rank: int) -> str:
@@ -20,7 +20,7 @@ def identify(settings: Settings, rank: int) -> str:
         own.use(None)
         return "TTP_TLS=False: whoever reaches the controller's port can end this job or lead its ranks astray"
     if settings.identity:
-        own.use_agents(settings.identity, Peer(settings.start_name, Role.RANK, (rank,)))
+        own.use_agents(settings.identity, Identity(settings.start_name, Role.RANK, (rank,)))
         return ""
     own.use(None)
     if not settings.one_node:

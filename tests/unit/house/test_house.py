@@ -30,10 +30,12 @@ CHECKS_OF_INPUT = ("ttp.inputs.checked", "ttp.inputs.input_file", "ttp.inputs.op
 """They import nothing of the rest."""
 
 MAY_IMPORT = {
-    "ttp.proto": ("ttp.proto", "ttp.errors"),
+    "ttp.proto": ("ttp.proto", "ttp.errors", "ttp.identity"),
     "ttp.controller": (
         "ttp.proto",
         "ttp.errors",
+        "ttp.config",
+        "ttp.identity",
         "ttp.text.wording",
         *CHECKS_OF_INPUT,
         "ttp.fork_server",

@@ -23,7 +23,7 @@ from ttp.errors import ControllerError
 from ttp.identity import own
 from ttp.identity.authority import LIFETIME_S, SKEW_S, Authority
 from ttp.identity.issuer import Issuer
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 from ttp.identity.secret import make_secret
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import decode_downward, encode_upward
@@ -56,15 +56,15 @@ class Live:
     journal: Path
 
     def status_stage(self) -> str:
-        with self.speaking_as(Peer(JOB, Role.OPERATOR)):
+        with self.speaking_as(Identity(JOB, Role.OPERATOR)):
             return request_status(self.controller.address, job_id=JOB).stage
 
     @contextlib.contextmanager
-    def speaking_as(self, peer: Peer | None, authority: Authority | None = None) -> Iterator[None]:
+    def speaking_as(self, peer: Identity | None, authority: Authority | None = None) -> Iterator[None]:
         """Let this process have the certificate of another for a while."""
         issued = (authority or self.authority).issue(peer) if peer is not None else None
         before = own._obtain
-        own.use((lambda: issued) if issued is not None else None)  # type: ignore[arg-type,return-value]
+        own.use((lambda: issued) if issued is not None else None)
         try:
             yield
         finally:
@@ -83,7 +83,7 @@ class Stream:
         self.call = ControlStub(channel).Attach(iter(self.outbox.get, None), timeout=LONG_S)
 
     def say(self, *messages: Upward) -> None:
-        assert decode_downward(next(self.call)).term == TERM
+        assert decode_downward(next(iter(self.call))).term == TERM
         self.outbox.put(encode_upward(JOB, TERM, messages))
 
     def refusal(self) -> tuple[grpc.StatusCode, str]:
@@ -99,8 +99,8 @@ def registration(rank: int) -> Registration:
     return Registration(rank, 2, "host", 100 + rank, (ShardGroup("g", "all", 1 << 20),), 0, ("/nowhere",), "{}")
 
 
-def rank(number: int) -> Peer:
-    return Peer(JOB, Role.RANK, (number,))
+def rank(number: int) -> Identity:
+    return Identity(JOB, Role.RANK, (number,))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             assert time.monotonic() < deadline
         yield job
         assert job.status_stage() == "running", "an attack has changed something"
-        with job.speaking_as(Peer(JOB, Role.AGENT, (0, 1))):
+        with job.speaking_as(Identity(JOB, Role.AGENT, (0, 1))):
             request_shutdown(controller.address, reason="the test is over")
         assert controller.wait(LONG_S) == 0
     issuer.close()
@@ -175,15 +175,15 @@ def test_a_rank_cannot_send(live: Live, what: str) -> None:
     ],
 )
 def test_an_agent_cannot_speak_for_another_nodes_ranks(live: Live, message: Upward) -> None:
-    with live.speaking_as(Peer(JOB, Role.AGENT, (1,), node="other")):
+    with live.speaking_as(Identity(JOB, Role.AGENT, (1,), node="other")):
         code, text = attach_refusal(live, message)
     assert code is DENIED and "for rank 0 from agent on other" in text
 
 
 @pytest.mark.parametrize(
-    "peer", [Peer(JOB, Role.OPERATOR), Peer(JOB, Role.CONTROLLER, term=50), Peer("job/1", Role.RANK, (0,))]
+    "peer", [Identity(JOB, Role.OPERATOR), Identity(JOB, Role.CONTROLLER, term=50), Identity("job/1", Role.RANK, (0,))]
 )
-def test_no_other_role_and_no_other_attempt_takes_part(live: Live, peer: Peer) -> None:
+def test_no_other_role_and_no_other_attempt_takes_part(live: Live, peer: Identity) -> None:
     with live.speaking_as(peer):
         assert attach_refusal(live, registration(0))[0] is DENIED
 
@@ -191,17 +191,17 @@ def test_no_other_role_and_no_other_attempt_takes_part(live: Live, peer: Peer) -
 @pytest.mark.parametrize(
     ("peer", "term"),
     [
-        (Peer(JOB, Role.OPERATOR), 0),
-        (Peer(JOB, Role.RANK, (0,)), 0),
-        (Peer(JOB, Role.CONTROLLER, term=8), 9),  # with another's term
-        (Peer(JOB, Role.CONTROLLER, term=8), 0),
-        (Peer(JOB, Role.CONTROLLER, term=TERM), TERM),
-        (Peer(JOB, Role.CONTROLLER, term=6), 6),
-        (Peer("job/1", Role.AGENT, (0, 1)), 0),
+        (Identity(JOB, Role.OPERATOR), 0),
+        (Identity(JOB, Role.RANK, (0,)), 0),
+        (Identity(JOB, Role.CONTROLLER, term=8), 9),  # with another's term
+        (Identity(JOB, Role.CONTROLLER, term=8), 0),
+        (Identity(JOB, Role.CONTROLLER, term=TERM), TERM),
+        (Identity(JOB, Role.CONTROLLER, term=6), 6),
+        (Identity("job/1", Role.AGENT, (0, 1)), 0),
     ],
 )
 def test_a_controller_ends_only_for_an_agent_or_a_controller_of_a_higher_term(
-    live: Live, peer: Peer, term: int
+    live: Live, peer: Identity, term: int
 ) -> None:
     with live.speaking_as(peer), pytest.raises(ControllerError, match=r"PERMISSION_DENIED|FAILED_PRECONDITION"):
         request_shutdown(live.controller.address, term=term)
@@ -223,24 +223,27 @@ def test_a_certificate_of_another_attempt_of_the_job_is_refused(live: Live) -> N
         request_status(live.controller.address)
 
 
-@pytest.mark.parametrize("late_s", [-(LIFETIME_S + 2 * SKEW_S), LIFETIME_S])
-def test_a_certificate_that_has_expired_or_is_not_valid_yet_is_refused(live: Live, late_s: float) -> None:
-    live.authority._clock, before = (lambda: time.time() + late_s), live.authority._clock
+@contextlib.contextmanager
+def clock_apart(live: Live, by_s: float) -> Iterator[None]:
+    """Issue as an agent does whose clock is so far ahead."""
+    before = live.authority._clock
+    live.authority._clock = lambda: time.time() + by_s
     try:
-        with live.speaking_as(rank(0)), pytest.raises(ControllerError):
-            request_status(live.controller.address)
+        yield
     finally:
         live.authority._clock = before
 
 
-def test_clocks_may_be_five_minutes_apart(live: Live) -> None:
-    for apart_s in (SKEW_S - 30, -(SKEW_S - 30)):
-        live.authority._clock, before = (lambda by=apart_s: time.time() + by), live.authority._clock
-        try:
-            with live.speaking_as(rank(0)):
-                assert request_status(live.controller.address).term == TERM
-        finally:
-            live.authority._clock = before
+@pytest.mark.parametrize("by_s", [-(LIFETIME_S + 2 * SKEW_S), LIFETIME_S])
+def test_a_certificate_that_has_expired_or_is_not_valid_yet_is_refused(live: Live, by_s: float) -> None:
+    with clock_apart(live, by_s), live.speaking_as(rank(0)), pytest.raises(ControllerError):
+        request_status(live.controller.address)
+
+
+@pytest.mark.parametrize("by_s", [SKEW_S - 30, 30 - SKEW_S])
+def test_clocks_may_be_five_minutes_apart(live: Live, by_s: float) -> None:
+    with clock_apart(live, by_s), live.speaking_as(rank(0)):
+        assert request_status(live.controller.address).term == TERM
 
 
 @pytest.mark.parametrize("claimed", [TERM - 1, TERM + 1, TERM * 10])
@@ -275,15 +278,15 @@ def test_a_rank_that_poses_as_a_controller_is_not_followed(live: Live) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_secure_port("127.0.0.1:0", secure)
     server.start()
-    heard = Listening()
+    listening = Listening()
     try:
         for address in (f"127.0.0.1:{port}/99", f"127.0.0.1:{port}"):
             with live.speaking_as(rank(0)):
-                stream = ControlStream(address, JOB, heard)
+                stream = ControlStream(address, JOB, listening)
                 stream.start()
-                assert heard.reasons.get(timeout=LONG_S)
+                assert listening.reasons.get(timeout=LONG_S)
                 stream.close()
-        assert heard.opened == 0
+        assert listening.opened == 0
     finally:
         server.stop(None)
 

@@ -12,11 +12,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from ttp.identity.authority import LIFETIME_S, SKEW_S, Authority
 from ttp.identity.credentials import Credentials, Renewed
-from ttp.identity.peer import ANY_CONTROLLER, Peer, Role, controller_name
+from ttp.identity.role import ANY_CONTROLLER, Identity, Role, controller_name
 from ttp.identity.secret import Secret, make_secret
 
 SECRET = Secret(b"a secret of the tests")
-RANK = Peer("job/0", Role.RANK, (3,), node="host")
+RANK = Identity("job/0", Role.RANK, (3,), node="host")
 
 
 def certificate_of(credentials: Credentials) -> x509.Certificate:
@@ -46,7 +46,7 @@ def test_a_certificate_of_one_agent_is_believed_by_another_and_not_by_another_jo
 def test_only_a_controllers_certificate_serves_and_only_for_its_term() -> None:
     authority = Authority(SECRET, "job/0")
     for role in Role:
-        certificate = certificate_of(authority.issue(Peer("job/0", role, term=7 if role is Role.CONTROLLER else 0)))
+        certificate = certificate_of(authority.issue(Identity("job/0", role, term=7 if role is Role.CONTROLLER else 0)))
         usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         dns = names.get_values_for_type(x509.DNSName)
@@ -92,7 +92,7 @@ def test_the_store_key_is_the_attempts_and_no_operators() -> None:
     assert (
         authority.issue(RANK).store_key == Authority(SECRET, "job/0").store_key != Authority(SECRET, "job/1").store_key
     )
-    assert authority.issue(Peer("job/0", Role.OPERATOR)).store_key == b""
+    assert authority.issue(Identity("job/0", Role.OPERATOR)).store_key == b""
 
 
 def test_old_credentials_are_asked_for_anew_and_kept_where_that_fails() -> None:

@@ -17,7 +17,7 @@ from ttp.fork_server import frames
 from ttp.identity.authority import Authority
 from ttp.identity.issuer import Issuer, belongs_to
 from ttp.identity.own import ask
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 from ttp.identity.secret import make_secret
 from ttp.proto.transport import certified
 
@@ -25,9 +25,9 @@ JOB = "job/0"
 ASKS = """
 import json, sys
 from ttp.identity.own import ask
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 try:
-    ask(sys.argv[1], Peer("job/0", Role(sys.argv[2]), tuple(json.loads(sys.argv[3])), int(sys.argv[4])))
+    ask(sys.argv[1], Identity("job/0", Role(sys.argv[2]), tuple(json.loads(sys.argv[3])), int(sys.argv[4])))
     print("given")
 except ValueError as error:
     print(error)
@@ -59,15 +59,15 @@ def names_of(certificate: bytes) -> list[bytes]:
 
 def test_a_worker_gets_its_ranks_certificate(issuer: Issuer) -> None:
     issuer.workers({2: os.getpid(), 5: 1})
-    issued = ask(issuer.address, Peer(JOB, Role.RANK, (2,)))
-    assert certified(names_of(issued.certificate)) == Peer(JOB, Role.RANK, (2,), node="host")
+    issued = ask(issuer.address, Identity(JOB, Role.RANK, (2,)))
+    assert certified(names_of(issued.certificate)) == Identity(JOB, Role.RANK, (2,), node="host")
 
 
 def test_a_worker_does_not_get_another_ranks_certificate(issuer: Issuer) -> None:
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         issuer.workers({2: os.getpid(), 5: sleeper.pid})
         with pytest.raises(ValueError, match=r"is not rank 5's worker"):
-            ask(issuer.address, Peer(JOB, Role.RANK, (5,)))
+            ask(issuer.address, Identity(JOB, Role.RANK, (5,)))
         sleeper.kill()
 
 
@@ -75,7 +75,7 @@ def test_a_worker_does_not_get_another_ranks_certificate(issuer: Issuer) -> None
 def test_ranks_of_other_nodes_and_several_at_once_are_refused(issuer: Issuer, ranks: tuple[int, ...]) -> None:
     issuer.workers({2: os.getpid(), 5: os.getpid()})
     with pytest.raises(ValueError, match=r"expected one of this node's \[2, 5\]"):
-        ask(issuer.address, Peer(JOB, Role.RANK, ranks))
+        ask(issuer.address, Identity(JOB, Role.RANK, ranks))
 
 
 def test_a_process_below_a_worker_gets_its_certificate_and_one_beside_it_does_not(issuer: Issuer) -> None:
@@ -109,8 +109,8 @@ def test_a_worker_that_asks_before_the_agent_knows_it_waits(issuer: Issuer) -> N
 
 
 def test_a_term_has_one_process_which_may_ask_again(issuer: Issuer) -> None:
-    first = ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=7))
-    again = ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=7))
+    first = ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7))
+    again = ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7))
     assert first.certificate != again.certificate
     assert (
         asked_by_another_process(issuer, Role.CONTROLLER, [], 7) == f"process {os.getpid()} is the controller of term 7"
@@ -121,24 +121,24 @@ def test_a_term_has_one_process_which_may_ask_again(issuer: Issuer) -> None:
 @pytest.mark.parametrize("term", [0, 100, 2**62])
 def test_a_term_of_another_attempt_is_refused(issuer: Issuer, term: int) -> None:
     with pytest.raises(ValueError, match="expected 1 to 99"):
-        ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=term))
+        ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=term))
 
 
 def test_a_process_of_another_attempt_is_refused(issuer: Issuer) -> None:
     issuer.workers({0: os.getpid()})
     with pytest.raises(ValueError, match="expected the one that runs, 'job/0'"):
-        ask(issuer.address, Peer("job/1", Role.RANK, (0,)))
+        ask(issuer.address, Identity("job/1", Role.RANK, (0,)))
     issuer.begin(Authority(make_secret(), "job/1"), range(100, 200))
     issuer.workers({0: os.getpid()})
-    assert ask(issuer.address, Peer("job/1", Role.RANK, (0,))).certificate
+    assert ask(issuer.address, Identity("job/1", Role.RANK, (0,))).certificate
     with pytest.raises(ValueError, match="expected the one that runs, 'job/1'"):
-        ask(issuer.address, Peer(JOB, Role.CONTROLLER, term=7))
+        ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7))
 
 
 def test_no_process_is_given_an_agents_certificate(issuer: Issuer) -> None:
     issuer.workers({0: os.getpid()})
     with pytest.raises(ValueError, match="which no other process has"):
-        ask(issuer.address, Peer(JOB, Role.AGENT, (0,)))
+        ask(issuer.address, Identity(JOB, Role.AGENT, (0,)))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_request_that_is_none_is_refused_and_the_next_is_answered(issuer: Issu
         frames.send(channel, request_)  # type: ignore[arg-type]
         answer, _ = frames.receive(channel)
     assert set(answer) == {"error"}
-    assert ask(issuer.address, Peer(JOB, Role.RANK, (0,))).certificate
+    assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
 
 
 def test_garbage_and_silence_do_not_keep_others_waiting(issuer: Issuer) -> None:
@@ -167,7 +167,7 @@ def test_garbage_and_silence_do_not_keep_others_waiting(issuer: Issuer) -> None:
         silent.connect(issuer.address)
         garbage.connect(issuer.address)
         garbage.sendall(os.urandom(4096))
-        assert ask(issuer.address, Peer(JOB, Role.RANK, (0,))).certificate
+        assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
 
 
 def test_the_socket_is_in_a_folder_that_only_this_user_can_enter(issuer: Issuer) -> None:
@@ -177,4 +177,4 @@ def test_the_socket_is_in_a_folder_that_only_this_user_can_enter(issuer: Issuer)
 
 def test_who_cannot_reach_the_agent_gets_an_error(issuer: Issuer) -> None:
     with pytest.raises(OSError):
-        ask(issuer.address + "_other", Peer(JOB, Role.RANK, (0,)))
+        ask(issuer.address + "_other", Identity(JOB, Role.RANK, (0,)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttp.errors import ConfigError
-from ttp.identity.secret import Secret, Source, from_file, from_text, make_secret
+from ttp.identity.secret import Secret, SecretSource, from_file, from_text, make_secret
 
 TEXT = "0123456789abcdef0123456789abcdef"
 
@@ -24,13 +24,13 @@ def file_with(folder: Path, content: bytes, mode: int = 0o600) -> Path:
 
 def test_a_file_and_a_variable_with_the_same_text_give_the_same_secret(tmp_path: Path) -> None:
     path = file_with(tmp_path, f"{TEXT}\n".encode())
-    assert Source(file=str(path)).read() == Source(text=f" {TEXT} ").read() == Secret(TEXT.encode())
-    assert Source().read() is None
+    assert SecretSource(file=str(path)).read() == SecretSource(text=f" {TEXT} ").read() == Secret(TEXT.encode())
+    assert SecretSource().read() is None
 
 
 def test_the_variables_are_taken_out_of_the_environment() -> None:
     environ = {"TTP_SECRET": TEXT, "TTP_SECRET_FILE": "/some/file", "PATH": "/bin"}
-    source = Source.take(environ)
+    source = SecretSource.take(environ)
     assert environ == {"PATH": "/bin"}
     assert (source.text, source.file) == (TEXT, "/some/file")
     with pytest.raises(ConfigError, match="expected one of them"):
@@ -38,7 +38,7 @@ def test_the_variables_are_taken_out_of_the_environment() -> None:
 
 
 def test_a_file_is_read_again_for_each_attempt(tmp_path: Path) -> None:
-    source = Source(file=str(file_with(tmp_path, TEXT.encode())))
+    source = SecretSource(file=str(file_with(tmp_path, TEXT.encode())))
     first = source.read()
     file_with(tmp_path, TEXT[::-1].encode())
     assert source.read() not in (None, first)
@@ -72,7 +72,7 @@ def test_a_secret_that_is_too_short_or_too_long_is_refused_without_showing_it(tm
 
 def test_no_representation_shows_a_secret() -> None:
     secret = make_secret()
-    shown = f"{secret!r} {secret} {Source(text=TEXT)!r} {secret.name}"
+    shown = f"{secret!r} {secret} {SecretSource(text=TEXT)!r} {secret.name}"
     assert TEXT not in shown and secret.value.hex() not in shown and repr(secret.value) not in shown
 
 

@@ -16,6 +16,7 @@ from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.server import Outbox, StreamLink
 from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
+from ttp.proto.address import split_address
 from ttp.proto.chunks import Joiner, split
 from ttp.proto.codec import MOST_TEXT, CodecError, DownwardParcel, decode_parcels, encode_downward, encode_upward
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
@@ -75,7 +76,9 @@ def test_a_controller_refuses_a_message_above_the_size_and_takes_it_in_chunks(ne
     """The limit is gRPC's own, so that nothing of such a message is read: a sender that keeps to none is refused by the controller."""
     controller = new_controller(world_size=1)
     large = pb.UpwardEnvelope()
-    with grpc.insecure_channel(controller.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+    with grpc.insecure_channel(
+        split_address(controller.address)[0], options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
         stream = RawStream(channel)
         large = encode_upward(stream.job_id, stream.term, [registration(0, 1)])
         large.messages[0].registration.layout = "x" * (MAX_MESSAGE_BYTES + 1)

@@ -16,6 +16,7 @@ from ttp.fork_server.client import ForkServer, Listener
 from ttp.fork_server.forked_process import ForkedOrphan
 from ttp.fork_server.preload import CONTROLLERS
 from ttp.launch.links.controller_shutdown import is_controller
+from ttp.proto.address import split_address
 
 
 def test_a_controller_that_is_forked_is_like_one_that_is_executed(tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def test_a_controller_that_is_forked_is_like_one_that_is_executed(tmp_path: Path
         assert isinstance(controller.process, ForkedOrphan)
         assert request_status(controller.address).stage == "assembling"
         assert os.getsid(controller.pid) == controller.pid and is_controller(controller.pid)
-        port = int(controller.address.rpartition(":")[2])
+        port = int(split_address(controller.address)[0].rpartition(":")[2])
         with pytest.raises(CannotListen, match=f"cannot listen on 127.0.0.1:{port}: the port is taken"):
             start(journal=tmp_path / "k", port=port, options=("--port-wait-s", "0.1"))
         with pytest.raises(NotWritable, match="cannot write the journal"):

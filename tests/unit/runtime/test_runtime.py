@@ -22,6 +22,7 @@ from ttp.controller.core.machine import transition
 from ttp.controller.journal import inputs_path, read_events, read_inputs, replay
 from ttp.controller.process import CannotListen, ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable, TornShare
+from ttp.proto.address import split_address
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Heartbeat, Phase, PublishOrder
 from ttp.proto.stream import ControlStream
 
@@ -234,7 +235,7 @@ def test_a_taken_port_is_a_clear_error(new_controller: StartController, tmp_path
 def test_a_port_that_is_being_left_is_waited_for(new_controller: StartController, tmp_path: Path) -> None:
     """A restart comes while the controller of the attempt before may still hold its port."""
     first = new_controller()
-    port = int(first.address.rpartition(":")[2])
+    port = int(split_address(first.address)[0].rpartition(":")[2])
     leaving = threading.Timer(0.5, first.terminate)
     leaving.start()
     second = new_controller(port=port, journal=tmp_path / "second.jsonl", term=2)
@@ -289,7 +290,7 @@ def test_a_shutdown_request_ends_the_controller_and_frees_its_port(new_controlle
     controller = new_controller()
     request_shutdown(controller.address, reason="the launcher has ended")
     assert controller.wait(LONG_S) == 0
-    host, port = controller.address.split(":")
+    host, port = split_address(controller.address)[0].split(":")
     with socket.socket() as free:
         free.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1

@@ -13,7 +13,7 @@ from ttp.identity import own
 from ttp.identity.authority import Authority
 from ttp.identity.credentials import Renewed
 from ttp.identity.issuer import Issuer
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 from ttp.identity.secret import Secret
 from ttp.runtime.standby import last_term_of, term_of
 
@@ -35,7 +35,7 @@ class Identities:
     def begin(self, secret: Secret, job_id: str, number: int, ranks: Iterable[int]) -> str:
         """Begin an attempt; return what its processes are to have as TTP_IDENTITY. `ranks`: of this node."""
         authority = Authority(secret, job_id)
-        peer = Peer(job_id, Role.AGENT, tuple(sorted(ranks)), node=self._node)
+        peer = Identity(job_id, Role.AGENT, tuple(sorted(ranks)), node=self._node)
         own.use(Renewed(partial(authority.issue, peer)))
         self._issuer.begin(authority, range(term_of(number), last_term_of(number) + 1))
         return self._issuer.address

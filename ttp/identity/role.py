@@ -30,7 +30,7 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Identity:
     """One process."""
 
     job_id: str
@@ -54,7 +54,7 @@ class Peer:
         return " ".join(filter(None, (self.role.value, which, f"on {self.node}" if self.node else "")))
 
     @classmethod
-    def parse(cls, uri: str) -> Peer:
+    def parse(cls, uri: str) -> Identity:
         """Raises ValueError for what `uri` does not write."""
         if len(uri) > MOST_URI:
             raise ValueError(f"invalid certificate: got a URI of {len(uri)} characters, expected at most {MOST_URI}")

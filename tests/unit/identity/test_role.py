@@ -8,30 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.identity.peer import Peer, Role
+from ttp.identity.role import Identity, Role
 
-PEERS = st.builds(
-    Peer,
-    job_id=st.text(st.characters(exclude_categories=("Cs",)), max_size=40),
+IDENTITIES = st.builds(
+    Identity,
+    job_id=st.text(st.characters(codec="utf-8"), max_size=40),
     role=st.sampled_from(Role),
     ranks=st.sets(st.integers(0, 5_000), max_size=30).map(lambda ranks: tuple(sorted(ranks))),
     term=st.integers(0, 2**63 - 1),
-    node=st.text(st.characters(exclude_categories=("Cs",)), max_size=40),
+    node=st.text(st.characters(codec="utf-8"), max_size=40),
 )
 
 
-@given(PEERS)
-def test_a_uri_says_all_of_a_process_in_ascii(peer: Peer) -> None:
+@given(IDENTITIES)
+def test_a_uri_says_all_of_a_process_in_ascii(peer: Identity) -> None:
     assert peer.uri.isascii()
-    assert Peer.parse(peer.uri) == peer
+    assert Identity.parse(peer.uri) == peer
 
 
-@given(PEERS, st.data())
-def test_a_changed_uri_is_another_process_or_refused(peer: Peer, data: st.DataObject) -> None:
+@given(IDENTITIES, st.data())
+def test_a_changed_uri_is_another_process_or_refused(peer: Identity, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(peer.uri) - 1))
     changed = peer.uri[:position] + data.draw(st.sampled_from("aA0-,&=/?:%#")) + peer.uri[position + 1 :]
     with contextlib.suppress(ValueError):
-        assert (Peer.parse(changed) == peer) == (changed == peer.uri)
+        assert (Identity.parse(changed) == peer) == (changed == peer.uri)
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_a_changed_uri_is_another_process_or_refused(peer: Peer, data: st.DataOb
 )
 def test_what_is_not_written_so_is_refused(uri: str) -> None:
     with pytest.raises(ValueError):
-        Peer.parse(uri)
+        Identity.parse(uri)
