@@ -93,11 +93,8 @@ def server_credentials() -> grpc.ServerCredentials | None:
         shown[0] = now
         return _configuration(now)
 
-    return grpc.dynamic_ssl_server_credentials(
-        _configuration(first),
-        renewed,
-        require_client_authentication=True,  # type: ignore[arg-type]  # None: unchanged
-    )
+    # None, for what has not changed, is missing from the types of the callback.
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), renewed, True)  # type: ignore[arg-type]
 
 
 def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
