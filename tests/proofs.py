@@ -93,6 +93,8 @@ PARSED: dict[str, Proof] = {
         Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
     "ttprun --nproc-per-node 4 examples/own_trainer/train.py --steps 200 --save-dir /tmp/own_trainer":
         Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
+    "ttprun --secret-file /shared/job.secret --nnodes 4 --rdzv-backend c10d --rdzv-endpoint node-0:29400 train.py":
+        Proof("tests/chaos/test_who_gets_in.py::test_two_nodes_with_a_secret_file_survive_a_kill_and_show_the_secret_nowhere", _WORKER),
     "ttprun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400 train.py":
         Proof("tests/chaos/test_launch.py::test_survivors_on_two_nodes_are_held_and_all_restart", _WORKER),
     "ttprun --nnodes 2 --node-rank 0 --master-addr node-a --master-port 29500 --nproc-per-node 8 train.py":

@@ -107,6 +107,7 @@ if sys.argv[2] == "fail" and rank == 1:
     sys.exit(4)
 """
 OWN_VARIABLES = {
+    "TTP_IDENTITY",
     "TTP_LAUNCHED",
     "TTP_ATTEMPT",
     "TTP_ROUND_ID",

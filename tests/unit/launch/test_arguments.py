@@ -290,6 +290,7 @@ def test_a_variable_that_nothing_reads_is_named_once_with_the_one_that_was_meant
         "TTP_START_ID",
         "TTP_ATTEMPT_DIR",
         "TTP_FORK_SERVER",
+        "TTP_IDENTITY",
         "TTP_ATTEMPT",
         "TTP_ROUND_ID",
     ):
