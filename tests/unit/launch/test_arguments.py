@@ -25,6 +25,8 @@ OWN_FLAGS = [
     "--preload",
     "--rank-table-file",
     "--rank_table_file",
+    "--secret-file",
+    "--secret_file",
     "--spare-node",
     "--spare_node",
     "--ttp-death-poll",
@@ -45,6 +47,7 @@ OWN_DEFAULTS: dict[str, object] = {
     "ttp_futile_starts": 3,
     "ttp_story": None,
     "preload": [],
+    "secret_file": "",
     "spare_node": False,
     "rank_table_file": None,
     "worker_num": None,
@@ -97,6 +100,7 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
             "ttp_ot": "`TTP_OT` or 120",
             "ttp_story": "`story.jsonl` beside the journals",
             "preload": "what earlier workers had imported",
+            "secret_file": "`TTP_SECRET_FILE`, `TTP_SECRET`; on one node a new secret for each job",
             "spare_node": "off",
         }
         assert default == unset.get(action.dest, str(action.default or "none"))
