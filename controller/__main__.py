@@ -9,7 +9,7 @@ standby without any attached rank, and so does the end of all its guardians; SIG
 controller has the rank that started it as a guardian, and ends after it in the same way until its ranks have assembled, while
 none is attached.
 
-Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written.
+Exit status: 0 ended, 2 wrong arguments, 3 cannot listen, 4 the journal cannot be written, 5 no certificate.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ GC_THRESHOLDS = (200_000, 20, 100)
 """The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
 decision on looking for some."""
 GUARDIAN_POLL_S = 0.5
+NO_CERTIFICATE = 5
 PORT_WAIT_S = 10.0
 """How long a taken port is tried for again."""
 MOST_RANKS = 1_000_000
@@ -135,10 +136,15 @@ def main(arguments: list[str] | None = None) -> int:
             own.use_site(*files)
         else:
             own.use_agents(identity_socket(), Identity(settings.job_id, Role.CONTROLLER, term=settings.term))
+        own.credentials()
+    except (ConfigError, ControllerError) as error:
+        print(f"ttp-controller: {error}", file=sys.stderr)
+        return NO_CERTIFICATE
+    try:
         guardians = Guardians(tuple(options.guardian))
         place = (options.bind, options.port, options.journal, options.advertise)
         asyncio.run(serve(settings, *place, guardians, options.port_wait_s))
-    except (ConfigError, ControllerError) as error:
+    except ControllerError as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return CANNOT_LISTEN
     except _JournalError as error:

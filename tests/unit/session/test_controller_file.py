@@ -127,6 +127,7 @@ def start_rank(
     monkeypatch.setattr(discovery, "check_name", lambda address, rank: None)
     settings = Settings(
         launched=True,
+        tls=False,
         attempt_dir=str(attempt_dir),
         local_rank=0,
         node_rank=rank,
