@@ -25,7 +25,7 @@ def python_of(system: System) -> Path:
     if not system.package:
         return own_python()
     folder = ENVIRONMENTS / system.package.partition("=")[0].partition("[")[0].replace("-", "_")
-    packages = [f"torch=={TORCH}", "numpy", system.package]
+    packages = [f"torch=={TORCH}", "numpy", system.package, *system.also]
     stamp = folder / "installed.txt"
     python = folder / "bin" / "python"
     if not stamp.exists() or stamp.read_text(encoding="utf-8").split() != packages:

@@ -45,6 +45,8 @@ class System:
     start: Callable[[Job], list[Process]]
     package: str = ""
     """With its exact version."""
+    also: tuple[str, ...] = ()
+    """What it imports and does not depend on."""
     ranks: int = 0
     """How many it must have; 0: as many as all."""
     refills: bool = True
@@ -145,7 +147,7 @@ SYSTEMS: dict[str, System] = {
     "torchft_tuned": System(
         "torchft, 0.5 s heartbeat timeout", "nothing: replicas", torchft("--heartbeat_timeout_ms", "500"), TORCHFT
     ),
-    "dlrover": System("DLRover", "in memory, every step", dlrover, "dlrover[k8s,torch]==0.6.1", environ=NEW_STORE),
+    "dlrover": System("DLRover", "in memory, every step", dlrover, "dlrover[k8s,torch]==0.6.1", ("protobuf",), environ=NEW_STORE),
     "lm_resiliency": System(
         "lm-resiliency", "in memory, every step", torchrun("lm_resiliency"), "lm-resiliency==0.2.0", ranks=2, environ=NEW_STORE
     ),
