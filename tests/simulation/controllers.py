@@ -14,7 +14,7 @@ from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
-from ttp.proto.messages import Heartbeat, Registration, Successors, Upward
+from ttp.proto.messages import Heartbeat, Registration, StandbyList, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
@@ -58,7 +58,7 @@ class AgentLink:
 
     def send(self, messages: Sequence[Addressed]) -> None:
         for _, message in messages:
-            if isinstance(message, Successors):  # its other messages matter to its log only
+            if isinstance(message, StandbyList):  # its other messages matter to its log only
                 self._launcher.take_in(self._controller, message)
 
     def reject(self, text: str) -> None:

@@ -50,9 +50,9 @@ from ttp.proto.messages import (
     Progress,
     PublishOrder,
     RollForward,
+    StandbyList,
     StateReport,
     StepFailed,
-    Successors,
     Thaw,
 )
 
@@ -287,7 +287,7 @@ def new_process_is_taken_for_the_old(patch: Patch) -> None:
 
 def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
     """They receive the lease, and no address."""
-    patch.setattr(liveness, "Successors", lambda addresses, lease_s: Successors((), lease_s))
+    patch.setattr(liveness, "StandbyList", lambda addresses, lease_s: StandbyList((), lease_s))
 
 
 def beats_renew_no_lease(patch: Patch) -> None:
