@@ -14,6 +14,7 @@ from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Heartbeat, Registration, StandbyList, Upward
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ class Controller:
         settings = ev.ControllerSettings(
             "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.vouched_lease_s,
             times.freeze_timeout_s, times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s,
-            times.orphan_timeout_s, times.hang_floor_s, times.hang_floor_s, times.hang_factor, place, f"c{place}",
-            times.hang_start_s, job.first_standbys, times.standby_start_s, job.own is not None,
+            times.orphan_timeout_s, HangLimits(times.hang_floor_s, times.hang_floor_s, times.hang_start_s, times.hang_factor),
+            place, f"c{place}", job.first_standbys, times.standby_start_s, job.own is not None,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""

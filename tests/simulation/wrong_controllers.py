@@ -22,7 +22,7 @@ from ttp.controller.core.facts import pace as progress
 from ttp.controller.core.facts.answers import is_late
 from ttp.controller.core.facts.coverage import Coverage, coverage_of
 from ttp.controller.core.facts.decision import Decision, Refusal, decide
-from ttp.controller.core.facts.events import ControllerSettings, Effect, Send
+from ttp.controller.core.facts.events import Effect, Send
 from ttp.controller.core.facts.planning import hand_over, share_out
 from ttp.controller.core.facts.state import (
     AnyStage,
@@ -364,8 +364,8 @@ def one_lease_for_a_hang(patch: Patch) -> None:
     """The limit is not learned from the job's steps."""
     limit = progress.limit
 
-    def wrong(pace: Any, settings: ControllerSettings) -> float:
-        return min(limit(pace, settings), 0.2)
+    def wrong(pace: Any, hang: Any) -> float:
+        return min(limit(pace, hang), 0.2)
 
     patch.setattr(progress, "limit", wrong)
 

@@ -12,6 +12,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ttp.config import Settings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable
+from ttp.proto.hang_limits import HangLimits
 
 log = logging.getLogger("ttp")
 
@@ -54,7 +57,7 @@ def controller_options(settings: Settings, world_size: int) -> tuple[str, ...]:
     """Return the arguments that every controller of the job is started with."""
     local = () if settings.shared_dirs else ("--local-dirs",)
     standbys = ("--standbys", str(standbys_of(settings, world_size)))
-    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *standbys, *local)
+    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings.hang), *standbys, *local)
 
 
 def standby_place(settings: Settings, rank: int, world_size: int) -> int:
@@ -70,12 +73,10 @@ def standby_place(settings: Settings, rank: int, world_size: int) -> int:
     return settings.node_rank if settings.local_rank == 0 and 1 <= settings.node_rank <= settings.standbys else 0
 
 
-def hang_options(settings: Settings) -> tuple[str, ...]:
-    """Return the settings about hangs that every controller of the job receives, as arguments of its program."""
-    return (
-        *("--hang-floor-s", str(settings.hang_floor_s), "--hang-early-floor-s", str(settings.hang_early_floor_s)),
-        *("--hang-start-s", str(settings.hang_start_s), "--hang-factor", str(settings.hang_factor)),
-    )
+def hang_options(limits: HangLimits) -> tuple[str, ...]:
+    """Return them as arguments of a controller's program."""
+    named = ((f"--hang-{name.replace('_', '-')}", str(value)) for name, value in asdict(limits).items())
+    return tuple(chain.from_iterable(named))
 
 
 # --- the list in the store ---

@@ -72,7 +72,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
     if message.finished and not member.finished:
         out.append(Journal("rank_finished", {"rank": rank}))
-    pace = learn(state.pace, message.steps, message.step_times_s, state.settings)
+    pace = learn(state.pace, message.steps, message.step_times_s, state.settings.hang)
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if not isinstance(state.at, Assembling):
         state = spread(state, message.controllers[1:], out)
