@@ -38,15 +38,13 @@ from .driver import Driver
 from .handler import StopIfNeverUsed, StopWhenUnused
 from .journal import Journal
 from .parent_watch import Guardians
-from .process import CANNOT_LISTEN, CANNOT_WRITE
+from .process import CANNOT_LISTEN, CANNOT_WRITE, PORT_WAIT_S
 from .server import GRACE_S, ControlService, add_service, make_server
 
 GC_THRESHOLDS = (200_000, 20, 100)
 """The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
 decision on looking for some."""
 GUARDIAN_POLL_S = 0.5
-PORT_WAIT_S = 10.0
-"""How long a taken port is tried for again."""
 MOST_RANKS = 1_000_000
 _SECONDS = above_zero("seconds", 1e12)
 _TIMES = {name: value for name, value in ControllerSettings("", 1, 1).flat().items() if type(value) is float}
@@ -92,6 +90,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def settings_of(options: argparse.Namespace) -> ControllerSettings:
+    """Return what `process.arguments` was given."""
+    names = ControllerSettings("", 1, 1).flat().keys() & vars(options).keys()
+    return ControllerSettings.from_flat({name: getattr(options, name) for name in names})
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one controller to its end; return the exit status."""
     options = parse(arguments)
@@ -100,12 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.set_threshold(*GC_THRESHOLDS)
-    names = ("job_id", "term", "world_size", "standby", "standbys", "local_dirs", *_TIMES)
-    settings = ControllerSettings.from_flat({name: getattr(options, name) for name in names})
     try:
         guardians = Guardians(tuple(options.guardian))
         place = (options.bind, options.port, options.journal, options.advertise)
-        asyncio.run(serve(settings, *place, guardians, options.port_wait_s))
+        asyncio.run(serve(settings_of(options), *place, guardians, options.port_wait_s))
     except ControllerError as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return CANNOT_LISTEN

@@ -196,7 +196,10 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.trainer.convert from-hf hf_model output":
         Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_continues_from"),
     "python -m ttp.controller --job-id J --world-size W --journal PATH":
-        Proof("tests/unit/runtime/test_runtime.py::test_a_shutdown_request_ends_the_controller_and_frees_its_port"),
+        Proof(
+            "tests/unit/runtime/test_runtime.py::test_a_shutdown_request_ends_the_controller_and_frees_its_port",
+            {"--job-id": "job_id", "--world-size": "world_size"},
+        ),
     "python -m ttp.launch": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
     "python -m ttp.launch.stores --port 29400":
         Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on"),
