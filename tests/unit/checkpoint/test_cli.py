@@ -290,6 +290,8 @@ def test_a_nodes_piece_is_judged_as_one_and_not_compared_or_pruned_alone(job: Jo
     Cluster(tmp_path).save(job, 42)
     path = tmp_path / "a" / "iter_0000042"
     assert "part of a node" in run("list", str(tmp_path / "a"))[1]
+    (listed,) = json.loads(run("list", str(tmp_path / "a"), "--json")[1])["checkpoints"]
+    assert listed["bytes"] == sum(file.stat().st_size for file in path.iterdir()), "the other node's files are not here"
     text = run("inspect", str(path))[1]
     assert re.search(r"^ +3 +b ", text, re.MULTILINE) and "nodes          a, b" in text
     assert "one node's part: 3 of 5 files are here" in run("verify", str(path))[1]
