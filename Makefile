@@ -22,7 +22,7 @@ NEWEST_TESTS := tests/unit/launch/test_torch_names.py tests/chaos/test_other_tra
 .PHONY: demo test check unit chaos newest flaky bench soak mutants proto docs docs-site clean help
 
 help:
-	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with an unbroken run"
+	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with a baseline run"
 	@echo "make test                         linters, types, every test but the long ones"
 	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
 	@echo "make newest                       the demo, DDP and FSDP2, one fault each, with the newest torch that pip gives (a part of make chaos)"

@@ -34,8 +34,8 @@ from ttp.proto.messages import (
     RolledForward,
     RollForward,
     ShareResult,
+    StandbyList,
     StateReport,
-    Successors,
     Upward,
     Welcome,
     WorkerExit,
@@ -211,7 +211,7 @@ class Client:
 
     async def take(self, stream: Stream, ranks: tuple[int, ...], message: Downward, nbytes: int) -> None:
         mine = len(ranks)
-        if isinstance(message, Successors):
+        if isinstance(message, StandbyList):
             tell("ponged")
         if not mine:
             return

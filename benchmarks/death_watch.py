@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ttp.controller.agent_link import AgentLink
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.journal import read_events
 from ttp.controller.process import start_controller
 from ttp.launch.watch.death_watch import POLL_S, Death, DeathWatch
@@ -125,10 +126,8 @@ class Victim:
     def __init__(self, nbytes: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.journal = Path(self._folder.name) / "journal.jsonl"
-        self._controller = start_controller(
-            job_id="bench", term=1, world_size=2, journal=self.journal, heartbeat_s=HOUR_S, lease_s=3 * HOUR_S,
-            options=("--freeze-timeout-s", str(WAIT_S)),
-        )  # fmt: skip
+        settings = ControllerSettings("bench", 1, 2, heartbeat_s=HOUR_S, lease_s=3 * HOUR_S, freeze_timeout_s=WAIT_S)
+        self._controller = start_controller(settings, self.journal)
         self.worker = Worker(nbytes)
         self.link = AgentLink(self._controller.address, "bench", "host", (1,), (self.worker.pid,))
         self.ranks = Ranks(self._controller.address, self.worker.pid)

@@ -121,7 +121,7 @@ def steps(rng: random.Random, mean_s: float, tail: float, unannounced_s: float) 
 def alarms(seed: int, mean_s: float, tail: float, unannounced_s: float = 0.0, **settings: float) -> list[str]:
     """Return the alarms in 10,000 steps, as the journal has them."""
     rng, found = random.Random(seed), []
-    fixed = ControllerSettings("job", 1, RANKS, **settings)  # type: ignore[arg-type]
+    fixed = ControllerSettings.from_flat({"job_id": "job", "term": 1, "world_size": RANKS} | settings)
     attempt = Attempt(fixed)
     for doings in steps(rng, mean_s, tail, unannounced_s):
         for places in doings:

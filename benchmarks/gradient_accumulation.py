@@ -12,27 +12,22 @@ Exit status 1 when shards hold more between micro-batches than replicas / ranks 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 import ttp
-from benchmarks._gradient_memory import held
+from benchmarks._gradient_world import RANKS, held, run
 from benchmarks._step_world import ADAMW, CLIP, build_model, bytes_sent, loss_of, mean_over_ranks
-from benchmarks.step_time import alone, free_port, in_namespace, quartiles
+from benchmarks.step_time import quartiles
 
 WHOLE, SHARDS = "whole", "in shards"
 WAYS = (WHOLE, SHARDS)
-RANKS, REPLICAS = 4, 2
+REPLICAS = 2
 PADDING = 1.02
 
 
@@ -78,18 +73,14 @@ class Way:
         self.most = max(self.most, held(self.optimizer, self.model.parameters()))
 
 
-def work(rank: int, options: argparse.Namespace, port: int, result: str) -> None:
-    """One rank: both ways in turn. Rank 0 leaves what was found in the file `result`."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure both ways in turn (all ranks)."""
     ways = {WHOLE: Way(options, shard=False), SHARDS: Way(options, shard=True)}
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "sent": [], "losses": []} for name in ways}
     order = random.Random(options.seed)
     for turn in range(1 + options.rounds):
         for name in order.sample(WAYS, len(WAYS)):
-            batches = [_batch(options, rank, turn, number) for number in range(options.micro_batches)]
+            batches = [_batch(options, dist.get_rank(), turn, number) for number in range(options.micro_batches)]
             dist.barrier()
             before, began = bytes_sent(), time.perf_counter()
             loss = ways[name].step(batches)
@@ -98,13 +89,9 @@ def work(rank: int, options: argparse.Namespace, port: int, result: str) -> None
             measured = {"seconds": seconds, "sent": sent / RANKS, "losses": mean_over_ranks(loss)}
             for key, value in measured.items() if turn else ():  # the first turn allocates
                 found[name][key].append(value)
-    if rank == 0:
-        padded = sum(bucket.numel for bucket in ways[WHOLE].optimizer.layout.buckets)
-        memory = {name: {"between": way.between, "most": way.most} for name, way in ways.items()}
-        with open(result, "w", encoding="utf-8") as file:
-            json.dump({"found": found, "memory": memory, "size": 4 * padded}, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    padded = sum(bucket.numel for bucket in ways[WHOLE].optimizer.layout.buckets)
+    memory = {name: {"between": way.between, "most": way.most} for name, way in ways.items()}
+    return {"found": found, "memory": memory, "size": 4 * padded}
 
 
 def _batch(options: argparse.Namespace, rank: int, turn: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,26 +137,8 @@ def main() -> int:
     parser.add_argument("--bucket-kib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=8, help="turns of each way")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    counted = alone()
-    if not counted:
-        print("bytes are not counted: a network namespace needs `unshare` and `ip`, and the right to make one")
-    if counted and _INSIDE not in os.environ:
-        command = in_namespace([sys.executable, "-m", "benchmarks.gradient_accumulation", *sys.argv[1:]])
-        return subprocess.run(command, env={**os.environ, _INSIDE: "1"}, check=False).returncode
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        result = os.path.join(folder, "result.json")
-        torch.multiprocessing.spawn(work, (options, free_port(), result), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
-        with open(result, encoding="utf-8") as file:
-            measured = json.load(file)
-    missed = report(measured, options, counted)
-    for line in missed:
-        print(f"gradient_accumulation.py: {line}", file=sys.stderr)
-    return 1 if missed else 0
+    return run("gradient_accumulation", measure, report, parser.parse_args())
 
-
-_INSIDE = "TTP_BENCH_NAMESPACE"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import start_controller
 from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor
@@ -52,10 +53,8 @@ def main() -> int:
 
     ControlStream.send = counted  # type: ignore[method-assign]  # the benchmark counts at the last place before the wire
     with tempfile.TemporaryDirectory() as folder:
-        controller = start_controller(
-            job_id="bench", term=1, world_size=RANKS, journal=Path(folder) / "journal_0.jsonl", heartbeat_s=HOUR_S,
-            lease_s=3 * HOUR_S,
-        )  # fmt: skip
+        settings = ControllerSettings("bench", 1, RANKS, heartbeat_s=HOUR_S, lease_s=3 * HOUR_S)
+        controller = start_controller(settings, Path(folder) / "journal_0.jsonl")
         gates = [Gate(rank) for rank in range(RANKS)]
         processors = [
             Processor(ProcessorSettings(rank, heartbeat_s=HOUR_S), controller.address, "bench", Holder(rank), gate)

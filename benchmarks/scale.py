@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks import _scale_core
 from benchmarks._scale_world import World
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.journal import read_events
 from ttp.controller.process import ControllerProcess, start_controller
 
@@ -138,13 +139,12 @@ def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[Cl
     """A controller with all streams attached, and its journal."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal.jsonl"
-        controller = start_controller(
-            job_id=world.job_id, term=1, world_size=world.size, journal=journal, heartbeat_s=1.0,
-            lease_s=60.0,
+        settings = ControllerSettings(
+            world.job_id, 1, world.size, heartbeat_s=1.0, lease_s=60.0,
             # A machine that others load as well: what is measured must not be cut short by a deadline.
-            total_timeout_s=600.0,
-            options=("--register-timeout-s", "300", "--freeze-timeout-s", "120", "--progress-timeout-s", "120"),
+            total_timeout_s=600.0, register_timeout_s=300.0, freeze_timeout_s=120.0, progress_timeout_s=120.0,
         )  # fmt: skip
+        controller = start_controller(settings, journal)
         players: list[ClientProcess] = []
         try:
             players = [ClientProcess(controller.address, world) for _ in range(clients)]
@@ -273,9 +273,7 @@ def spread(values: Sequence[float], unit: float = 1.0) -> str:
 def standby_memory() -> str:
     """Measure what a controller's process takes while no rank attaches to it, and a bare interpreter beside it."""
     with tempfile.TemporaryDirectory() as folder:
-        standby = start_controller(
-            job_id="bench", term=2, world_size=8, journal=Path(folder) / "standby.jsonl", standby=1
-        )
+        standby = start_controller(ControllerSettings("bench", 2, 8, standby=1), Path(folder) / "standby.jsonl")
         bare = subprocess.Popen(
             [sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

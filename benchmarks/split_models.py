@@ -14,21 +14,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
-from benchmarks._gradient_memory import held
+from benchmarks._gradient_world import RANKS, held, run
 from benchmarks._step_world import bytes_sent
-from benchmarks.step_time import alone, free_port, in_namespace
 from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
 from ttp.trainer.config.schema import Config, DatasetConfig, ModelConfig, ParallelConfig, TrainingConfig, plain
 from ttp.trainer.model.gpt import UNCOUNTED
@@ -37,7 +31,7 @@ from ttp.trainer.parallel.micro_batches import Passes
 from ttp.trainer.parallel.optimizer import build_optimizer
 from ttp.trainer.parallel.pipeline_stages import build_chunks
 
-RANKS, DATA, STEPS = 4, 2, 2
+DATA, STEPS = 2, 2
 GPT, PAIRS = "GPT", "encoder-decoder"
 LAYOUTS = (("mp 2 x dp 2", 2, 1), ("pp 2 x dp 2", 1, 2))
 SLACK = 1.05
@@ -113,7 +107,12 @@ def least_sent(case: Case, options: argparse.Namespace, numel: int) -> float:
     return reduced + options.micro_batches * stream * DATA * (activations + between)
 
 
-def measure(case: Case, options: argparse.Namespace) -> dict[str, float]:
+def measure(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Measure all cases in turn (all ranks)."""
+    return [measure_case(case, options) for case in CASES]
+
+
+def measure_case(case: Case, options: argparse.Namespace) -> dict[str, float]:
     """Train some steps of a case (all ranks); return bytes of a step over all ranks, what is least, and memory."""
     config = config_of(case, options)
     mesh = build_mesh(config.parallel_config, RANKS, dist.get_rank(), "cpu")
@@ -162,20 +161,6 @@ def _watch(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[int]:
     return found
 
 
-def work(rank: int, options: argparse.Namespace, port: int, result: str) -> None:
-    """One rank: all cases in turn. Rank 0 leaves what was found in the file `result`."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = [measure(case, options) for case in CASES]
-    if rank == 0:
-        with open(result, "w", encoding="utf-8") as file:
-            json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def report(found: list[dict[str, float]], options: argparse.Namespace, counted: bool) -> list[str]:
     """Print the table; return the limits that were missed."""
     print(
@@ -204,26 +189,8 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step")
-    options = parser.parse_args()
-    counted = alone()
-    if not counted:
-        print("bytes are not counted: a network namespace needs `unshare` and `ip`, and the right to make one")
-    if counted and _INSIDE not in os.environ:
-        command = in_namespace([sys.executable, "-m", "benchmarks.split_models", *sys.argv[1:]])
-        return subprocess.run(command, env={**os.environ, _INSIDE: "1"}, check=False).returncode
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        result = os.path.join(folder, "result.json")
-        torch.multiprocessing.spawn(work, (options, free_port(), result), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
-        with open(result, encoding="utf-8") as file:
-            found = json.load(file)
-    missed = report(found, options, counted)
-    for line in missed:
-        print(f"split_models.py: {line}", file=sys.stderr)
-    return 1 if missed else 0
+    return run("split_models", measure, report, parser.parse_args())
 
-
-_INSIDE = "TTP_BENCH_NAMESPACE"
 
 if __name__ == "__main__":
     sys.exit(main())

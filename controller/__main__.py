@@ -42,7 +42,7 @@ from .driver import Driver
 from .handler import StopIfNeverUsed, StopWhenUnused
 from .journal import Journal
 from .parent_watch import Guardians
-from .process import CANNOT_LISTEN, CANNOT_WRITE
+from .process import CANNOT_LISTEN, CANNOT_WRITE, PORT_WAIT_S
 from .server import GRACE_S, ControlService, add_service, make_server
 
 GC_THRESHOLDS = (200_000, 20, 100)
@@ -50,10 +50,10 @@ GC_THRESHOLDS = (200_000, 20, 100)
 decision on looking for some."""
 GUARDIAN_POLL_S = 0.5
 NO_CERTIFICATE = 5
-PORT_WAIT_S = 10.0
-"""How long a taken port is tried for again."""
 MOST_RANKS = 1_000_000
 _SECONDS = above_zero("seconds", 1e12)
+_TIMES = {name: value for name, value in ControllerSettings("", 1, 1).flat().items() if type(value) is float}
+"""What can be set, with its default: `--lease-s` for `lease_s`."""
 PORT_RETRY_S = 0.25
 SUPERSEDE_TIMEOUT_S = 30.0
 """A stopped controller learns of its successor when it continues, if that is not longer after."""
@@ -61,12 +61,11 @@ SUPERSEDE_TIMEOUT_S = 30.0
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exits with 2 on a mistake."""
-    defaults = ControllerSettings(job_id="", term=1, world_size=1)
     parser = argparse.ArgumentParser(prog="ttp-controller", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--bind", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=whole(most=65535), default=0, help="port to listen on (default: any free one)")
     parser.add_argument("--job-id", required=True)
-    parser.add_argument("--term", type=whole(1, LAST_STEP), default=defaults.term, help="this controller's number")
+    parser.add_argument("--term", type=whole(1, LAST_STEP), default=1, help="this controller's number")
     parser.add_argument("--world-size", type=whole(1, MOST_RANKS), required=True)
     parser.add_argument(
         "--standby",
@@ -91,27 +90,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--port-wait-s", type=_SECONDS, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
     )
-    for name in _TIMES:
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=_SECONDS, default=getattr(defaults, name), metavar="S")
+    for name, default in _TIMES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=_SECONDS, default=default, metavar="S")
     return parser.parse_args(arguments)
 
 
-_TIMES = (
-    "heartbeat_s",
-    "lease_s",
-    "vouched_lease_s",
-    "freeze_timeout_s",
-    "progress_timeout_s",
-    "total_timeout_s",
-    "register_timeout_s",
-    "orphan_timeout_s",
-    "hang_floor_s",
-    "hang_early_floor_s",
-    "hang_start_s",
-    "hang_factor",
-    "standby_start_s",
-)
+def settings_of(options: argparse.Namespace) -> ControllerSettings:
+    """Return what `process.arguments` was given."""
+    names = ControllerSettings("", 1, 1).flat().keys() & vars(options).keys()
+    return ControllerSettings.from_flat({name: getattr(options, name) for name in names})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -122,15 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.set_threshold(*GC_THRESHOLDS)
-    settings = ControllerSettings(
-        job_id=options.job_id,
-        term=options.term,
-        world_size=options.world_size,
-        standby=options.standby,
-        standbys=options.standbys,
-        local_dirs=options.local_dirs,
-        **{name: getattr(options, name) for name in _TIMES},
-    )
+    settings = settings_of(options)
     try:
         if files := tls_files():
             own.use_site(*files)

@@ -16,7 +16,7 @@ from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, Successors, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, StandbyList, Vouch, WorkerExit
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
@@ -221,7 +221,7 @@ class AgentLink:
             if isinstance(parcel.message, Exit) and self._sent_away_s is None:
                 self._sent_away_s = self._received_monotonic_s
         match parcel.message:
-            case Successors(addresses=addresses, lease_s=lease_s):
+            case StandbyList(addresses=addresses, lease_s=lease_s):
                 self._lease_s = lease_s
                 self.add_controllers(addresses)
             case Freeze(cause=cause):

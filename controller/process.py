@@ -24,9 +24,13 @@ from ttp.fork_server.forked_program import ENDED
 from ttp.fork_server.request import NotForked, fork_at
 from ttp.proto.address import join_address
 
+from .core.facts.events import ControllerSettings
+
 Process = subprocess.Popen[bytes] | ForkedOrphan
 
 START_TIMEOUT_S = 60.0
+PORT_WAIT_S = 10.0
+"""How long a taken port is tried for again."""
 _READY = "ttp-controller listening on "
 CANNOT_LISTEN, CANNOT_WRITE = 3, 4
 """Exit statuses of a controller's process that has never listened."""
@@ -61,41 +65,41 @@ class ControllerProcess:
         self.process.send_signal(signal.SIGUSR1)
 
 
+def arguments(settings: ControllerSettings) -> list[str]:
+    """Return the arguments of `python -m ttp.controller` that say what is not as by default."""
+    usual = ControllerSettings("", -1, -1).flat()
+    words = []
+    for name, value in settings.flat().items():
+        if value != usual[name]:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
 def start_controller(
-    *,
-    job_id: str,
-    term: int,
-    world_size: int,
+    settings: ControllerSettings,
     journal: Path,
+    *,
     bind: str = "127.0.0.1",
     advertise: str = "",
     port: int = 0,
-    heartbeat_s: float = 1.0,
-    lease_s: float = 3.0,
-    total_timeout_s: float = 120.0,
-    standby: int = 0,
+    port_wait_s: float = PORT_WAIT_S,
     guardians: tuple[int, ...] = (),
-    options: tuple[str, ...] = (),
     fork_server: str = "",
-    start_timeout_s: float = START_TIMEOUT_S,
 ) -> ControllerProcess:
     """Start a controller and return once it listens.
 
     bind: the address to listen on; `0.0.0.0` when ranks are on other hosts. advertise: the host that others reach it by
-    (default: `bind`). journal: its event log; its output goes to the file beside it that ends in `.log`. standby: i makes it
-    the i-th standby; guardians: when these processes are gone, a standby without ranks ends. options: more arguments of
-    `python -m ttp.controller`. fork_server: the socket of a server that forks controllers; empty: the program is executed.
+    (default: `bind`). journal: its event log; its output goes to the file beside it that ends in `.log`. port_wait_s: how long a
+    taken port is tried for again. guardians: when these processes are gone, a standby without ranks ends. fork_server: the socket of
+    a server that forks controllers; empty: the program is executed.
     Raises CannotListen, NotWritable (the journal's directory), ControllerError (it did not start in time).
     """
+    host = advertise or bind
     command = [
         *(sys.executable, "-P", "-m", "ttp.controller"),
-        *("--bind", bind, "--port", str(port), "--job-id", job_id, "--term", str(term)),
-        *("--world-size", str(world_size), "--journal", str(journal)),
-        *("--heartbeat-s", str(heartbeat_s), "--lease-s", str(lease_s), "--total-timeout-s", str(total_timeout_s)),
-        *(("--standby", str(standby)) if standby else ()),
-        *(("--advertise", advertise) if advertise else ()),
+        *("--bind", bind, "--advertise", host, "--port", str(port), "--port-wait-s", str(port_wait_s)),
+        *("--journal", str(journal), *arguments(settings)),
         *(word for pid in guardians for word in ("--guardian", str(pid))),
-        *options,
     ]
     log_path = journal.with_suffix(".log")
     try:
@@ -110,13 +114,12 @@ def start_controller(
     except OSError as error:
         raise ControllerError(f"the controller cannot be started: {error}; its log would be {log_path}") from error
     with open(stdout, "rb"):
-        line = _read_line(stdout, start_timeout_s)
+        line = _read_line(stdout)
     if not line.startswith(_READY):
-        raise _start_error(process, line, log_path, log_start, start_timeout_s)
+        raise _start_error(process, line, log_path, log_start)
     _, _, rest = line.partition(_READY)
     bound_port = rest.split()[0].rpartition(":")[2]
-    host = advertise or bind
-    return ControllerProcess(join_address(host, int(bound_port), term), process.pid, process)
+    return ControllerProcess(join_address(host, int(bound_port), settings.term), process.pid, process)
 
 
 def _fork_or_execute(command: list[str], environ: dict[str, str], log: int, fork_server: str) -> tuple[Process, int]:
@@ -158,9 +161,9 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _read_line(descriptor: int, timeout_s: float) -> str:
+def _read_line(descriptor: int) -> str:
     """Read up to the first newline, the end of the file, or the timeout."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + START_TIMEOUT_S
     received = b""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
@@ -172,9 +175,7 @@ def _read_line(descriptor: int, timeout_s: float) -> str:
     return received.partition(b"\n")[0].decode(errors="replace")
 
 
-def _start_error(
-    process: Process, line: str, log_path: Path, log_start: int, timeout_s: float
-) -> ControllerError | NotWritable:
+def _start_error(process: Process, line: str, log_path: Path, log_start: int) -> ControllerError | NotWritable:
     try:
         status: int | None = process.wait(1.0)
         if line.startswith(ENDED):
@@ -193,7 +194,7 @@ def _start_error(
     if status == CANNOT_WRITE:
         return NotWritable(own)
     if status is None:
-        what = f"did not say that it listens within {timeout_s} s (it said {line!r}) and was killed"
+        what = f"did not say that it listens within {START_TIMEOUT_S} s (it said {line!r}) and was killed"
     else:
         what = f"ended with exit status {status} before it listened"
     return ControllerError(f"the controller {what}; see {log_path}: {said[-2000:] or 'nothing was logged'}")

@@ -32,7 +32,7 @@ from ttp.processor.core.events import (
     ProcessorSettings,
     PublishCheckpoint,
     Received,
-    Release,
+    ReleaseTraining,
     ReportUnled,
     SaveStacks,
     Send,
@@ -280,7 +280,7 @@ class Handler:
             case ExitProcess(code, reason):
                 self.running = False
                 self._ports.leave(code, reason)
-            case Release():
+            case ReleaseTraining():
                 self._ports.release()
             case Log(text):
                 self._ports.log(logging.INFO, text)

@@ -89,7 +89,7 @@ class Upward(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "dismiss", "batch", "keep_alive", "successors", "start_standby")
+    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "release", "batch", "keep_alive", "standby_list", "start_standby")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -103,10 +103,10 @@ class DownwardEnvelope(_message.Message):
     WRITE_ORDER_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_ORDER_FIELD_NUMBER: _ClassVar[int]
     EXIT_FIELD_NUMBER: _ClassVar[int]
-    DISMISS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
-    SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_LIST_FIELD_NUMBER: _ClassVar[int]
     START_STANDBY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
@@ -121,12 +121,12 @@ class DownwardEnvelope(_message.Message):
     write_order: WriteOrder
     publish_order: PublishOrder
     exit: Exit
-    dismiss: Dismiss
+    release: Release
     batch: DownwardBatch
     keep_alive: KeepAlive
-    successors: Successors
+    standby_list: StandbyList
     start_standby: StartStandby
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., dismiss: _Optional[_Union[Dismiss, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., successors: _Optional[_Union[Successors, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., standby_list: _Optional[_Union[StandbyList, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()
@@ -490,7 +490,7 @@ class Exit(_message.Message):
     reason: str
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class Dismiss(_message.Message):
+class Release(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -498,7 +498,7 @@ class KeepAlive(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Successors(_message.Message):
+class StandbyList(_message.Message):
     __slots__ = ("addresses", "lease_s")
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]

@@ -93,7 +93,7 @@ def check_downward(message: m.Downward) -> None:
         case m.Exit(code):
             if not 0 <= code <= 255:
                 raise _wrong(message, "code", code, "an exit status from 0 to 255")
-        case m.Successors():
+        case m.StandbyList():
             _length(message, "addresses", len(message.addresses), MOST_ADDRESSES)
             _seconds(message, "lease_s", message.lease_s, above_zero=True)
 

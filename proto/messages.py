@@ -5,8 +5,8 @@ into bytes and back. Messages name their rank, so one stream may carry several r
 
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
 Published, StepFailed, Progress, Finished, AgentHello, WorkerExit, Vouch.
-Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss.
-Downward, to a stream rather than to a rank: KeepAlive (every stream), Successors (agents).
+Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Release.
+Downward, to a stream rather than to a rank: KeepAlive (every stream), StandbyList (agents).
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class FaultReport:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`train` returned. The rank stays as a holder until Dismiss."""
+    """`train` returned. The rank stays as a holder until Release."""
 
     rank: int
 
@@ -400,7 +400,7 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class Release:
     """All ranks have finished: exit."""
 
 
@@ -410,7 +410,7 @@ class KeepAlive:
 
 
 @dataclass(frozen=True, slots=True)
-class Successors:
+class StandbyList:
     """The standby controllers, in the order in which they take over when this one is silent for `lease_s`. To agents, and to ranks when
     the list has changed; without any, this controller's return is waited for."""
 
@@ -447,8 +447,8 @@ Downward = (
     | WriteOrder
     | PublishOrder
     | Exit
-    | Dismiss
+    | Release
     | KeepAlive
-    | Successors
+    | StandbyList
     | StartStandby
 )

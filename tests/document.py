@@ -144,7 +144,9 @@ def timing_constants() -> dict[tuple[str, str], float]:
 
 
 def _numbers(tree: ast.Module) -> Iterator[tuple[str, float]]:
-    settings = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Settings")]
+    settings = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith(("Settings", "Limits"))
+    ]
     for node in (*tree.body, *(line for cls in settings for line in cls.body)):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if _TIMED.match(name):

@@ -70,7 +70,7 @@ _COMMANDS = "tests/chaos/test_commands.py"
 _HARNESS = "tests/chaos/test_harness.py"
 _MAKE = "tests/chaos/test_make.py"
 _OTHERS = "tests/chaos/test_other_trainers.py"
-_LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits"
+_LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_baseline_run_s_bits"
 _GPT = "tests/chaos/test_mindformers_gpt.py"
 _TRANSLATION = "tests/chaos/test_translation.py"
 _PAIRS = "tests/unit/examples/test_translation.py"
@@ -198,7 +198,10 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.trainer.convert from-hf hf_model output":
         Proof("tests/parity/test_exchange.py::test_their_model_becomes_a_checkpoint_that_training_continues_from"),
     "python -m ttp.controller --job-id J --world-size W --journal PATH":
-        Proof("tests/unit/runtime/test_runtime.py::test_a_shutdown_request_ends_the_controller_and_frees_its_port"),
+        Proof(
+            "tests/unit/runtime/test_runtime.py::test_a_shutdown_request_ends_the_controller_and_frees_its_port",
+            {"--job-id": "job_id", "--world-size": "world_size"},
+        ),
     "python -m ttp.launch": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected"),
     "python -m ttp.launch.stores --port 29400":
         Proof("tests/chaos/test_partings.py::test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on"),

@@ -39,11 +39,12 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ttp.errors import ConfigError
 from ttp.inputs import checked
 from ttp.nccl import nccl_warnings
+from ttp.proto.hang_limits import HangLimits
 
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
@@ -69,11 +70,7 @@ class Settings:
     heartbeat_s: float = 1.0
     lease_s: float = 3.0
     vouched_lease_s: float = 10.0
-    hang_floor_s: float = 10.0
-    hang_early_floor_s: float = 60.0
-    """In place of `hang_floor_s` before 50 steps are known; the same where TTP_HANG_FLOOR_S is set."""
-    hang_start_s: float = 1800.0
-    hang_factor: float = 10.0
+    hang: HangLimits = field(default_factory=HangLimits)
     boundary_s: float = 5.0
     round_number: int = 0
     launched: bool = False
@@ -120,14 +117,14 @@ class Settings:
                 f"invalid TTP_VOUCHED_LEASE_S={self.vouched_lease_s}: expected seconds from {LEAST_S:g}, at most {MOST_S:g}. A value up to"
                 " TTP_LEASE_S gives a silent rank no more time than that"
             )
-        if not LEAST_S <= self.hang_floor_s <= MOST_S or not 1 <= self.hang_factor <= MOST_S:
+        if not LEAST_S <= self.hang.floor_s <= MOST_S or not 1 <= self.hang.factor <= MOST_S:
             raise ConfigError(
-                f"invalid TTP_HANG_FLOOR_S={self.hang_floor_s}, TTP_HANG_FACTOR={self.hang_factor}: expected seconds above 0, at"
+                f"invalid TTP_HANG_FLOOR_S={self.hang.floor_s}, TTP_HANG_FACTOR={self.hang.factor}: expected seconds above 0, at"
                 f" most {MOST_S:g}, and a number from 1"
             )
-        if not LEAST_S <= self.hang_start_s <= MOST_S:
+        if not LEAST_S <= self.hang.start_s <= MOST_S:
             raise ConfigError(
-                f"invalid TTP_HANG_START_S={self.hang_start_s}: expected seconds above 0, at most {MOST_S:g}"
+                f"invalid TTP_HANG_START_S={self.hang.start_s}: expected seconds above 0, at most {MOST_S:g}"
             )
         if not 0 <= self.boundary_s <= MOST_S:
             raise ConfigError(f"invalid TTP_BOUNDARY_S={self.boundary_s}: expected seconds from 0, at most {MOST_S:g}")
@@ -148,10 +145,12 @@ class Settings:
             heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
             lease_s=_number(environ, "TTP_LEASE_S", 3.0),
             vouched_lease_s=_number(environ, "TTP_VOUCHED_LEASE_S", 10.0),
-            hang_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 10.0),
-            hang_early_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 60.0),
-            hang_start_s=_number(environ, "TTP_HANG_START_S", 1800.0),
-            hang_factor=_number(environ, "TTP_HANG_FACTOR", 10.0),
+            hang=HangLimits(
+                floor_s=_number(environ, "TTP_HANG_FLOOR_S", 10.0),
+                early_floor_s=_number(environ, "TTP_HANG_FLOOR_S", 60.0),
+                start_s=_number(environ, "TTP_HANG_START_S", 1800.0),
+                factor=_number(environ, "TTP_HANG_FACTOR", 10.0),
+            ),
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
             round_number=_attempt(environ),
             launched=environ.get("TTP_LAUNCHED", "") == "1",

@@ -45,7 +45,7 @@ def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller without any registered rank."""
     members = empty(settings.world_size)
     pace = unknown(settings.world_size)
-    pace = replace(pace, limit_s=limit(pace, settings))
+    pace = replace(pace, limit_s=limit(pace, settings.hang))
     if settings.standby:
         freeze_id = settings.standby * FREEZES_OF_A_TERM
         return ControllerState(settings, Standby(), members, pace, freeze_id=freeze_id)

@@ -287,8 +287,8 @@ class SaveStacks:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """The training thread, waiting at the end of `train`, may leave (dismissed), or at the start (there is no controller)."""
+class ReleaseTraining:
+    """The training thread, waiting at the end of `train`, may leave (released), or at the start (there is no controller)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +310,6 @@ Effect = (
     | LeaveBoundary
     | SaveStacks
     | ExitProcess
-    | Release
+    | ReleaseTraining
     | Log
 )

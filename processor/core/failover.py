@@ -15,7 +15,7 @@ from math import inf
 
 from ttp.proto.frozen import replace
 from ttp.proto.limits import MOST_ADDRESSES
-from ttp.proto.messages import StandbyReport, StartStandby, Successors
+from ttp.proto.messages import StandbyList, StandbyReport, StartStandby
 
 from .events import (
     ControllerEnded,
@@ -98,7 +98,7 @@ def take_list(state: ProcessorState, addresses: tuple[str, ...]) -> ProcessorSta
     return replace(state, successors=successors, place=(state.settings.address, *successors).index(current))
 
 
-def learn(state: ProcessorState, message: Successors, now: float, out: list[Effect]) -> ProcessorState:
+def learn(state: ProcessorState, message: StandbyList, now: float, out: list[Effect]) -> ProcessorState:
     """The list of standbys has changed."""
     return take_list(state, message.addresses)
 

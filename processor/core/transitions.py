@@ -17,7 +17,6 @@ from ttp.proto.messages import (
     EXIT_CODE_PREEMPTED,
     Cause,
     CauseKind,
-    Dismiss,
     Exit,
     FaultReport,
     Finished,
@@ -26,9 +25,10 @@ from ttp.proto.messages import (
     KeepAlive,
     Progress,
     PublishOrder,
+    Release,
     RollForward,
+    StandbyList,
     StartStandby,
-    Successors,
     Thaw,
     Welcome,
     WriteOrder,
@@ -52,7 +52,7 @@ from .events import (
     Noticed,
     OpenGate,
     PublishDone,
-    Release,
+    ReleaseTraining,
     ReportUnled,
     RollForwardDone,
     SavedAlone,
@@ -270,10 +270,10 @@ def give_up(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorSt
     if state.parked:
         return _exit(state, 75, f"{waited} after another rank's notice to leave", out)
     if state.term < 0:
-        out += [Log(f"{waited} before the job had assembled"), Release()]
+        out += [Log(f"{waited} before the job had assembled"), ReleaseTraining()]
         return replace(state, standing=RankMode.LEAVING)
     if state.finished:
-        out += [Log(f"{waited}; training has finished, leaving without its word"), Release()]
+        out += [Log(f"{waited}; training has finished, leaving without its word"), ReleaseTraining()]
         return replace(state, standing=RankMode.LEAVING)
     out.append(Log(f"{waited}: training continues without protection"))
     return replace(state, loss_logged=True)
@@ -412,8 +412,8 @@ def leave(state: ProcessorState, message: Exit, now: float, out: list[Effect]) -
     """The controller has no more use for this rank. One with a preemption notice shows that by its exit status."""
     if why := why_no_exit(message):
         raise ProtocolError(f"rank {state.settings.rank}, {state.standing.value}: {why}. This rank continues")
-    released = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
-    return _exit(state, EXIT_CODE_PREEMPTED if released else message.code, message.reason, out)
+    preempted = bool(state.notice) and message.code == EXIT_CODE_PERSISTED
+    return _exit(state, EXIT_CODE_PREEMPTED if preempted else message.code, message.reason, out)
 
 
 def _exit(state: ProcessorState, code: int, reason: str, out: list[Effect]) -> ProcessorState:
@@ -421,12 +421,12 @@ def _exit(state: ProcessorState, code: int, reason: str, out: list[Effect]) -> P
     return replace(state, standing=RankMode.LEAVING, heartbeat_at=inf)
 
 
-def dismissed(state: ProcessorState, message: Dismiss, now: float, out: list[Effect]) -> ProcessorState:
+def released(state: ProcessorState, message: Release, now: float, out: list[Effect]) -> ProcessorState:
     """Every rank has finished: let the training thread go."""
     if not state.finished:
-        out.append(Log("dismissed although training has not returned here; ignored"))
+        out.append(Log("released although training has not returned here; ignored"))
         return state
-    out.append(Release())
+    out.append(ReleaseTraining())
     return replace(state, standing=RankMode.LEAVING, heartbeat_at=inf)
 
 
@@ -457,13 +457,13 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
     (_SHUT, PublishDone, publish_done),
     (_SHUT, WorkFailed, work_failed),
     (_LIVE, KeepAlive, keep_alive),
-    (_LIVE, Successors, learn),
+    (_LIVE, StandbyList, learn),
     (_LIVE, StartStandby, start_standby),
     (_LIVE, ControllerStarted, controller_started),
     (_LIVE, ControllerEnded, controller_ended),
     (_LIVE, ControllersFound, found),
     (_LIVE, Exit, leave),
-    (_LIVE, Dismiss, dismissed),
+    (_LIVE, Release, released),
     # Crossed a thaw.
     (_OPEN, GateClosed, late),
     (_OPEN, Thaw, late),
@@ -478,8 +478,8 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
         (_GONE, kind, late)
         for kind in (
             Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
-            Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Dismiss,
-            KeepAlive, Successors, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
+            Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Release,
+            KeepAlive, StandbyList, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
         )
     ),
 )  # fmt: skip

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
-    """Return a function that gives the finished unbroken job of so many ranks and overrides, trained once a session."""
+    """Return a function that gives the finished baseline job of so many ranks and overrides, trained once a session."""
     done: dict[tuple[int, tuple[str, ...]], TrainingJob] = {}
 
     def run(ranks: int, *overrides: str) -> TrainingJob:

@@ -182,7 +182,7 @@ SCALED = (
     "axes", [Axes(data=2), Axes(data=2, tensor=2), Axes(data=2, pipeline=2), Axes(data=4, experts=4, expert=2)], ids=str
 )
 def test_kills_around_a_skipped_step_keep_the_loss_scale(tmp_path: Path, axes: Axes) -> None:
-    """One rank dies in a step that overflows, another right after it: scales, skips, losses and weights are those of an unbroken run."""
+    """One rank dies in a step that overflows, another right after it: scales, skips, losses and weights are those of a baseline run."""
     whole = run(tmp_path / "whole", axes, *SCALED)
     lines = by_step(whole.metrics())
     skipped = [step for step, line in sorted(lines.items()) if line["skipped"]]

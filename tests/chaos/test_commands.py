@@ -51,7 +51,7 @@ def test_random_kills_find_nothing(tmp_path: Path) -> None:
 
 
 def test_ones_own_trainer_is_protected(tmp_path: Path) -> None:
-    """The example of the README: killed in an update, it prints the losses that an unbroken run prints."""
+    """The example of the README: killed in an update, it prints the losses that a baseline run prints."""
     example = str(ROOT / "examples" / "own_trainer" / "train.py")
     outputs = []
     for name, faults in (("whole", ""), ("faulted", "kill:rank=1,step=50,point=updating")):

@@ -160,7 +160,7 @@ from ttp.trainer.__main__ import run_as_program
 sys.argv = ["ttp.trainer", *sys.argv[2:]]
 """
 
-DISMISSED = (
+RELEASED = (
     TRAINER
     + """
 if rank == 1 and start == "0":
@@ -170,7 +170,7 @@ if rank == 1 and start == "0":
 run_as_program()
 """
 )
-"""The bundled trainer; in the first attempt rank 1 is killed when its training has been dismissed."""
+"""The bundled trainer; in the first attempt rank 1 is killed when its training has been released."""
 
 
 @pytest.mark.long
@@ -179,7 +179,7 @@ def test_nothing_is_trained_again_after_a_kill_on_the_way_out(tmp_path: Path) ->
     """The last step is durable before any rank may leave, without a setting: the next attempt finds nothing to do."""
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
-    with Launch(tmp_path, DISMISSED, "--nproc-per-node", "2", arguments=trainer) as job:
+    with Launch(tmp_path, RELEASED, "--nproc-per-node", "2", arguments=trainer) as job:
         job.until(lambda: job.process.poll() is not None, "end", within_s=300)
         assert job.wait() == 0, job.text
         assert "restarting (1 of 3 restarts): rank 1: signal SIGKILL" in job.text

@@ -54,7 +54,7 @@ guard.close()
 
 
 @pytest.mark.long
-def test_a_loop_of_fabric_killed_twice_has_the_bits_of_the_unbroken_run(
+def test_a_loop_of_fabric_killed_twice_has_the_bits_of_the_baseline_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its loader counts the epochs of its process, and shuffles by that count: the second fault comes in the second epoch."""

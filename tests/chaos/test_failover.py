@@ -136,7 +136,7 @@ def faulted(tmp_path_factory: pytest.TempPathFactory) -> Faulted:
     return Faulted(job, scenario.controller_killed_unix_s, lost)
 
 
-def test_every_step_is_saved_and_the_curves_are_the_unbroken_jobs(faulted: Faulted, whole_job: RunJob) -> None:
+def test_every_step_is_saved_and_the_curves_are_the_baseline_jobs(faulted: Faulted, whole_job: RunJob) -> None:
     assert faulted.lost == (0, 0, 0, 0, 0, 0), faulted.job.console_tail(80)
     assert_equal(faulted.job, whole_job(4, STEPS))
     assert faulted.job.leftovers() == []

@@ -1,5 +1,5 @@
 """Faults that are not plain death, in real processes: a job that hangs, is only slow, holds Python's lock, gets a preemption notice,
-loses writers and publishers in the middle of a dump, or has a full disk. Each comes back, and equals an unbroken job."""
+loses writers and publishers in the middle of a dump, or has a full disk. Each comes back, and equals a baseline job."""
 
 from __future__ import annotations
 

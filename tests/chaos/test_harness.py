@@ -206,7 +206,7 @@ def on_nodes(nnodes: str, steps: int) -> list[str]:
 @pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
 def test_every_fault_of_two_nodes_costs_no_step_and_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The example: a slow cable is not a fault; a partition, a lost node and a killed launcher are saved; all is compared with an
-    unbroken run on two nodes; no namespace remains."""
+    baseline run on two nodes; no namespace remains."""
     output = tmp_path / "out"
     words = ["run", str(ROOT / "examples" / "chaos" / "nodes.yaml"), "--output", str(output)]
     assert main([*words, "--", *on_nodes("2", 500)]) == 0, capsys.readouterr().out[-6000:]
@@ -216,7 +216,7 @@ def test_every_fault_of_two_nodes_costs_no_step_and_no_bit(tmp_path: Path, capsy
         "delay": ("unharmed", 0), "partition": ("saved", 0), "lose_node": ("saved", 0), "kill_agent": ("saved", 0)
     }  # fmt: skip
     states = {verdict["name"].split()[0]: verdict["state"] for verdict in content["verdicts"]}
-    assert states["I3"] == states["I12"] == "held", "an unbroken run of two nodes was compared"
+    assert states["I3"] == states["I12"] == "held", "a baseline run of two nodes was compared"
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"ttp-{os.getpid()}-" not in listed
 

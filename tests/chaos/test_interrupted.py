@@ -81,7 +81,7 @@ class Harness:
             time.sleep(0.02)
 
     def left(self) -> Iterator[tuple[int, str]]:
-        yield from marked(f"ttp-chaos:{self.output / 'lap_0'}")
+        yield from marked(f"ttp-chaos:{self.output / 'run_0'}")
 
 
 def namespaces(pid: int) -> list[str]:
@@ -104,7 +104,7 @@ def test_a_second_one_ends_a_job_that_does_not_leave_at_once(
     names = [f"node-{'ab'[number]}" for number in range(nodes)] or [os.uname().nodename]
     with Harness(output, scenario, sys.executable, str(tmp_path / "stubborn.py"), "{output}") as harness:
         for name in names:
-            harness.await_file(output / "lap_0" / f"up-{name}")
+            harness.await_file(output / "run_0" / f"up-{name}")
         assert len(list(harness.left())) == 2 * len(names)
         harness.process.send_signal(signal.SIGINT)
         harness.until("waiting up to 30 s for launcher")
@@ -127,11 +127,11 @@ def test_a_single_one_lets_the_job_save_its_step_and_leave(tmp_path: Path) -> No
     scenario = "{faults: [{fault: kill, step: 900000}], job_s: 3000}"
     arguments = ["--steps", "1000000", "--save-dir", "{output}/checkpoints"]
     with Harness(output, scenario, *command, *arguments) as harness:
-        harness.await_file(output / "lap_0" / "console.log", "step 200:")
+        harness.await_file(output / "run_0" / "console.log", "step 200:")
         harness.process.send_signal(signal.SIGINT)
         harness.until("to save the step and leave; Ctrl-C again ends it at once")
         assert harness.process.wait(WAIT_S) == 130, harness.text
         assert "killing" not in harness.text, "it left by itself"
         assert list(harness.left()) == []
-    newest = list_checkpoints([output / "lap_0" / "checkpoints"])[0]
+    newest = list_checkpoints([output / "run_0" / "checkpoints"])[0]
     assert verify(newest).step >= 200

@@ -462,13 +462,14 @@ def test_the_controller_is_informed_of_deaths_and_leads_the_workers_at_a_signal(
 
 
 CONTROLLED = """
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import start_controller
 from ttp.runtime.standby import term_of
 from torch.distributed import TCPStore
 journal = out / f"journal-{start}.jsonl"
 if rank == 0:
     start_name = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TTP_ATTEMPT']}"
-    process = start_controller(job_id=start_name, term=term_of(int(os.environ["TTP_ATTEMPT"])), world_size=2, journal=journal)
+    process = start_controller(ControllerSettings(start_name, term_of(int(os.environ["TTP_ATTEMPT"])), 2), journal)
     note("controller", process.pid)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"ttp/controller/{os.environ['TTP_ATTEMPT']}", f"{process.address} {process.pid}")

@@ -1,5 +1,5 @@
 """examples/huggingface/main_hf.py as its document says, typed in a folder with the program, tiny models and local text: two ranks
-train each kind of model; killed, they print the losses of an unbroken run, to the last bit."""
+train each kind of model; killed, they print the losses of a baseline run, to the last bit."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_the_documents_loop_is_short_and_compiles() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_documents_loop_goes_on_bit_for_bit(folders: tuple[Path, Path], ranks: int) -> None:
-    """Copied and run as the page says: the losses after a kill are those of the unbroken run."""
+    """Copied and run as the page says: the losses after a kill are those of the baseline run."""
     reported: list[dict[tuple[str, str], str]] = []
     for folder, faults in zip(folders, ("", "kill:rank=1,step=13,point=done"), strict=True):
         (folder / "loop.py").write_text(the_documents_loop())

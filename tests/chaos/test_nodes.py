@@ -83,7 +83,7 @@ def published(job: Observed, start: int) -> list[int]:
 
 
 def assert_whole(job: NodesJob, reference: Observed) -> None:
-    """Every step and the final weights are the unbroken job's bits; nothing remains."""
+    """Every step and the final weights are the baseline job's bits; nothing remains."""
     verdict = compare(job.metrics(), reference.metrics(), job.final(), reference.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
     assert job.leftovers() == []
@@ -92,7 +92,7 @@ def assert_whole(job: NodesJob, reference: Observed) -> None:
 @pytest.mark.long
 def test_ranks_and_nodes_are_lost_one_after_the_other(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """2 nodes x 2 ranks: a rank is killed; then the node without rank 0; then the node with rank 0, the active controller
-    and the rendezvous store. Each lost node is started again; no committed step is lost, all bits are the unbroken job's."""
+    and the rendezvous store. Each lost node is started again; no committed step is lost, all bits are the baseline job's."""
     a, b = nodes(2)
     with NodesJob(tmp_path / "faulted", (a, b), overrides=arguments(*STEPS)) as job:
         before = []

@@ -1,5 +1,5 @@
 """Trainers that were not written for ttp, in real processes: a rank is killed, and what the resumed run prints is what an
-unbroken run prints, to the last bit."""
+baseline run prints, to the last bit."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def steps_of(text: str) -> dict[int, set[str]]:
 
 
 def compare(whole: str, faulted: str) -> None:
-    """Every step that a killed run prints is that of the unbroken one; the step in flight may have no line."""
+    """Every step that a killed run prints is that of the baseline one; the step in flight may have no line."""
     expected, got = steps_of(whole), steps_of(faulted)
     faults = len(re.findall(r"restarting \(", faulted))
     assert expected and max(expected) == max(got) and len(expected) - len(got) <= faults
     for step, lines in got.items():
-        assert lines == expected[step], f"step {step}: {lines}, the unbroken run has {expected[step]}"
+        assert lines == expected[step], f"step {step}: {lines}, the baseline run has {expected[step]}"
     finals = [re.findall(r"final .*", text) for text in (whole, faulted)]
     assert finals[0] == finals[1]
 
@@ -101,7 +101,7 @@ def test_the_shortest_form_is_an_import_and_three_lines() -> None:
     ],
 )
 @pytest.mark.long
-def test_the_documents_loops_killed_twice_have_the_unbroken_run_s_bits(tmp_path: Path, name: str, faults: str) -> None:
+def test_the_documents_loops_killed_twice_have_the_baseline_run_s_bits(tmp_path: Path, name: str, faults: str) -> None:
     """docs/your_trainer.md begins with them. Losses, learning rates, validation and final weights; the second fault comes in another epoch."""
     steps = ("--steps", "24") if "nanogpt" in name else ("--epochs", "3")
     whole = train(tmp_path / "whole", 2, name, *steps)
@@ -145,7 +145,7 @@ def test_plain_ddp_survives_the_death_of_rank_0(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["record", "updating", "done"])
 def test_an_average_of_the_weights_survives_with_them(tmp_path: Path, point: str) -> None:
-    """Rank 1 of 3 dies before, within and right behind an update: the average in the end has the unbroken run's bits."""
+    """Rank 1 of 3 dies before, within and right behind an update: the average in the end has the baseline run's bits."""
     arguments = ("ddp/train.py", "--epochs", "3", "--ema", "0.9")
     whole = train(tmp_path / "whole", 3, *arguments)
     compare(whole, train(tmp_path / "faulted", 3, *arguments, faults=f"kill:rank=1,step=21,point={point}"))

@@ -50,7 +50,7 @@ def files_on(job: NodesJob, node: Node, step: int) -> set[str]:
 @pytest.mark.long
 def test_a_job_on_nodes_with_their_own_disks_loses_nothing(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """A rank dies; then a node with its disk; then the node with rank 0 and the active controller. Each node has its own
-    ranks' files only; a restart says what it moves; all bits are the unbroken job's."""
+    ranks' files only; a restart says what it moves; all bits are the baseline job's."""
     a, b = nodes(2)
     environ = {"TTP_SHARED_DIRS": "False"}
     with NodesJob(

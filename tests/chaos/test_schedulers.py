@@ -165,7 +165,7 @@ def test_a_slurm_job_that_is_taken_away_is_saved_and_requeued(stand_in: Path, re
 @pytest.mark.timeout(900)
 def test_sigterm_then_sigkill_after_a_grace_period_saves_the_step_in_flight(tmp_path: Path, whole_job: RunJob) -> None:
     """What Kubernetes sends to the launcher, and Slurm to every process: SIGTERM, and SIGKILL to all that remains when the grace
-    is over. Nothing remains by then, and the next launcher ends up where an unbroken job does."""
+    is over. Nothing remains by then, and the next launcher ends up where a baseline job does."""
     output = tmp_path / "faulted"
     for everybody in (False, True):
         with start(output, 2) as job:

@@ -43,7 +43,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_trainer" / "tr
 @pytest.mark.timeout(1200)
 def test_faults_while_starting_resuming_and_in_the_first_step_are_survived(tmp_path: Path, whole_job: RunJob) -> None:
     """One after the other in one job: ranks die before they are protected, right after, before and while a checkpoint is
-    loaded, and in the first step after it; only what was committed before counts, and the end is that of an unbroken job."""
+    loaded, and in the first step after it; only what was committed before counts, and the end is that of a baseline job."""
     faults = (
         "kill:rank=1,point=start",
         "kill:rank=0,point=protected,round=1",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.test_files import changed, one_line
 from tests.unit.runtime.test_replay import EVENTS, record
-from ttp.chaos.run.campaign import read_unbroken
+from ttp.chaos.run.campaign import read_baseline
 from ttp.controller.replay import main as replay_main
 from ttp.errors import ConfigError
 from ttp.exchange import controller_file, last_step, saved_alone
@@ -31,7 +31,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positi
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
          "max_position_embeddings": 64, "vocab_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "hidden_act": "silu",
          "rms_norm_eps": 1e-5, "attention_dropout": 0.0, "sliding_window": None, "head_dim": 8}  # fmt: skip
-UNBROKEN = {"world_size": 2, "steps": {"1": ["0x1p+0", ["0x1p-1"]], "2": ["0x1p+0", []]}, "final": None}
+BASELINE = {"world_size": 2, "steps": {"1": ["0x1p+0", ["0x1p-1"]], "2": ["0x1p+0", []]}, "final": None}
 
 
 def read_model(path: Path) -> None:
@@ -60,7 +60,7 @@ def read_saved_alone(path: Path) -> None:
 READERS: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "a model, GPT-2": (read_model, GPT2),
     "a model, Llama": (read_model, LLAMA),
-    "an unbroken run": (read_unbroken, UNBROKEN),
+    "a baseline run": (read_baseline, BASELINE),
     "controllers": (read_controllers, {"addresses": ["a:1", "b:2"], "pid": 7, "log_dir": "/log"}),
     "a last step": (read_last_step, {"unix_s": 5.0, "step": 3, "saved_step": 3}),
     "a save without a controller": (read_saved_alone, {"began_unix_s": 1.0, "unix_s": 2.0, "step": 3, "world_size": 2, "path": "/a", "error": "",

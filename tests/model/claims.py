@@ -25,7 +25,7 @@ def judge(world: World, situation: Situation) -> tuple[str, str]:
         return "trained on", ""
     if any(fact.event == "finished" for fact in facts):
         unfinished = [rank.number for rank in ranks if rank.came[1] < shape.steps]
-        return "trained on", f"I11: ranks {unfinished} were dismissed before they had finished" if unfinished else ""
+        return "trained on", f"I11: ranks {unfinished} were released before they had finished" if unfinished else ""
     published = [fact for fact in facts if fact.event == "published"]
     if published:
         logged = next(it.facts for it in controllers if published[0] in it.facts)

@@ -11,6 +11,7 @@ from ttp.controller.core import machine
 from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.frozen import replace
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Upward
 
 Out = tuple[str, object]
@@ -70,7 +71,7 @@ def first(shape: Shape, place: int) -> Controller:
         total_timeout_s=shape.total_timeout_s,
         register_timeout_s=8.0,
         orphan_timeout_s=3.0,
-        hang_floor_s=1e6,
+        hang=HangLimits(floor_s=1e6),
         standby=place,
         address=f"c{place}",
     )

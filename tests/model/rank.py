@@ -140,7 +140,7 @@ class Turn:
                 self.start_tasks()
             case ev.ExitProcess(code, _):
                 self.leave(f"exit code {code}")
-            case ev.Release():
+            case ev.ReleaseTraining():
                 self.leave("exit code 0" if self.rank.main != "start" else "exit code 1")
             case ev.Log() | ev.SaveStacks():
                 pass

@@ -17,17 +17,17 @@ from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,
-    Dismiss,
     FaultReport,
     Finished,
+    Release,
     RolledForward,
+    StandbyList,
     StateReport,
-    Successors,
     Thaw,
     Welcome,
 )
 
-_PEACEFUL = (Thaw, Welcome, Successors, Dismiss)
+_PEACEFUL = (Thaw, Welcome, StandbyList, Release)
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Search:
             elif is_stale(controller.state, world.of_messages.values[channel[0]]) and not member.suspect:
                 return [("deliver", place, rank)]
         for index, channel in enumerate(situation.down):
-            if not channel or not isinstance(world.of_messages.values[channel[0]], Welcome | Successors):
+            if not channel or not isinstance(world.of_messages.values[channel[0]], Welcome | StandbyList):
                 continue
             rank, place = divmod(index, places)
             view = world.views[situation.ranks[rank]]

@@ -9,7 +9,7 @@ from tests.simulation.controllers import AgentLink
 from tests.simulation.network import DOWN, UP
 from ttp.controller.core.facts import events as ev
 from ttp.proto.fence import Fence
-from ttp.proto.messages import AgentHello, Downward, Successors, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Downward, StandbyList, Upward, Vouch, WorkerExit
 
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
@@ -79,7 +79,7 @@ class Agent:
         def learn() -> None:
             if self.lost or self.controller is not controller or self._link is None:
                 return
-            if isinstance(message, Successors):
+            if isinstance(message, StandbyList):
                 self._lease_s = message.lease_s
                 self.addresses += [address for address in message.addresses if address not in self.addresses]
 

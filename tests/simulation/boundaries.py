@@ -130,7 +130,7 @@ class Boundary:
             disk.write(root, here, name, File(parts, True))
             answer = Written(FileEntry(name, PART_BYTES * len(parts), "0", self.rank))
         except DiskError as error:
-            self.job.struck(error.kind or "disk", self.rank)
+            self.job.struck(error.kind or "disk", self.rank, "leaderless")
             answer = Written(None, str(error))
         self._exchange(f"written alone {attempt}", step, answer, partial(self._all_written, step, attempt))
 
@@ -159,7 +159,7 @@ class Boundary:
                     self.job.renamed(root, step)
             disk.tracker[root] = max(step, disk.tracker.get(root, 0))
         except DiskError as problem:
-            self.job.struck(problem.kind or "disk", self.rank)
+            self.job.struck(problem.kind or "disk", self.rank, "leaderless")
             error = str(problem)
         self._all_published(step, attempt, error)
 

@@ -14,7 +14,8 @@ from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
-from ttp.proto.messages import Heartbeat, Registration, Successors, Upward
+from ttp.proto.hang_limits import HangLimits
+from ttp.proto.messages import Heartbeat, Registration, StandbyList, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
@@ -58,7 +59,7 @@ class AgentLink:
 
     def send(self, messages: Sequence[Addressed]) -> None:
         for _, message in messages:
-            if isinstance(message, Successors):  # its other messages matter to its log only
+            if isinstance(message, StandbyList):  # its other messages matter to its log only
                 self._launcher.take_in(self._controller, message)
 
     def reject(self, text: str) -> None:
@@ -99,8 +100,8 @@ class Controller:
         settings = ev.ControllerSettings(
             "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.vouched_lease_s,
             times.freeze_timeout_s, times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s,
-            times.orphan_timeout_s, times.hang_floor_s, times.hang_floor_s, times.hang_factor, place, f"c{place}",
-            times.hang_start_s, job.first_standbys, times.standby_start_s, job.own is not None,
+            times.orphan_timeout_s, HangLimits(times.hang_floor_s, times.hang_floor_s, times.hang_start_s, times.hang_factor),
+            place, f"c{place}", job.first_standbys, times.standby_start_s, job.own is not None,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""

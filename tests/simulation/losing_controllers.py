@@ -68,7 +68,7 @@ def word_of_a_standby_is_missed(seed: int) -> Scenario:
     scenario = one_after_the_other(seed)
     job = scenario.job
     job.scheduler.at(0.5, job.controllers[1].kill)
-    job.hook("got Successors", 1 + seed % 3, lambda rank: job.controllers[0].kill())
+    job.hook("got StandbyList", 1 + seed % 3, lambda rank: job.controllers[0].kill())
     return scenario
 
 

@@ -9,7 +9,6 @@ import random
 
 from tests.simulation.job import Job
 from ttp.proto.messages import (
-    Dismiss,
     Exit,
     FaultReport,
     Finished,
@@ -17,6 +16,7 @@ from ttp.proto.messages import (
     Heartbeat,
     Published,
     PublishOrder,
+    Release,
     RolledForward,
     RollForward,
     StateReport,
@@ -27,7 +27,7 @@ from ttp.proto.messages import (
 )
 
 LOSABLE: tuple[type, ...] = (
-    Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Dismiss,
+    Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Release,
     StateReport, RolledForward, Written, Published, FaultReport, Finished, Heartbeat,
 )  # fmt: skip
 """All but Registration: messages of a rank that is not registered do not count, and end the stream that they come on."""

@@ -1,7 +1,8 @@
 """Which kinds of fault have acted where: the matrix that a soak fills, and the cells that nothing can ever fill.
 
 A place is the controller's stage when the fault really acts; while training is on, the phase of the rank that it hits; and
-`leaderless` between a controller's death and the first rank that comes to a standby.
+`leaderless` between a controller's death and the first rank that comes to a standby, and where the ranks save a step without one:
+theirs may still run, cut off from all of them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.simulation.scheduler import Scheduler
 from ttp.controller import agent_link
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.fence import Fence
-from ttp.proto.messages import AgentHello, Downward, Exit, KeepAlive, Successors, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Downward, Exit, KeepAlive, StandbyList, Upward, Vouch, WorkerExit
 
 COUNT = 3
 LEASE_S, BEAT_S, SLOWEST_S = 3.0, 0.2, 0.01
@@ -55,8 +55,8 @@ class Controller:
         return self.leads and not self.gone and not self.stopped
 
     @property
-    def successors(self) -> Successors:
-        return Successors(ADDRESSES[self.place + 1 :], LEASE_S)
+    def successors(self) -> StandbyList:
+        return StandbyList(ADDRESSES[self.place + 1 :], LEASE_S)
 
     def _note(self, who: str, message: Upward) -> None:
         if isinstance(message, AgentHello | WorkerExit):

@@ -15,13 +15,13 @@ from tests.simulation.mutants.equivalents import EQUIVALENT
 
 TESTS = """
 from ttp.controller.core.facts import pace as progress
-from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.core.facts.pace import ENOUGH, Pace, learn, suspects, unknown
 from ttp.controller.core.facts.per_rank import PerRank
 from ttp.controller.core.facts.pace import Place
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Phase
 
-SETTINGS = ControllerSettings("job", 1, 2)
+LIMITS = HangLimits()
 
 
 def test_the_last_of_two_is_suspect():
@@ -30,9 +30,9 @@ def test_the_last_of_two_is_suspect():
 
 
 def test_fewer_step_times_than_are_known_teach_nothing():
-    pace = learn(unknown(2), 2, (1.0, 1.0), SETTINGS)
+    pace = learn(unknown(2), 2, (1.0, 1.0), LIMITS)
     assert pace.durations == (1.0, 1.0)
-    assert learn(pace, 2, (2.0,), SETTINGS) is pace
+    assert learn(pace, 2, (2.0,), LIMITS) is pace
 
 
 def test_eight_are_enough():

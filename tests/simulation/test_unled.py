@@ -73,6 +73,15 @@ def test_ranks_whose_save_failed_do_not_exit_as_if_it_had_not() -> None:
         assert job.disk.published == [] and {rank.ended for rank in job.ranks} == {"exit code 1"}
 
 
+def test_a_disk_that_fails_a_save_without_a_controller_acts_where_none_leads() -> None:
+    """Also where the controller runs on, cut off: no order is carried out behind a finished step, as the soak's matrix says."""
+    for seed in range(SEEDS):
+        scenario = unled.cut_off(seed)
+        scenario.job.must_save, scenario.job.disk.full = "", set(scenario.job.roots)
+        assert not violations(scenario)
+        assert {strike.where for strike in scenario.job.strikes if strike.kind == "full disk"} == {"leaderless"}
+
+
 def test_a_rank_that_dies_in_the_save_leaves_a_whole_checkpoint_or_none() -> None:
     """What is on disk is judged by the invariants; both happen."""
     whole = [len(ended(unled.a_rank_dies_in_the_save, seed).disk.published) for seed in range(3 * SEEDS)]

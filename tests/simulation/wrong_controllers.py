@@ -22,7 +22,7 @@ from ttp.controller.core.facts import pace as progress
 from ttp.controller.core.facts.answers import is_late
 from ttp.controller.core.facts.coverage import Coverage, coverage_of
 from ttp.controller.core.facts.decision import Decision, Refusal, decide
-from ttp.controller.core.facts.events import ControllerSettings, Effect, Send
+from ttp.controller.core.facts.events import Effect, Send
 from ttp.controller.core.facts.planning import hand_over, share_out
 from ttp.controller.core.facts.state import (
     AnyStage,
@@ -50,9 +50,9 @@ from ttp.proto.messages import (
     Progress,
     PublishOrder,
     RollForward,
+    StandbyList,
     StateReport,
     StepFailed,
-    Successors,
     Thaw,
 )
 
@@ -287,7 +287,7 @@ def new_process_is_taken_for_the_old(patch: Patch) -> None:
 
 def launchers_never_learn_of_the_standbys(patch: Patch) -> None:
     """They receive the lease, and no address."""
-    patch.setattr(liveness, "Successors", lambda addresses, lease_s: Successors((), lease_s))
+    patch.setattr(liveness, "StandbyList", lambda addresses, lease_s: StandbyList((), lease_s))
 
 
 def beats_renew_no_lease(patch: Patch) -> None:
@@ -364,8 +364,8 @@ def one_lease_for_a_hang(patch: Patch) -> None:
     """The limit is not learned from the job's steps."""
     limit = progress.limit
 
-    def wrong(pace: Any, settings: ControllerSettings) -> float:
-        return min(limit(pace, settings), 0.2)
+    def wrong(pace: Any, hang: Any) -> float:
+        return min(limit(pace, hang), 0.2)
 
     patch.setattr(progress, "limit", wrong)
 

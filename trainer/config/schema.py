@@ -63,7 +63,7 @@ class TrainingConfig:
     device: DeviceName = "auto"
     """auto takes the first accelerator that is there, else the CPU."""
     deterministic: bool = True
-    """Only kernels that give the same bits every time: what makes a resumed run equal an unbroken one."""
+    """Only kernels that give the same bits every time: what makes a resumed run equal an uninterrupted one."""
     cpu_threads: int | None = None
     """Threads of one rank's CPU kernels; null: torch's choice (OMP_NUM_THREADS). Other counts give other bits."""
     output_dir: str = "./output"

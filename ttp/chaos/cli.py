@@ -96,8 +96,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("scenario", type=Path)
     run.add_argument("--output", type=Path, default=Path("output/chaos"), help="folder of runs, result and report")
     run.add_argument("--seed", type=whole(most=checked.INT64_MAX), help="instead of the scenario's")
-    run.add_argument("--unbroken", type=Path, help="unbroken.json of an earlier campaign of the same command")
-    run.add_argument("--no-compare", action="store_true", help="make no unbroken run: nothing is compared")
+    run.add_argument(
+        "--baseline", "--unbroken", type=Path, help="baseline.json of an earlier campaign of the same command"
+    )
+    run.add_argument("--no-compare", action="store_true", help="make no baseline run: nothing is compared")
     run.add_argument("--duration", help="soak: draw from the scenario's faults for so long (90, 30m, 2h)")
     run.add_argument("--faults-per-hour", type=above_zero("a number", 1e6), help="soak: how many (default: 60)")
     run.add_argument("--keep", action="store_true", help="keep what is in the output folder (default: it is emptied)")
@@ -134,7 +136,7 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
         scenario = dataclasses.replace(scenario, seed=args.seed)
     soak = _soak(args)
     output: Path = args.output.resolve()
-    unbroken = args.unbroken.resolve() if args.unbroken else None
+    baseline = args.baseline.resolve() if args.baseline else None
     empty(output, keep=args.keep)
     console.print(
         f"scenario {escape(scenario.name)}: {len(scenario.faults)} faults; seed {scenario.seed}; output {output}"
@@ -146,7 +148,7 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
             command,
             output,
             soak=soak,
-            unbroken=unbroken,
+            baseline=baseline,
             compare=not args.no_compare,
             on_progress=screen.on_progress,
             patience=patience,

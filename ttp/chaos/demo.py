@@ -4,7 +4,7 @@ nothing happened to, bit for bit.
     python -m ttp.chaos.demo [--kill-rank R] [--seed S] [--ranks 4] [--steps 60] [--text FILE_OR_FOLDER] [--output DIR]
                              [--config gpt_tiny] [trainer overrides]
 
-Exit status: 0 when the resumed run equals the unbroken one and no committed step was lost, 1 otherwise.
+Exit status: 0 when the resumed run equals the baseline one and no committed step was lost, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _run(args: Any, console: Console, output: Path, victim: int, kill_step: int,
         kill = _train_and_kill(console, faulted, victim, kill_step, fraction)
         _follow(console, faulted, args.steps, "after the kill")
         _expect_success(faulted)
-    with TrainingJob(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
-        _follow(console, whole, args.steps, "unbroken run")
+    with TrainingJob(output / "baseline", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
+        _follow(console, whole, args.steps, "baseline run")
         _expect_success(whole)
 
     line = timeline(faulted.journals()[0], faulted.metrics(), kill.unix_s)
@@ -139,12 +139,12 @@ def _plot(faulted: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: P
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for job, label, style in ((whole, "unbroken", "-"), (faulted, "killed and resumed", "--")):
+    for job, label, style in ((whole, "baseline", "-"), (faulted, "killed and resumed", "--")):
         points = sorted((step, float(m["loss_value"])) for step, m in by_step(job.metrics()).items())
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=3 if style == "-" else 1.5)
     if line.step is not None:
         axes.axvline(line.step, color="gray", linewidth=1, label=f"dying gasp: step {line.step}")
-    axes.set(xlabel="step", ylabel="loss", title="Loss of the killed and of the unbroken run")
+    axes.set(xlabel="step", ylabel="loss", title="Loss of the killed and of the baseline run")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -33,11 +33,11 @@ def chaos(tmp_path: Path, request: pytest.FixtureRequest) -> RunChaos:
         print(f"chaos: seed {scenario.seed}")
         *_, campaign = run_campaign(scenario, command, tmp_path / "chaos")
         write_result(campaign)
-        problems = [f"{v.name}: {v.text}" for lap in campaign.runs for v in lap.verdicts if v.state == VIOLATED]
+        problems = [f"{v.name}: {v.text}" for one in campaign.runs for v in one.verdicts if v.state == VIOLATED]
         problems += [f"did not happen: {one.text}" for one in campaign.incidents if one.outcome == NOT_REACHED]
         if problems:
             console = "\n".join(
-                (lap.folder / "console.log").read_text(errors="replace")[-6000:] for lap in campaign.runs
+                (one.folder / "console.log").read_text(errors="replace")[-6000:] for one in campaign.runs
             )
             pytest.fail("\n".join([f"seed {scenario.seed}", *problems, console]), pytrace=False)
         return campaign

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ttp.errors import ConfigError
 
-_MADE = r"lap_\d+|unbroken|unbroken\.json|result\.json|report\.html|killed|loss\.png"
-"""What these tools make."""
+_MADE = r"run_\d+|baseline(\.json)?|lap_\d+|unbroken(\.json)?|result\.json|report\.html|killed|loss\.png"
+"""What these tools make, or once made."""
 
 
 def empty(output: Path, *, keep: bool = False) -> None:

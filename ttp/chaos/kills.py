@@ -3,7 +3,7 @@
     python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]
 
 Every kill picks its rank and its moment at random (seed printed). The job must come back from each by itself; at the end
-the loss and grad norm of every step and the final weights must be the unbroken job's bits, no committed step may be lost,
+the loss and grad norm of every step and the final weights must be the baseline job's bits, no committed step may be lost,
 and no process may be left behind. Exit status 0 or 1.
 """
 
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def run(
     console: Console, args: Any, overrides: Sequence[str], rng: random.Random, output: Path
 ) -> tuple[list[Survived], RunComparison, list[str]]:
-    """Train the killed job and the unbroken one and judge them."""
+    """Train the killed job and the baseline one and judge them."""
     steps = (args.kills + 1) * STEPS_A_KILL
     overrides = ["--training_config.training_iters", str(steps), *overrides]
     launcher = ["--max-restarts", str(args.kills + 1)]
@@ -98,7 +98,7 @@ def run(
             kills.append(_kill_once(faulted, rng, args.ranks, number))
             console.print(f"kill {number + 1}: rank {kills[-1].rank} after step {kills[-1].after_step}")
         _finish(faulted)
-    with TrainingJob(output / "unbroken", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
+    with TrainingJob(output / "baseline", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
         _finish(whole)
     metrics = faulted.metrics()
     survived = []

@@ -242,14 +242,14 @@ def run_matrix(
             deadline_s=240.0,
             nodes=NODES if plan.nodes else 0,
         )
-        unbroken = plan.output / "unbroken.json"
+        baseline = plan.output / "baseline.json"
         folder = plan.output / f"job_{number}"
-        given = unbroken if unbroken.exists() else None
+        given = baseline if baseline.exists() else None
         asked = command(nodes=plan.nodes)
-        runs = run_campaign(scenario, asked, folder, unbroken=given, on_progress=on_progress, patience=patience)
+        runs = run_campaign(scenario, asked, folder, baseline=given, on_progress=on_progress, patience=patience)
         campaign = next(runs)
         if given is None:  # at once: a run that is interrupted now need not make it again
-            (folder / "unbroken.json").replace(unbroken)
+            (folder / "baseline.json").replace(baseline)
         for _ in runs:
             pass
         write_result(campaign)
@@ -260,7 +260,7 @@ def run_matrix(
 
 def _put_down(output: Path, job: int, batch: Sequence[MatrixCase], campaign: Campaign) -> None:
     """Add the job's cells to the file."""
-    wrong = [f"{v.name}: {v.text}" for lap in campaign.runs for v in lap.verdicts if v.state == VIOLATED]
+    wrong = [f"{v.name}: {v.text}" for one in campaign.runs for v in one.verdicts if v.state == VIOLATED]
     with open(output / "cells.jsonl", "a", encoding="utf-8") as file:
         for cell, incident in zip(batch, campaign.incidents, strict=False):
             line = {

@@ -237,6 +237,11 @@ class Listed:
     def step(self) -> int:
         return step_of_directory(self.path) or 0
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes here: of a node's part the files of its ranks."""
+        return size_of(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class Leftover:

@@ -17,6 +17,7 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.config import Settings
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError, NotWritable
 
@@ -50,11 +51,21 @@ def standbys_of(settings: Settings, world_size: int) -> int:
     return min(settings.standbys, 1 if settings.one_node else settings.nodes - 1)
 
 
-def controller_options(settings: Settings, world_size: int) -> tuple[str, ...]:
-    """Return the arguments that every controller of the job is started with."""
-    local = () if settings.shared_dirs else ("--local-dirs",)
-    standbys = ("--standbys", str(standbys_of(settings, world_size)))
-    return ("--vouched-lease-s", str(settings.vouched_lease_s), *hang_options(settings), *standbys, *local)
+def controller_settings(settings: Settings, place: int, world_size: int) -> ControllerSettings:
+    """Return what this job's controller of a place is started with."""
+    return ControllerSettings(
+        job_id=settings.start_name,
+        term=term_of(settings.round_number, place),
+        world_size=world_size,
+        heartbeat_s=settings.heartbeat_s,
+        lease_s=settings.lease_s,
+        vouched_lease_s=settings.vouched_lease_s,
+        total_timeout_s=settings.total_timeout_s,
+        hang=settings.hang,
+        standby=place,
+        standbys=standbys_of(settings, world_size),
+        local_dirs=not settings.shared_dirs,
+    )
 
 
 def standby_place(settings: Settings, rank: int, world_size: int) -> int:
@@ -68,14 +79,6 @@ def standby_place(settings: Settings, rank: int, world_size: int) -> int:
     if settings.one_node:
         return 1 if rank == 1 else 0
     return settings.node_rank if settings.local_rank == 0 and 1 <= settings.node_rank <= settings.standbys else 0
-
-
-def hang_options(settings: Settings) -> tuple[str, ...]:
-    """Return the settings about hangs that every controller of the job receives, as arguments of its program."""
-    return (
-        *("--hang-floor-s", str(settings.hang_floor_s), "--hang-early-floor-s", str(settings.hang_early_floor_s)),
-        *("--hang-start-s", str(settings.hang_start_s), "--hang-factor", str(settings.hang_factor)),
-    )
 
 
 # --- the list in the store ---
@@ -107,18 +110,11 @@ def start_job_controller(settings: Settings, place: int, world_size: int, log_di
     port = settings.controller_port + place if settings.controller_port else 0
     number = settings.round_number
     return start_controller(
+        controller_settings(settings, place, world_size),
+        log_dir / (f"standby_{number}_{place}.jsonl" if place else f"journal_{number}.jsonl"),
         bind="127.0.0.1" if settings.one_node else "0.0.0.0",
         advertise="127.0.0.1" if settings.one_node else settings.host,
         port=port if port < 65536 else 0,
-        job_id=settings.start_name,
-        term=term_of(number, place),
-        world_size=world_size,
-        journal=log_dir / (f"standby_{number}_{place}.jsonl" if place else f"journal_{number}.jsonl"),
-        heartbeat_s=settings.heartbeat_s,
-        lease_s=settings.lease_s,
-        total_timeout_s=settings.total_timeout_s,
-        standby=place,
-        options=controller_options(settings, world_size),
         fork_server=settings.fork_server,
         guardians=(os.getpid(), os.getppid()) if place and settings.launched else (os.getpid(),),
     )

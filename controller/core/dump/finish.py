@@ -5,7 +5,7 @@ Owns the ends of a job and of a fault. Never judges whether an end is due.
 
 from __future__ import annotations
 
-from ttp.proto.messages import EXIT_CODE_PERSISTED, Dismiss, Exit
+from ttp.proto.messages import EXIT_CODE_PERSISTED, Exit, Release
 
 from ..facts.decision import Refusal
 from ..facts.events import Effect, Fields, Finish, Journal, Send
@@ -55,7 +55,7 @@ def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
     """Every rank's `train` has returned: let all go."""
     recipients = reachable(state.members)
     if recipients:
-        out.append(Send(recipients, Dismiss()))
+        out.append(Send(recipients, Release()))
     out.append(Journal("finished", {"ranks": state.members.finished}))
     return over(state, "all ranks have finished", out)
 

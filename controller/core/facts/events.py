@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from ttp.proto.frozen import dataclass
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Downward, Heartbeat, Upward
 
 JSONValue = str | int | float | bool | None | tuple["JSONValue", ...] | Mapping[str, "JSONValue"]
 Fields = dict[str, JSONValue]
 """A journal line's fields while they are gathered."""
+_HANG = "hang_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +38,30 @@ class ControllerSettings:
     """Registered ranks are released (Exit) when the world has not assembled by then."""
     orphan_timeout_s: float = 15.0
     """The controller exits when no rank is attached for this long."""
-    hang_floor_s: float = 10.0
-    """A job in which no rank progresses is not declared hung before this."""
-    hang_early_floor_s: float = 60.0
-    """In place of `hang_floor_s` before 50 steps are known."""
-    hang_factor: float = 10.0
-    """Nor before this many times a slow step of its own."""
+    hang: HangLimits = HangLimits()
     standby: int = 0
     """0: the controller that the job starts with; i: the i-th standby, which waits until ranks come to it."""
     address: str = ""
     """How the others reach this controller, as it stands in their list of controllers."""
-    hang_start_s: float = 1800.0
-    """In place of `hang_floor_s` before enough steps were seen: the first ones compile, load and warm up."""
     standbys: int = 0
     """How many standbys there are behind the active controller; a lost one is replaced. 0: the job does without."""
     standby_start_s: float = 20.0
     """A rank that was asked for a standby has so long to answer; after that, or after its failure, another one is asked."""
     local_dirs: bool = False
     """Every node has checkpoint directories of its own: each publishes what its ranks have written."""
+
+    def flat(self) -> dict[str, Any]:
+        """Return the fields by the names that arguments and journals have for them: those of `hang` beside the others."""
+        fields = asdict(self)
+        hang = fields.pop("hang")
+        return fields | {f"{_HANG}{name}": value for name, value in hang.items()}
+
+    @classmethod
+    def from_flat(cls, fields: Mapping[str, Any]) -> ControllerSettings:
+        hang = {name.removeprefix(_HANG): value for name, value in fields.items() if name.startswith(_HANG)}
+        return cls(
+            **{name: value for name, value in fields.items() if not name.startswith(_HANG)}, hang=HangLimits(**hang)
+        )
 
 
 # --- in ---

@@ -10,15 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import inf
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from ttp.proto.frozen import dataclass, replace
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Heartbeat, Phase
 
 from .per_rank import PerRank
-
-if TYPE_CHECKING:
-    from .events import ControllerSettings
 
 ENOUGH = 8
 """Steps that must be finished before the job is judged by their times: the first ones compile, load and warm up."""
@@ -99,7 +96,7 @@ def has_started(pace: Pace) -> bool:
     return pace.steps >= ENOUGH
 
 
-def learn(pace: Pace, steps: int, times_s: tuple[float, ...], settings: ControllerSettings) -> Pace:
+def learn(pace: Pace, steps: int, times_s: tuple[float, ...], hang: HangLimits) -> Pace:
     """Take what a rank measured: it has finished `steps` steps in this attempt, and `times_s` are the newest ones' times.
 
     All ranks take every step together, so one that measured longer has waited for another that did something else meanwhile (it
@@ -115,7 +112,7 @@ def learn(pace: Pace, steps: int, times_s: tuple[float, ...], settings: Controll
         return pace
     numbers = (*pace.numbers, *range(first + new, steps + 1))[-KEPT:]
     pace = replace(pace, steps=max(steps, pace.steps), numbers=numbers, durations=(*durations, *fresh)[-KEPT:])
-    return replace(pace, limit_s=limit(pace, settings))
+    return replace(pace, limit_s=limit(pace, hang))
 
 
 def _shortened(pace: Pace, first: int, times_s: tuple[float, ...]) -> tuple[float, ...]:
@@ -134,22 +131,22 @@ def rested(pace: Pace, now: float) -> Pace:
     return replace(pace, moved_at=moved_at, noted=False)
 
 
-def advance(pace: Pace, beat: Heartbeat, now: float, settings: ControllerSettings) -> Pace:
+def advance(pace: Pace, beat: Heartbeat, now: float, hang: HangLimits) -> Pace:
     """Take a heartbeat of a job that is not frozen; O(sqrt(world)), but for a step that no rank reported yet."""
     place = Place(beat.step, beat.phase, beat.waiting)
     if place != pace.places[beat.rank]:
         if now - pace.moved_at > pace.longest:
-            pace = outlived(pace, now, settings)
+            pace = outlived(pace, now, hang)
         places = pace.places.put(beat.rank, place)
         pace = replace(pace, places=places, moved_at=now, front=max(pace.front, place.step), noted=False)
     elif beat.paused:
         pace = replace(pace, moved_at=now, noted=False)
     if beat.steps > pace.steps or beat.step_times_s:
-        pace = learn(pace, beat.steps, beat.step_times_s, settings)
+        pace = learn(pace, beat.steps, beat.step_times_s, hang)
     return pace
 
 
-def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
+def outlived(pace: Pace, now: float, hang: HangLimits) -> Pace:
     """Learn from a standstill that ended by itself just now.
 
     Before enough steps were seen it is the start's limit: loading and compiling do not repeat.
@@ -158,24 +155,23 @@ def outlived(pace: Pace, now: float, settings: ControllerSettings) -> Pace:
     if not has_started(pace) or gap <= pace.longest:
         return pace
     pace = replace(pace, longest=gap)
-    return replace(pace, limit_s=limit(pace, settings))
+    return replace(pace, limit_s=limit(pace, hang))
 
 
-def limit(pace: Pace, settings: ControllerSettings) -> float:
+def limit(pace: Pace, hang: HangLimits) -> float:
     """Return how long the job may go without progress, in seconds."""
-    return _limits(pace, settings)[0][0]
+    return _limits(pace, hang)[0][0]
 
 
-def limit_in_force(pace: Pace, settings: ControllerSettings) -> str:
+def limit_in_force(pace: Pace, hang: HangLimits) -> str:
     """Say for people which of the limits is in force, and what makes it."""
-    return f"limit {pace.limit_s:.1f} s: {_limits(pace, settings)[0][1]}"
+    return f"limit {pace.limit_s:.1f} s: {_limits(pace, hang)[0][1]}"
 
 
-def _limits(pace: Pace, settings: ControllerSettings) -> list[tuple[float, str]]:
+def _limits(pace: Pace, hang: HangLimits) -> list[tuple[float, str]]:
     """Return every limit that applies now, the one in force first."""
-    early_s, floor_s, start_s = settings.hang_early_floor_s, settings.hang_floor_s, settings.hang_start_s
     if not has_started(pace) or not pace.durations:
-        limits = [(start_s, f"TTP_HANG_START_S, for the first {ENOUGH} steps"), (floor_s, _FLOOR)]
+        limits = [(hang.start_s, f"TTP_HANG_START_S, for the first {ENOUGH} steps"), (hang.floor_s, _FLOOR)]
         return sorted(limits, key=itemgetter(0), reverse=True)
     ordered = sorted(pace.durations)
     slow, median = ordered[int(HIGH * (len(ordered) - 1))], ordered[len(ordered) // 2]
@@ -183,8 +179,8 @@ def _limits(pace: Pace, settings: ControllerSettings) -> list[tuple[float, str]]
     times = "twice TTP_HANG_FACTOR" if uneven else "TTP_HANG_FACTOR"
     few = "" if pace.steps >= MANY else f" before {MANY} steps"
     limits = [
-        (floor_s if pace.steps >= MANY else early_s, f"{_FLOOR}{few}"),
-        ((2.0 if uneven else 1.0) * settings.hang_factor * slow, f"{times}, with {slow:.3g} s for a slow step"),
+        (hang.floor_s if pace.steps >= MANY else hang.early_floor_s, f"{_FLOOR}{few}"),
+        ((2.0 if uneven else 1.0) * hang.factor * slow, f"{times}, with {slow:.3g} s for a slow step"),
         (PAUSE_FACTOR * pace.longest, f"{PAUSE_FACTOR:g} times the longest standstill so far"),
     ]
     return sorted(limits, key=itemgetter(0), reverse=True)
@@ -207,7 +203,7 @@ def _waits(place: Place) -> bool:
     return place.waiting or place.phase is Phase.READY
 
 
-def standstill(pace: Pace, living: tuple[int, ...], now: float, settings: ControllerSettings) -> str:
+def standstill(pace: Pace, living: tuple[int, ...], now: float, hang: HangLimits) -> str:
     """Describe for people at what place the job does not progress."""
     named = suspects(pace, living)
     if named:
@@ -218,4 +214,4 @@ def standstill(pace: Pace, living: tuple[int, ...], now: float, settings: Contro
         where = f"{who}{more} in {place.phase.name} of step {place.step}, the others wait"
     else:
         where = f"no rank stands out; the newest step is {pace.front}"
-    return f"no rank has progressed for {now - pace.moved_at:.1f} s ({limit_in_force(pace, settings)}): {where}"
+    return f"no rank has progressed for {now - pace.moved_at:.1f} s ({limit_in_force(pace, hang)}): {where}"

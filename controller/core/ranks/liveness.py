@@ -22,7 +22,7 @@ from ttp.proto.messages import (
     PublishOrder,
     Registration,
     RollForward,
-    Successors,
+    StandbyList,
     Thaw,
     Vouch,
     Welcome,
@@ -72,7 +72,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.append(Journal("cleared", {"rank": rank, "why": "it attached again"}))
     if message.finished and not member.finished:
         out.append(Journal("rank_finished", {"rank": rank}))
-    pace = learn(state.pace, message.steps, message.step_times_s, state.settings)
+    pace = learn(state.pace, message.steps, message.step_times_s, state.settings.hang)
     state = replace(state, pace=pace, members=attach(state.members, message, now, state.settings))
     if not isinstance(state.at, Assembling):
         state = spread(state, message.controllers[1:], out)
@@ -185,7 +185,7 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
         )
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
     if not isinstance(state.at, Standby):  # a standby must not be taken for the active controller
-        out.append(Tell((message.host,), Successors(state.successors, state.settings.lease_s)))
+        out.append(Tell((message.host,), StandbyList(state.successors, state.settings.lease_s)))
     if isinstance(state.at, Exiting):
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
     return replace(state, agents=state.agents | {message.host})
@@ -264,7 +264,7 @@ def says_more(known: str, reported: str) -> bool:
 def _exited_cleanly(
     state: ControllerState, rank: int, member: Member, now: float, out: list[Effect]
 ) -> ControllerState:
-    """A rank whose `train` has returned left with status 0 without being dismissed: no fault, but no holder either."""
+    """A rank whose `train` has returned left with status 0 without being released: no fault, but no holder either."""
     if member.dead is not None:
         return state
     out.append(Journal("left", {"rank": rank}))

@@ -26,7 +26,7 @@ def take_places(
         return state
     before = pace = state.pace
     for message in messages:
-        after = advance(pace, message, now, state.settings)
+        after = advance(pace, message, now, state.settings.hang)
         if pace.noted and not after.noted:
             out.append(Journal("moving_again", {"rank": message.rank, "after_s": round(now - pace.moved_at, 3)}))
         pace = after
@@ -39,7 +39,7 @@ def check_stall(state: ControllerState, now: float, out: list[Effect]) -> Contro
     if not isinstance(state.at, Running) or now < pace.due:
         return state
     living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)
-    text, named = standstill(pace, living, now, state.settings), suspects(pace, living)
+    text, named = standstill(pace, living, now, state.settings.hang), suspects(pace, living)
     fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}
     if now < pace.hung_at:
         out.append(Journal("stalled", fields))
@@ -61,7 +61,9 @@ def _disproved(state: S, rank: int, order: tuple[int, int], now: float, out: lis
     if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:
         return state
     out.append(Journal("not_hung", {"rank": rank, "step": order[0]}))
-    pace = outlived(state.pace, now, state.settings)  # else the next one of its kind would be taken for a hang again
+    pace = outlived(
+        state.pace, now, state.settings.hang
+    )  # else the next one of its kind would be taken for a hang again
     return replace(no_hang(state).with_fault(replace(fault, unproven=None)), pace=pace)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ttp.proto.frozen import replace
 from ttp.proto.limits import MOST_ADDRESSES
-from ttp.proto.messages import StandbyReport, StartStandby, Successors
+from ttp.proto.messages import StandbyList, StandbyReport, StartStandby
 
 from ..facts.events import Effect, Journal, Send, Tell
 from ..facts.membership import Member, reachable
@@ -26,7 +26,7 @@ def learn_successors(state: S, addresses: Iterable[str], out: list[Effect]) -> S
         return state
     state = replace(state, successors=(*state.successors, *new))
     if state.agents:
-        out.append(Tell(tuple(sorted(state.agents)), Successors(state.successors, state.settings.lease_s)))
+        out.append(Tell(tuple(sorted(state.agents)), StandbyList(state.successors, state.settings.lease_s)))
     return state
 
 
@@ -36,7 +36,7 @@ def spread(state: ControllerState, addresses: Iterable[str], out: list[Effect]) 
     state = learn_successors(state, addresses, out)
     recipients = reachable(state.members)
     if state.successors != before and recipients:
-        out.append(Send(recipients, Successors(state.successors, state.settings.lease_s)))
+        out.append(Send(recipients, StandbyList(state.successors, state.settings.lease_s)))
     return state
 
 

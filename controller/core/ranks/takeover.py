@@ -45,7 +45,7 @@ def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list[Effect]) -> ControllerState:
-    """An agent reports an exit. A process that exited with status 0 before it came here had been dismissed."""
+    """An agent reports an exit. A process that exited with status 0 before it came here had been released."""
     rank, member = message.rank, state.members.table[message.rank]
     if member.registration is not None and member.registration.pid != message.pid:
         return state  # an earlier process of that rank
@@ -81,7 +81,7 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
     if members.alive == 0 or members.finished == settings.world_size:
         return _nothing_left_to_do(state, out)
     awaited = members.table.ranks(lambda member: member.dead is None and not member.attached)
-    if (awaited or _may_have_been_dismissed(state)) and now < at.deadline:
+    if (awaited or _may_have_been_released(state)) and now < at.deadline:
         return state
     if not members.present:
         return state  # all have gone again: they come back, or the orphan timeout ends this
@@ -153,7 +153,7 @@ def _covers(state: ControllerState) -> bool:
     return len(coverage_of(registrations, state.settings.world_size).groups) >= known
 
 
-def _may_have_been_dismissed(state: ControllerState) -> bool:
+def _may_have_been_released(state: ControllerState) -> bool:
     """True while some rank is ending with an unknown status, and all that came here have finished their training."""
     came = [member for member in state.members.table if member.registration is not None and member.dead is None]
     ending = any(member.dead is not None and member.dead.text == EXITING_TEXT for member in state.members.table)

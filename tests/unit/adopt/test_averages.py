@@ -78,7 +78,7 @@ class Trainer:
 
 @pytest.mark.parametrize("point", ["before", "after"])
 def test_averages_go_on_as_if_nothing_had_happened(tmp_path: Path, point: str) -> None:
-    """Before an update, and right behind it, where a trainer's own call would have come: the same bits as the unbroken run."""
+    """Before an update, and right behind it, where a trainer's own call would have come: the same bits as the baseline run."""
     whole = Trainer(tmp_path / "whole", OFF)
     whole.train()
     expected = whole.tensors()

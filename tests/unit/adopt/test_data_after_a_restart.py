@@ -68,7 +68,7 @@ class Drawing:
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("cut", ["between", "in the next step"])
 def test_batches_drawn_from_the_global_generator_go_on(tmp_path: Path, cut: str, ahead: bool) -> None:
-    """Whether the next batch is drawn ahead or at the step's begin. Each loss has the bits of the unbroken run."""
+    """Whether the next batch is drawn ahead or at the step's begin. Each loss has the bits of the baseline run."""
     whole = Drawing(tmp_path / "whole", ahead=ahead).train()
     first = Drawing(tmp_path / "cut", ahead=ahead).train(cut)
     second = Drawing(tmp_path / "cut", seed=3, ahead=ahead).train()

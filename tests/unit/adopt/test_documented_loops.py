@@ -1,4 +1,4 @@
-"""The three loops that docs/your_trainer.md begins with, word by word, in one process: cut twice in the middle of a step, they print what the unbroken
+"""The three loops that docs/your_trainer.md begins with, word by word, in one process: cut twice in the middle of a step, they print what the baseline
 run prints. With several ranks and real kills: tests/chaos/test_other_trainers.py."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, code: str, arguments: list[str], cut: i
     [(0, ["--steps", "14"], (4, 12)), (1, ["--epochs", "2"], (5, 20)), (2, ["--epochs", "2"], (5, 20))],
     ids=["nanogpt", "accelerate", "sampler"],
 )
-def test_a_documented_loop_cut_twice_has_the_bits_of_the_unbroken_run(
+def test_a_documented_loop_cut_twice_has_the_bits_of_the_baseline_run(
     loop: int, arguments: list[str], cuts: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, learning rates, evaluations and final weights. The second cut is in another epoch, or behind an evaluation."""

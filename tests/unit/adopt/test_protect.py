@@ -231,7 +231,7 @@ def test_one_directory_is_a_list_of_one(tmp_path: Path) -> None:
 
 
 def test_an_epoch_that_is_gone_on_with_numbers_its_batches_from_its_begin(tmp_path: Path) -> None:
-    """So gradient accumulation, which counts them, steps behind the same batches as an unbroken run."""
+    """So gradient accumulation, which counts them, steps behind the same batches as a baseline run."""
     first = Trainer(tmp_path, OFF, BASES["AdamW"])
     with pytest.raises(ZeroDivisionError):
         first.train(dies_at=3)

@@ -105,7 +105,7 @@ def test_an_order_of_an_attempt_happens_at_its_point_from_its_step_on_and_is_rep
 
 
 def test_every_finished_step_is_reported_with_its_bits() -> None:
-    """What the harness compares with an unbroken run; a step whose record is not at hand is not reported."""
+    """What the harness compares with a baseline run; a step whose record is not at hand is not reported."""
     with hooked() as (harness, hook):
         optimizer = Optimizer()
         on_point = hook.at_steps(optimizer, None)

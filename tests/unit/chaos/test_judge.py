@@ -18,7 +18,7 @@ from ttp.chaos.observed.leaks import MIB, Curve, Sample
 from ttp.chaos.observed.recorder import Record, ReportedStep, Resumed, Seen
 from ttp.chaos.report.html_page import page
 from ttp.chaos.report.result_json import result_of, write_result
-from ttp.chaos.run.campaign import Campaign, JobRun, comparable, read_unbroken, write_unbroken
+from ttp.chaos.run.campaign import Campaign, JobRun, comparable, read_baseline, write_baseline
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED, OVERDUE, FaultOutcome, Firing, settle
 from ttp.chaos.verdict.invariants import HELD, UNSEEN, VIOLATED, Run, judge
 from ttp.errors import ConfigError
@@ -70,7 +70,7 @@ def held(start: int, rank: int, mib_a_step: float = 0.0) -> Curve:
     return made
 
 
-def unbroken() -> Record:
+def baseline() -> Record:
     return Record(
         world_size=2, steps=[reported(step, 10.0 + step, 0, 0) for step in range(1, LAST + 1)], newest_step=LAST
     )
@@ -83,7 +83,7 @@ def good_run(change: Callable[[Record], None] = lambda record: None) -> Run:
     incident.over_unix_s = 105.5
     change(record)
     settle(incident, record, "")
-    return Run(record, [incident], 0, (), (), unbroken(), ())
+    return Run(record, [incident], 0, (), (), baseline(), ())
 
 
 def states(run: Run) -> dict[str, str]:
@@ -251,21 +251,21 @@ def test_what_is_left_behind_a_bad_end_and_a_late_one_are_found() -> None:
     """I11: status, processes, temporary files, deadlines."""
     run = good_run()
     for wrong in (
-        Run(run.record, run.incidents, 1, (), (), run.unbroken, ()),
-        Run(run.record, run.incidents, 0, ("pid 7: python",), (), run.unbroken, ()),
-        Run(run.record, run.incidents, 0, (), ("/c/iter_0000009_tmp_1",), run.unbroken, ()),
+        Run(run.record, run.incidents, 1, (), (), run.baseline, ()),
+        Run(run.record, run.incidents, 0, ("pid 7: python",), (), run.baseline, ()),
+        Run(run.record, run.incidents, 0, (), ("/c/iter_0000009_tmp_1",), run.baseline, ()),
     ):
         assert states(wrong)["I11"] == VIOLATED
     late = copy.deepcopy(run.incidents[0])
     settle(late, run.record, OVERDUE)
-    assert states(Run(run.record, [late], 0, (), (), run.unbroken, ()))["I11"] == VIOLATED
+    assert states(Run(run.record, [late], 0, (), (), run.baseline, ()))["I11"] == VIOLATED
 
 
-def test_final_tensors_count_and_without_an_unbroken_run_nothing_is_claimed() -> None:
+def test_final_tensors_count_and_without_a_baseline_run_nothing_is_claimed() -> None:
     """A difference of the last checkpoints is I3; what was not seen is said so."""
     run = good_run()
     assert (
-        states(Run(run.record, run.incidents, 0, (), (), run.unbroken, ("weight: its bits differ",)))["I3"] == VIOLATED
+        states(Run(run.record, run.incidents, 0, (), (), run.baseline, ("weight: its bits differ",)))["I3"] == VIOLATED
     )
     alone = states(Run(run.record, run.incidents, 0, (), (), None, None))
     assert alone["I3"] == alone["I12"] == UNSEEN
@@ -277,7 +277,7 @@ def test_steps_that_carry_nothing_hold_nothing() -> None:
     def mute(record: Record) -> None:
         record.steps = [dataclasses.replace(reported, grad_norm=(0.0).hex(), sums=()) for reported in record.steps]
 
-    run, whole = good_run(mute), unbroken()
+    run, whole = good_run(mute), baseline()
     mute(whole)
     unseen = states(Run(run.record, run.incidents, 0, (), (), whole, None))
     assert unseen["I3"] == unseen["I12"] == UNSEEN
@@ -288,12 +288,12 @@ def test_steps_that_carry_nothing_hold_nothing() -> None:
 
 
 def test_checkpoints_of_one_step_are_compared() -> None:
-    """A dying gasp behind the last periodic save has no counterpart in the unbroken run; an older newest one means that one is missing."""
+    """A dying gasp behind the last periodic save has no counterpart in the baseline run; an older newest one means that one is missing."""
     found = [Path(f"/run/iter_{step:07d}") for step in (62, 60, 30)]
-    assert comparable(found, Path("/unbroken/iter_0000060")) == found[1]
-    assert comparable(found, Path("/unbroken/iter_0000061")) is None
-    assert comparable(found, Path("/unbroken/iter_0000070")) == found[0]
-    assert comparable([], Path("/unbroken/iter_0000070")) is None
+    assert comparable(found, Path("/baseline/iter_0000060")) == found[1]
+    assert comparable(found, Path("/baseline/iter_0000061")) is None
+    assert comparable(found, Path("/baseline/iter_0000070")) == found[0]
+    assert comparable([], Path("/baseline/iter_0000070")) is None
 
 
 def test_a_checkpoint_that_was_corrupted_must_be_skipped_aloud() -> None:
@@ -340,25 +340,25 @@ def test_a_rank_that_grows_is_named_with_its_attempt_and_the_limit() -> None:
     assert verdict.state == UNSEEN and "not judged" in verdict.text
 
 
-def test_a_leak_of_the_unbroken_run_is_reported_as_its_own() -> None:
+def test_a_leak_of_the_baseline_run_is_reported_as_its_own() -> None:
     """The run with no fault is the longest attempt of all."""
     run = good_run()
-    assert run.unbroken is not None
-    run.unbroken.memory[(1, 0), 0] = held(0, 0, 0.0625)
+    assert run.baseline is not None
+    run.baseline.memory[(1, 0), 0] = held(0, 0, 0.0625)
     verdict = next(one for one in judge(run) if one.name == "memory")
-    assert verdict.state == VIOLATED and "the unbroken run's rank 0 (pid 70) in attempt 0: 62.5 MiB" in verdict.text
+    assert verdict.state == VIOLATED and "the baseline run's rank 0 (pid 70) in attempt 0: 62.5 MiB" in verdict.text
 
 
-def test_an_unbroken_run_is_kept_and_read_back(tmp_path: Path) -> None:
+def test_a_baseline_run_is_kept_and_read_back(tmp_path: Path) -> None:
     """What runs of a later campaign are compared with; another file is refused."""
-    path = tmp_path / "unbroken.json"
-    write_unbroken(path, unbroken(), None)
-    record, final = read_unbroken(path)
+    path = tmp_path / "baseline.json"
+    write_baseline(path, baseline(), None)
+    record, final = read_baseline(path)
     assert final is None and record.world_size == 2
     assert judge(Run(good_record(), (), 0, (), (), record, ()))[2].state == HELD
     path.write_text("{}")
-    with pytest.raises(ConfigError, match=r"expected the unbroken\.json"):
-        read_unbroken(path)
+    with pytest.raises(ConfigError, match=r"expected the baseline\.json"):
+        read_baseline(path)
 
 
 def campaign(tmp_path: Path) -> Campaign:
@@ -366,8 +366,8 @@ def campaign(tmp_path: Path) -> Campaign:
     run = good_run()
     skipped = FaultOutcome(2, 0, "kill of rank random", "", ("saved",))
     settle(skipped, run.record, NOT_REACHED)
-    run = Run(run.record, [*run.incidents, skipped], 0, (), (), run.unbroken, ())
-    made = Campaign(scenario, ["ttprun", "train.py"], tmp_path, unbroken=unbroken())
+    run = Run(run.record, [*run.incidents, skipped], 0, (), (), run.baseline, ())
+    made = Campaign(scenario, ["ttprun", "train.py"], tmp_path, baseline=baseline())
     made.runs.append(JobRun(0, tmp_path, run, judge(run), 12.0))
     return made
 

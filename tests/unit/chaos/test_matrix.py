@@ -12,6 +12,7 @@ from ttp.chaos.cell import MatrixCase
 from ttp.chaos.cli import main
 from ttp.chaos.faults.inject import POINTS
 from ttp.chaos.faults.scenario import FaultSpec, Moment
+from ttp.chaos.folder import empty
 from ttp.chaos.matrix import (
     IN_STEP,
     ROLES,
@@ -82,15 +83,15 @@ def test_no_cell_comes_after_one_that_leaves_its_attempt_without_a_standby() -> 
     assert idle <= {job[-1].name for job in jobs}
 
 
-def test_an_interrupted_run_keeps_its_unbroken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_its_baseline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run of the matrix compares with it, and makes none."""
     given = []
 
-    def interrupted(scenario: object, words: object, folder: Path, *, unbroken: Path | None, **_: object) -> Any:
-        given.append(unbroken)
+    def interrupted(scenario: object, words: object, folder: Path, *, baseline: Path | None, **_: object) -> Any:
+        given.append(baseline)
         folder.mkdir()
-        if unbroken is None:
-            (folder / "unbroken.json").write_text("{}")
+        if baseline is None:
+            (folder / "baseline.json").write_text("{}")
         yield None
         raise KeyboardInterrupt
 
@@ -98,7 +99,7 @@ def test_an_interrupted_run_keeps_its_unbroken_run(tmp_path: Path, monkeypatch: 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             list(run_matrix(MatrixPlan(output=tmp_path, limit=1)))
-    assert given == [None, tmp_path / "unbroken.json"]
+    assert given == [None, tmp_path / "baseline.json"]
 
 
 def test_shards_are_parts_of_one_whole() -> None:
@@ -122,7 +123,7 @@ def test_the_table_counts_what_was_run_and_what_was_not_expected(tmp_path: Path)
     """A row a kind, and a sum."""
     one = ordered(MatrixPlan(output=tmp_path))[0]
     put_down(tmp_path, one)
-    put_down(tmp_path, one, as_expected=False, outcome="unsaved", blows=2)
+    put_down(tmp_path, one, as_expected=False, outcome="unsaved", **{"blows": 2})
     rows = table(read_lines(tmp_path)).splitlines()
     (row,) = [row for row in rows if row.startswith(f"| {one.kind} |")]
     assert "| 1 | 3 | 1 saved, 1 unsaved | 1 | 4.0 |" in row
@@ -162,14 +163,14 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     (output / "precious").write_text("mine")
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
     assert "it holds 'precious', which no campaign makes" in capsys.readouterr().out
-    (output / "precious").rename(output / "lap_times.csv")
+    (output / "precious").rename(output / "run_times.csv")
     assert main(["run", str(scenario), "--output", str(output), "--", "true"]) == 2
-    assert "it holds 'lap_times.csv', which no campaign makes" in capsys.readouterr().out
-    assert main(["run", str(scenario), "--output", str(output / "lap_times.csv"), "--", "true"]) == 2
+    assert "it holds 'run_times.csv', which no campaign makes" in capsys.readouterr().out
+    assert main(["run", str(scenario), "--output", str(output / "run_times.csv"), "--", "true"]) == 2
     assert "a file, expected a folder" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", "/proc/none", "--", "true"]) == 2
     assert "expected a folder that can be made" in capsys.readouterr().out
-    (output / "lap_times.csv").unlink()
+    (output / "run_times.csv").unlink()
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(scenario), "--output", str(output), "--seed", "-1", "--", "true"])
     assert "--seed: got '-1', expected an integer from 0" in capsys.readouterr().err
@@ -187,3 +188,11 @@ def test_a_cell_cannot_ask_for_a_point_that_its_fault_does_not_have() -> None:
         FaultSpec(kind="kill", ranks=(2,), moment=Moment(event="standby_started"))
     with pytest.raises(ValueError, match="kill_controller has no point 'now', expected none"):
         FaultSpec(kind="kill_controller", point="now")
+
+
+def test_a_folder_of_an_earlier_campaign_is_emptied(tmp_path: Path) -> None:
+    """Also one whose files have the names that they once had."""
+    for name in ("run_0", "baseline", "baseline.json", "lap_0", "unbroken", "unbroken.json", "result.json"):
+        (tmp_path / name).write_text("")
+    empty(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ def test_equal_bits_are_equal_and_one_bit_is_found_by_name(tmp_path: Path) -> No
     same = checkpoint(tmp_path / "b" / "iter_0000004", weight=weight.clone(), bias=bias.clone())
     assert compare_checkpoints(one, same) == []
     other = checkpoint(tmp_path / "c" / "iter_0000004", weight=torch.tensor([1.0, float("nan"), -0.0]), bias=bias)
-    assert compare_checkpoints(one, other) == ["weight in iter_0000004: its bits differ from the unbroken run's"]
+    assert compare_checkpoints(one, other) == ["weight in iter_0000004: its bits differ from the baseline run's"]
 
 
 def test_another_step_and_a_missing_tensor_are_differences(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_another_step_and_a_missing_tensor_are_differences(tmp_path: Path) -> No
     one = checkpoint(tmp_path / "iter_0000004", weight=torch.ones(2))
     other = checkpoint(tmp_path / "iter_0000005", bias=torch.ones(2))
     first, *rest = compare_checkpoints(one, other)
-    assert first == "the newest checkpoint is iter_0000004, the unbroken run's iter_0000005" and len(rest) == 2
+    assert first == "the newest checkpoint is iter_0000004, the baseline run's iter_0000005" and len(rest) == 2
     (line,) = compare_checkpoints(one, tmp_path / "iter_0000006")
     assert "cannot be compared" in line
 

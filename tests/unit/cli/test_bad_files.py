@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.runtime.test_replay import EVENTS, record
 from ttp.chaos.cli import main as chaos_main
-from ttp.chaos.run.campaign import read_unbroken
+from ttp.chaos.run.campaign import read_baseline
 from ttp.controller.replay import main as replay_main
 from ttp.errors import ConfigError
 from ttp.exchange import last_step, saved_alone
@@ -64,13 +64,13 @@ def content(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 def test_a_result_that_is_none_is_refused(
     content: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ttp chaos report`, and `--unbroken`."""
+    """`ttp chaos report`, and `--baseline`."""
     path = tmp_path / "result.json"
     content(path)
     assert chaos_main(["report", str(path)]) == 2
     assert "ttp chaos: " in capsys.readouterr().out and not (tmp_path / "report.html").exists()
     with pytest.raises(ConfigError) as caught:
-        read_unbroken(path)
+        read_baseline(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 

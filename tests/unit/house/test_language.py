@@ -28,6 +28,7 @@ PHRASES = {
     r"blows?": "injection",
     r"hurts?": "under faults, faulted",
     r"laps?": "run",
+    r"unbroken": "baseline, uninterrupted",
     r"story|stories": "incident report",
     r"notice of SIGTERM|SIGTERM notice": "preemption notice",
     r"stands? at|stood at": "is at",
@@ -68,7 +69,7 @@ ONLY_TEXT = {
 ALLOWED = {
     r"\"(amnesty|heard|told)\"": "keys of journals, which old ones have",
     r"\bforgiven\b": "a key of manifests, which old checkpoints have",
-    r"\"(laps?|blows)\"|\blaps?,|\blap_": "keys of result.json and names of a campaign's folders",
+    r"\"(laps?|blows)\"|\blaps?,|\blap:|\blap_|\"(--)?unbroken(\.json)?\"|\|unbroken": "keys of result.json, names of a campaign's files and an option, which older ones have",
     r"(kill|segv|\{\}) in a start": "a kind of the matrix of faults, by which its results are found",
     r"story\.jsonl|--ttp-story|ttp_story": "the file keeps its name and the option too",
 }
@@ -76,9 +77,6 @@ ALLOWED = {
 
 ALLOWED_NAMES = {
     "forgiven": "a key of manifests",
-    "lap": "a key of result.json",
-    "blows": "the same",
-    "_lap": "the same",
     "heard_s": "a key of journals",
     "next_start": "of the key `start` in manifests of parts",
     "futile_starts": "of the option --ttp-futile-starts",

@@ -86,15 +86,18 @@ _INTERNAL = {
 
 
 def test_every_command_is_listed_and_nothing_else_is() -> None:
-    """Those of `ttp ckpt` and `ttp chaos`, and every module that can be started."""
+    """Those of `ttp ckpt` and `ttp chaos`, with the line that `--help` has of each, and every module that can be started."""
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (.*?) \|", COMMANDS, re.MULTILINE))
     expected = {"ttprun"}
     for tool, parser in (("ckpt", ttp.checkpoint.cli.main.parser()), ("chaos", ttp.chaos.cli.parser())):
-        (choices,) = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        expected |= {f"ttp {tool} {name}" for name in choices}
+        (tools,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        lines = {f"ttp {tool} {line.dest}": line.help for line in tools._choices_actions}
+        assert {name: rows.get(name) for name in lines} == lines
+        expected |= lines.keys()
     for module, path in product().items():
         if _STARTED.search(path.read_text(encoding="utf-8")) and module not in _INTERNAL:
             expected.add(f"python -m {module.removesuffix('.__main__')}")
-    assert set(re.findall(r"^\| `([^`]+)` \|", COMMANDS, re.MULTILINE)) == expected
+    assert rows.keys() == expected
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ttp.controller.agent_link import request_shutdown, request_status
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
 from ttp.identity import own
@@ -113,9 +114,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     os.environ["TTP_IDENTITY"] = issuer.address
     journal = folder / "journal.jsonl"
     try:
-        controller = start_controller(
-            job_id=JOB, term=TERM, world_size=2, journal=journal, heartbeat_s=0.5, lease_s=60.0
-        )
+        controller = start_controller(ControllerSettings(JOB, TERM, 2, heartbeat_s=0.5, lease_s=60.0), journal)
     finally:
         del os.environ["TTP_IDENTITY"]
         if before is not None:

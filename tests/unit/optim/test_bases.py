@@ -371,7 +371,7 @@ def test_hysteresis_and_the_least_scale_are_megatrons(hysteresis: int) -> None:
 
 
 def test_the_overflows_that_were_let_pass_are_part_of_the_state() -> None:
-    """A run that goes on after one of them lowers the scale at the next, as an unbroken one does."""
+    """A run that goes on after one of them lowers the scale at the next, as an uninterrupted one does."""
 
     def optimizer() -> TTPReplicaOptimizer:
         rule = LossScale(2.0**20, hysteresis=2)

@@ -73,7 +73,8 @@ class ControllerBench:
         self.world_size = 1 + max(max(ranks) for ranks in holders)
         self.now = 0.0
         self.holders = holders
-        self.state = controller_machine.initial(ControllerSettings("job", 3, self.world_size, **settings), 0.0)
+        fixed = {"job_id": "job", "term": 3, "world_size": self.world_size}
+        self.state = controller_machine.initial(ControllerSettings.from_flat(fixed | settings), 0.0)
         self.effects: tuple[controller_events.Effect, ...] = ()
         self.journal: list[Journal] = []
         if assembled:

@@ -15,7 +15,7 @@ from ttp.processor.core.events import (
     LocalFault,
     Log,
     ProcessorSettings,
-    Release,
+    ReleaseTraining,
     Tick,
     TrainReturned,
 )
@@ -93,7 +93,7 @@ def test_a_rank_that_no_controller_ever_welcomed_is_released() -> None:
     rank = ProcessorBench(connected=False)
     effects = []
     for _ in range(160):
-        effects += only(rank.tick(after=0.1), Release)
+        effects += only(rank.tick(after=0.1), ReleaseTraining)
         if only(rank.effects, Connect):
             rank.take(Disconnected("refused", refused=True))
     assert len(effects) == 1 and rank.state.standing is RankMode.LEAVING and rank.deadline() is None
@@ -109,7 +109,7 @@ def test_a_rank_that_finishes_without_a_controller_leaves_without_its_word(loss:
         assert any(UNPROTECTED in line for line in alone_for(rank, 60.0))
     rank.take(TrainReturned())
     rank.wait(0.1 if loss == "was reported" else 15.1)
-    assert only(rank.effects, Release) and rank.state.standing is RankMode.LEAVING
+    assert only(rank.effects, ReleaseTraining) and rank.state.standing is RankMode.LEAVING
     assert rank.tick(after=1.0) == ()
 
 

@@ -12,13 +12,13 @@ from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     Cause,
     CauseKind,
-    Dismiss,
     Exit,
     FaultReport,
     Finished,
     Freeze,
     Heartbeat,
     Phase,
+    Release,
     StateReport,
     Thaw,
     Welcome,
@@ -243,7 +243,7 @@ def test_a_death_seen_after_a_peers_error_is_the_cause() -> None:
 def test_all_finished_dismisses_all_and_ends() -> None:
     job = ControllerBench()
     job.say(*(Finished(rank) for rank in range(4)))
-    assert sorted(job.sent(Dismiss)) == [0, 1, 2, 3] and only(job.effects, Finish)
+    assert sorted(job.sent(Release)) == [0, 1, 2, 3] and only(job.effects, Finish)
     job.say(killed(2, "exit code 0"))
     assert job.at(Stage.OVER) and not job.effects
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.false_alarms import STEPS, TAILS, alarms
 from ttp.controller.core.facts import pace as progress
-from ttp.controller.core.facts.events import ControllerSettings
+from ttp.proto.hang_limits import HangLimits
 
 
 @pytest.mark.parametrize(("seed", "mean_s"), [(1, 0.02), (2, 0.5)])
@@ -25,10 +25,10 @@ def test_an_evaluation_on_one_rank_makes_no_slow_steps_of_the_others(monkeypatch
     """Were each rank's own time believed, steps of an evaluation would be the usual ones where it is frequent."""
     slow_s: list[float] = []
 
-    def noting(pace: progress.Pace, settings: ControllerSettings) -> float:
+    def noting(pace: progress.Pace, hang: HangLimits) -> float:
         if len(pace.durations) >= 2 * progress.ENOUGH:
             slow_s.append(sorted(pace.durations)[int(progress.HIGH * (len(pace.durations) - 1))])
-        return limit(pace, settings)
+        return limit(pace, hang)
 
     limit = progress.limit
     monkeypatch.setattr("benchmarks.false_alarms.EVALUATE_EVERY", 5)

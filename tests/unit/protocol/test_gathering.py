@@ -193,7 +193,7 @@ def test_ranks_that_finished_do_not_wait_for_one_that_ends_longer_than_a_lease()
 
 
 def test_while_some_rank_trains_the_status_of_another_is_not_waited_for() -> None:
-    """It cannot have been dismissed."""
+    """It cannot have been released."""
     job = standby()
     job.say(killed(3, "exiting"))
     for rank in range(3):

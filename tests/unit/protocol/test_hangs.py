@@ -13,9 +13,10 @@ from tests.unit.protocol.bench import ControllerBench, only, registration, repor
 from tests.unit.protocol.test_controller_members import fault, killed
 from ttp.controller.core import machine
 from ttp.controller.core.facts import pace as progress
-from ttp.controller.core.facts.events import ControllerSettings, Send, Tick
+from ttp.controller.core.facts.events import Send, Tick
 from ttp.controller.core.facts.pace import ENOUGH, Pace, Place, advance, limit, suspects, unknown
 from ttp.controller.core.facts.state import Stage
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import (
     CauseKind,
     Finished,
@@ -27,16 +28,16 @@ from ttp.proto.messages import (
 )
 
 COMPUTE, READY, UPDATING, DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
-SETTINGS = ControllerSettings("job", 1, 4, hang_floor_s=1.0, hang_early_floor_s=1.0, hang_factor=10.0)
+LIMITS = HangLimits(floor_s=1.0, early_floor_s=1.0, factor=10.0)
 
 
-def stepping(durations: list[float], settings: ControllerSettings = SETTINGS) -> tuple[Pace, float]:
+def stepping(durations: list[float], limits: HangLimits = LIMITS) -> tuple[Pace, float]:
     """Return the pace of a job whose rank 0 reported every step as it finished, and the time."""
     pace, now = unknown(4), 100.0
-    pace = advance(pace, Heartbeat(0, COMPUTE, 1), now, settings)
+    pace = advance(pace, Heartbeat(0, COMPUTE, 1), now, limits)
     for number, duration in enumerate(durations):
         now += duration
-        pace = advance(pace, after_step(0, 1 + number, duration), now, settings)
+        pace = advance(pace, after_step(0, 1 + number, duration), now, limits)
     return pace, now
 
 
@@ -97,7 +98,7 @@ def test_a_controller_that_takes_over_knows_the_pace_from_the_ranks() -> None:
 
 def test_the_first_steps_have_a_generous_limit_of_their_own() -> None:
     pace, _ = stepping([0.1] * (ENOUGH - 1))
-    assert pace.limit_s == SETTINGS.hang_start_s == 1800.0
+    assert pace.limit_s == LIMITS.start_s == 1800.0
     pace, _ = stepping([0.1] * ENOUGH)
     assert pace.limit_s == 1.0, "the floor"
 
@@ -137,8 +138,8 @@ def test_a_standstill_counts_from_the_eighth_step_on_and_only_if_it_is_the_longe
     early, _ = stepping([1.0] * 7 + [9.0] + [1.0] * 20)
     pace, now = stepping([1.0] * 8 + [9.0] + [1.0] * 20)
     assert (early.limit_s, pace.limit_s) == (10.0, 18.0)
-    assert progress.outlived(pace, now + 8.0, SETTINGS) is pace
-    assert progress.outlived(unknown(4), now, SETTINGS) == unknown(4), "before the first heartbeat nothing stood still"
+    assert progress.outlived(pace, now + 8.0, LIMITS) is pace
+    assert progress.outlived(unknown(4), now, LIMITS) == unknown(4), "before the first heartbeat nothing stood still"
 
 
 def test_a_rank_that_moves_within_the_newest_step_or_behind_it_progresses() -> None:
@@ -146,7 +147,7 @@ def test_a_rank_that_moves_within_the_newest_step_or_behind_it_progresses() -> N
     pace, now = stepping([1.0] * 10)
     for rank, phase, step in ((0, READY, 11), (1, COMPUTE, 10), (1, READY, 10), (0, UPDATING, 11)):
         now += 4.0
-        pace = advance(pace, Heartbeat(rank, phase, step), now, SETTINGS)
+        pace = advance(pace, Heartbeat(rank, phase, step), now, LIMITS)
         assert (pace.moved_at, pace.front) == (now, 11)
 
 
@@ -168,47 +169,46 @@ def test_a_pace_is_made_of_eight_to_sixty_four_steps() -> None:
     assert (early.limit_s, known.limit_s) == (1800.0, 300.0)
     long, _ = stepping([30.0] * 80)
     assert len(long.durations) == 64
-    assert len(progress.learn(unknown(4), 80, (1.0,) * 80, SETTINGS).durations) == 64
+    assert len(progress.learn(unknown(4), 80, (1.0,) * 80, LIMITS).durations) == 64
 
 
 def test_a_step_takes_as_long_as_the_rank_that_did_not_wait() -> None:
     """Rank 0 evaluates alone for a minute, and says so; the others wait for it within their own step."""
     pace, _ = stepping([1.0] * 20)
     for times_s in ((61.0,), (1.0,), (61.0,)):
-        pace = progress.learn(pace, 21, times_s, SETTINGS)
+        pace = progress.learn(pace, 21, times_s, LIMITS)
     assert pace.durations == (1.0,) * 21 and pace.limit_s == 10.0
-    pace = progress.learn(pace, 24, (61.0, 1.0, 1.0), SETTINGS)
-    pace = progress.learn(pace, 23, (1.0, 1.0, 1.0), SETTINGS)
+    pace = progress.learn(pace, 24, (61.0, 1.0, 1.0), LIMITS)
+    pace = progress.learn(pace, 23, (1.0, 1.0, 1.0), LIMITS)
     assert pace.durations == (1.0,) * 24, "also when others have gone on since"
 
 
 def test_times_of_steps_that_are_known_teach_nothing() -> None:
     pace, _ = stepping([1.0] * 10)
-    assert progress.learn(pace, 10, (9.0,) * 10, SETTINGS) is pace
-    assert progress.learn(pace, 3, (9.0,) * 3, SETTINGS) is pace
-    assert progress.learn(pace, 11, (9.0,) * 11, SETTINGS).durations == (*(1.0,) * 10, 9.0)
+    assert progress.learn(pace, 10, (9.0,) * 10, LIMITS) is pace
+    assert progress.learn(pace, 3, (9.0,) * 3, LIMITS) is pace
+    assert progress.learn(pace, 11, (9.0,) * 11, LIMITS).durations == (*(1.0,) * 10, 9.0)
 
 
 @pytest.mark.parametrize("times_s", [(float("nan"),), (-1.0,), (inf, 1.0)])
 def test_what_no_clock_measured_teaches_nothing(times_s: tuple[float, ...]) -> None:
     pace, _ = stepping([1.0] * 10)
-    assert progress.learn(pace, 12, times_s, SETTINGS) is pace
+    assert progress.learn(pace, 12, times_s, LIMITS) is pace
 
 
 def test_eight_steps_are_enough_however_many_heartbeats_they_take() -> None:
     """149 steps of 20 ms are over within three heartbeats."""
-    pace = advance(unknown(4), Heartbeat(0, COMPUTE, 1), 100.0, SETTINGS)
-    pace = advance(pace, after_step(0, 50, *(0.02,) * 8), 101.0, SETTINGS)
+    pace = advance(unknown(4), Heartbeat(0, COMPUTE, 1), 100.0, LIMITS)
+    pace = advance(pace, after_step(0, 50, *(0.02,) * 8), 101.0, LIMITS)
     assert (pace.limit_s, pace.steps, pace.durations) == (1.0, 50, (0.02,) * 8)
     slow, _ = stepping([100.0] * 7)
     assert slow.limit_s == 1800.0, "seven steps, in as many heartbeats as they take"
 
 
 def test_the_floor_is_lower_once_fifty_steps_are_known() -> None:
-    settings = ControllerSettings("job", 1, 4)
-    pace, _ = stepping([0.1] * 49, settings)
+    pace, _ = stepping([0.1] * 49, HangLimits())
     assert pace.limit_s == 60.0
-    pace, _ = stepping([0.1] * 50, settings)
+    pace, _ = stepping([0.1] * 50, HangLimits())
     assert pace.limit_s == 10.0
 
 
@@ -224,16 +224,15 @@ def test_the_floor_is_lower_once_fifty_steps_are_known() -> None:
     ],
 )
 def test_a_hang_names_the_limit_in_force(durations: list[float], said: str) -> None:
-    settings = ControllerSettings("job", 1, 4)
-    pace, now = stepping(durations, settings)
-    assert f"({said}): " in progress.standstill(pace, (0,), now + 1e4, settings)
+    pace, now = stepping(durations, HangLimits())
+    assert f"({said}): " in progress.standstill(pace, (0,), now + 1e4, HangLimits())
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_steady_job_never_comes_near_its_limit(seed: int) -> None:
     """Step times with a spread of 30 %, whatever the heartbeats' timing: no gap between two moves passes half the limit."""
     rng = random.Random(seed)
-    settings = replace(SETTINGS, hang_floor_s=0.01, hang_early_floor_s=0.01)
+    limits = replace(LIMITS, floor_s=0.01, early_floor_s=0.01)
     pace, now, worst = unknown(4), 0.0, 0.0
     position = 1.0
     for _ in range(3000):
@@ -241,7 +240,7 @@ def test_a_steady_job_never_comes_near_its_limit(seed: int) -> None:
         now += dt
         position += dt / rng.uniform(0.7, 1.3)
         before = pace
-        pace = advance(pace, Heartbeat(rng.randrange(4), COMPUTE, int(position)), now, settings)
+        pace = advance(pace, Heartbeat(rng.randrange(4), COMPUTE, int(position)), now, limits)
         if before.limit_s < inf:
             worst = max(worst, (now - before.moved_at) / before.limit_s)
     assert worst < 0.5, f"seed {seed}"
@@ -282,7 +281,7 @@ def test_the_suspects_are_those_that_do_not_wait_themselves(
 def test_of_many_suspects_eight_are_named(busy: int, expected: str) -> None:
     pace = replace(places(*[(COMPUTE, 9, False)] * busy, (READY, 9, True)), moved_at=0.0)
     assert f"ranks 0, 1, 2, 3, 4, 5, 6, {expected} of step 9" in progress.standstill(
-        pace, tuple(range(busy + 1)), 5.0, SETTINGS
+        pace, tuple(range(busy + 1)), 5.0, LIMITS
     )
 
 
@@ -450,5 +449,6 @@ def test_a_peers_error_during_a_hangs_freeze_still_waits_for_its_culprit() -> No
 
 
 def test_the_limit_is_at_least_the_floor_whatever_the_steps() -> None:
-    pace, _ = stepping([1e-4] * 30, replace(SETTINGS, hang_floor_s=60.0, hang_early_floor_s=60.0))
-    assert limit(pace, replace(SETTINGS, hang_floor_s=60.0, hang_early_floor_s=60.0)) == 60.0
+    limits = replace(LIMITS, floor_s=60.0, early_floor_s=60.0)
+    pace, _ = stepping([1e-4] * 30, limits)
+    assert limit(pace, limits) == 60.0

@@ -32,9 +32,9 @@ from ttp.proto.messages import (
     RolledForward,
     RollForward,
     ShareResult,
+    StandbyList,
     StandbyReport,
     StepFailed,
-    Successors,
     Thaw,
     Welcome,
     WorkerExit,
@@ -80,8 +80,8 @@ DOWNWARD: list[Any] = [
     PublishOrder(1, 5, "/a", "t", (ShareResult((FileEntry("..", 1, "", 0),)),), CAUSE, None, 3),
     PublishOrder(1, 5, "/a", "t", (), CAUSE, record(-1), 3),
     Exit(256, "x"),
-    Successors(("a",), -1.0),
-    Successors(("a",) * (MOST_ADDRESSES + 1), 1.0),
+    StandbyList(("a",), -1.0),
+    StandbyList(("a",) * (MOST_ADDRESSES + 1), 1.0),
 ]
 
 
@@ -132,10 +132,10 @@ def test_a_rank_that_has_learned_of_as_many_controllers_as_it_keeps_can_still_re
     """Its own list is as long as the ones that it may receive, and has the controller that it is with."""
     rank = ProcessorBench()
     for letter in "ab":
-        rank.receive(Successors(tuple(f"{letter}:{number}" for number in range(MOST_ADDRESSES)), 1.0))
+        rank.receive(StandbyList(tuple(f"{letter}:{number}" for number in range(MOST_ADDRESSES)), 1.0))
     assert len(rank.state.successors) == MOST_ADDRESSES and rank.state.successors[-1] == f"b:{MOST_ADDRESSES - 1}"
     rank.state = replace(rank.state, place=MOST_ADDRESSES)
-    rank.receive(Successors(tuple(f"c:{number}" for number in range(MOST_ADDRESSES)), 1.0))
+    rank.receive(StandbyList(tuple(f"c:{number}" for number in range(MOST_ADDRESSES)), 1.0))
     assert len(rank.state.successors) == MOST_ADDRESSES and rank.state.successors[-1] == f"b:{MOST_ADDRESSES - 1}"
     assert controllers(rank.state)[rank.state.place] == f"b:{MOST_ADDRESSES - 1}"
     rank.take(Disconnected("the stream broke"))

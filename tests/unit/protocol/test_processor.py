@@ -19,7 +19,7 @@ from ttp.processor.core.events import (
     LocalFault,
     PublishCheckpoint,
     PublishDone,
-    Release,
+    ReleaseTraining,
     RollForwardDone,
     Tick,
     TrainReturned,
@@ -31,7 +31,6 @@ from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
     Cause,
     CauseKind,
-    Dismiss,
     Exit,
     FaultReport,
     Finished,
@@ -44,6 +43,7 @@ from ttp.proto.messages import (
     Published,
     PublishOrder,
     Registration,
+    Release,
     RolledForward,
     RollForward,
     StateReport,
@@ -209,7 +209,7 @@ def test_a_finished_rank_waits_for_its_dismissal() -> None:
     rank.receive(WELCOME)
     rank.take(TrainReturned())
     assert rank.said(Finished) == [Finished(1)]
-    assert only(rank.receive(Dismiss()), Release)
+    assert only(rank.receive(Release()), ReleaseTraining)
     assert rank.state.standing is RankMode.LEAVING and rank.state.heartbeat_at == inf and rank.deadline() is None
     assert rank.deadline() is None
 
@@ -229,12 +229,12 @@ def test_a_finished_rank_without_a_controller_is_released() -> None:
     rank = ProcessorBench()
     rank.take(TrainReturned())
     rank.take(Disconnected("reset"))
-    assert only(rank.tick(after=15.1), Release)
+    assert only(rank.tick(after=15.1), ReleaseTraining)
 
 
 def test_a_dismissal_of_a_rank_that_still_trains_does_not_release_it() -> None:
     rank = ProcessorBench()
-    assert not only(rank.receive(Dismiss()), Release)
+    assert not only(rank.receive(Release()), ReleaseTraining)
 
 
 def test_exit_ends_the_process_and_nothing_matters_afterwards() -> None:

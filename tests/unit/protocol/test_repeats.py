@@ -15,7 +15,6 @@ from ttp.controller.core.facts.state import Stage
 from ttp.processor.core.events import LocalFault
 from ttp.processor.core.state import RankMode
 from ttp.proto.messages import (
-    Dismiss,
     Exit,
     FaultReport,
     Finished,
@@ -23,6 +22,7 @@ from ttp.proto.messages import (
     Heartbeat,
     Phase,
     PublishOrder,
+    Release,
     RollForward,
     Thaw,
     Welcome,
@@ -128,7 +128,7 @@ def test_an_exit_that_was_lost_is_sent_again() -> None:
 def test_the_word_that_training_has_returned_comes_with_every_heartbeat() -> None:
     job = ControllerBench()
     job.say(Finished(0), Finished(1), Finished(2), beat(3, finished=True))
-    assert set(job.sent(Dismiss)) == {0, 1, 2, 3}
+    assert set(job.sent(Release)) == {0, 1, 2, 3}
 
 
 def test_a_rank_that_is_attached_and_silent_is_welcomed_again() -> None:

@@ -22,8 +22,8 @@ from ttp.proto.messages import (
     PublishOrder,
     Registration,
     RollForward,
+    StandbyList,
     StateReport,
-    Successors,
     Thaw,
     Welcome,
     WriteOrder,
@@ -367,7 +367,7 @@ def test_an_agent_whose_stream_has_ended_receives_nothing_any_more() -> None:
     job.take(StreamClosed((), "host0"))
     assert job.logged("agent_detached") == [{"host": "host0"}] and job.at(Stage.RUNNING)
     job.say(replace(registration(1), controllers=("c0", "c1")))
-    assert only(job.effects, Tell) == [Tell(("host1",), Successors(("c1",), 3.0))]
+    assert only(job.effects, Tell) == [Tell(("host1",), StandbyList(("c1",), 3.0))]
     job.take(StreamClosed((), "host1"))
     job.say(*(killed(rank) for rank in range(4)))
     assert not [effect for effect in only(job.effects, Send) if isinstance(effect.message, Exit)], (

@@ -14,14 +14,14 @@ from ttp.controller.core.machine import FREEZES_OF_A_TERM, next_deadline
 from ttp.proto.messages import (
     AgentHello,
     CauseKind,
-    Dismiss,
     Exit,
     Finished,
     Freeze,
     Heartbeat,
     Phase,
     Registration,
-    Successors,
+    Release,
+    StandbyList,
     Thaw,
     Welcome,
 )
@@ -255,7 +255,7 @@ def test_when_all_have_finished_there_is_nothing_left_to_do() -> None:
         if rank == 0:
             assert job.at(Stage.GATHERING)
     assert job.logged("finished") and job.at(Stage.OVER)
-    assert job.sent(Dismiss)
+    assert job.sent(Release)
 
 
 def test_ranks_that_exited_cleanly_count_as_finished() -> None:
@@ -268,7 +268,7 @@ def test_ranks_that_exited_cleanly_count_as_finished() -> None:
 
 
 def test_a_rank_that_ends_with_an_unknown_status_is_waited_for_when_the_others_have_finished() -> None:
-    """It may have been dismissed by the controller that was lost."""
+    """It may have been released by the controller that was lost."""
     job = standby()
     job.say(killed(3, "exiting"))
     for rank in range(3):
@@ -304,11 +304,11 @@ def test_agents_learn_the_list_of_standbys() -> None:
     job.say(AgentHello("h", (0, 1), (100, 101)))
     assert not only(job.effects, ev.Tell)
     job.say(coming(0))
-    assert only(job.effects, ev.Tell) == [ev.Tell(("h",), Successors(("c1", "c2"), LEASE_S))]
+    assert only(job.effects, ev.Tell) == [ev.Tell(("h",), StandbyList(("c1", "c2"), LEASE_S))]
     job.say(coming(1))
     assert not only(job.effects, ev.Tell)
     job.say(AgentHello("i", (2, 3), (102, 103)))
-    assert only(job.effects, ev.Tell) == [ev.Tell(("i",), Successors(("c1", "c2"), LEASE_S))]
+    assert only(job.effects, ev.Tell) == [ev.Tell(("i",), StandbyList(("c1", "c2"), LEASE_S))]
 
 
 def test_answers_to_the_lost_controller_mean_nothing() -> None:

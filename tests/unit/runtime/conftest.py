@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ttp.controller.agent_link import request_shutdown
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
 from ttp.processor.core.events import ProcessorSettings
@@ -156,16 +158,11 @@ def new_controller(tmp_path: Path) -> Iterator[StartController]:
     """Start controllers of job `job`, and see that none remains."""
     started: list[ControllerProcess] = []
 
-    def start(world_size: int = 3, **more: object) -> ControllerProcess:
-        arguments: dict[str, object] = {
-            "job_id": "job",
-            "term": 1,
-            "journal": tmp_path / f"journal{len(started)}.jsonl",
-            "heartbeat_s": 0.2,
-            "lease_s": 3.0,
-            **more,
-        }
-        started.append(start_controller(world_size=world_size, **arguments))  # type: ignore[arg-type]
+    def start(world_size: int = 3, journal: Path | None = None, **given: Any) -> ControllerProcess:
+        place = {name: given.pop(name) for name in ("port", "port_wait_s", "guardians") if name in given}
+        fields = {"job_id": "job", "term": 1, "heartbeat_s": 0.2, "lease_s": 3.0, **given}
+        settings = ControllerSettings(world_size=world_size, **fields)
+        started.append(start_controller(settings, journal or tmp_path / f"journal{len(started)}.jsonl", **place))
         return started[-1]
 
     yield start

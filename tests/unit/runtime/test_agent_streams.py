@@ -13,7 +13,7 @@ import pytest
 from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import AgentHello, Cause, CauseKind, Downward, Exit, KeepAlive, Successors, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, Cause, CauseKind, Downward, Exit, KeepAlive, StandbyList, Vouch, WorkerExit
 
 from .conftest import LONG_S, until
 
@@ -100,7 +100,7 @@ class Bench:
         """Return the next stream, open, with a controller on it that has granted a lease and named one that follows."""
         stream = self.next()
         stream.opens()
-        stream.brings(Successors(("c1",), LEASE_S))
+        stream.brings(StandbyList(("c1",), LEASE_S))
         return stream
 
 
@@ -191,7 +191,7 @@ def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads
 def test_controllers_are_tried_in_turn_each_once_however_often_they_are_named(bench: Bench) -> None:
     """Nothing listens where they were; none waits for a lease to end."""
     first = bench.opened()
-    first.brings(Successors(("c1", "c0"), LEASE_S))
+    first.brings(StandbyList(("c1", "c0"), LEASE_S))
     bench.line.add_controllers(["c1", "c2"])
     stream, tried = first, []
     for _ in range(4):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.runtime.conftest import LONG_S
 from ttp.controller.agent_link import request_status
+from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import CannotListen, start_controller
 from ttp.errors import NotWritable
 from ttp.fork_server.client import ForkServer, Listener
@@ -24,14 +25,14 @@ def test_a_controller_that_is_forked_is_like_one_that_is_executed(tmp_path: Path
     server = ForkServer(CONTROLLERS, Listener())
     server.start(os.environ)
     try:
-        start = partial(start_controller, job_id="job", term=1, world_size=1, fork_server=server.address)
+        start = partial(start_controller, ControllerSettings("job", 1, 1), fork_server=server.address)
         controller = start(journal=tmp_path / "j.jsonl")
         assert isinstance(controller.process, ForkedOrphan)
         assert request_status(controller.address).stage == "assembling"
         assert os.getsid(controller.pid) == controller.pid and is_controller(controller.pid)
         port = int(split_address(controller.address)[0].rpartition(":")[2])
         with pytest.raises(CannotListen, match=f"cannot listen on 127.0.0.1:{port}: the port is taken"):
-            start(journal=tmp_path / "k", port=port, options=("--port-wait-s", "0.1"))
+            start(journal=tmp_path / "k", port=port, port_wait_s=0.1)
         with pytest.raises(NotWritable, match="cannot write the journal"):
             start(journal=tmp_path)
         controller.terminate()
@@ -41,9 +42,7 @@ def test_a_controller_that_is_forked_is_like_one_that_is_executed(tmp_path: Path
 
 
 def test_a_controller_is_executed_where_nothing_forks_it(tmp_path: Path) -> None:
-    controller = start_controller(
-        job_id="job", term=1, world_size=1, journal=tmp_path / "j", fork_server=str(tmp_path / "gone")
-    )
+    controller = start_controller(ControllerSettings("job", 1, 1), tmp_path / "j", fork_server=str(tmp_path / "gone"))
     assert not isinstance(controller.process, ForkedOrphan)
     controller.terminate()
     assert controller.wait(LONG_S) == 0

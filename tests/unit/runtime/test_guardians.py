@@ -77,7 +77,7 @@ def test_sigterm_ends_a_standby_whose_guardians_have_gone(
     new_controller: StartController, children: list[Child]
 ) -> None:
     """No rank remains to dismiss it: it need not wait for ranks of other nodes."""
-    standby = new_controller(standby=1, term=2, guardians=(children[0].pid,), options=("--orphan-timeout-s", "600"))
+    standby = new_controller(standby=1, term=2, guardians=(children[0].pid,), orphan_timeout_s=600.0)
     end(children[0])
     standby.terminate()
     assert standby.wait(LONG_S) == 0
@@ -86,7 +86,7 @@ def test_sigterm_ends_a_standby_whose_guardians_have_gone(
 def test_an_idle_standby_ends_after_its_guardians(new_controller: StartController, children: list[Child]) -> None:
     """Not before both are gone; then without an order."""
     pids = tuple(child.pid for child in children)
-    standby = new_controller(standby=1, term=2, guardians=pids, options=("--orphan-timeout-s", "0.2"))
+    standby = new_controller(standby=1, term=2, guardians=pids, orphan_timeout_s=0.2)
     end(children[0])
     assert request_status(standby.address).stage == "standby"
     assert standby.wait(1.5) is None, "one guardian lives"
@@ -98,7 +98,7 @@ def test_a_first_controller_that_no_rank_has_come_to_ends_after_the_rank_that_st
     new_controller: StartController, children: list[Child]
 ) -> None:
     """Rank 0 was killed before it had connected: without a launcher that sweeps, its controller would keep its port for good."""
-    controller = new_controller(guardians=(children[0].pid,), options=("--orphan-timeout-s", "0.2"))
+    controller = new_controller(guardians=(children[0].pid,), orphan_timeout_s=0.2)
     assert controller.wait(1.5) is None, "its rank lives"
     end(children[0])
     assert controller.wait(LONG_S) == 0

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ttp.controller.core.facts.state import Gathering
 from ttp.controller.core.machine import initial, transition
 from ttp.controller.journal import Journal, inputs_path, read_events, read_inputs, replay
 from ttp.controller.json_codec import from_json, to_json
+from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -152,6 +154,16 @@ def test_a_field_has_the_name_that_journals_have_always_had() -> None:
         encoded = to_json(value)
         assert written in encoded and name not in encoded
         assert from_json(encoded) == value
+
+
+def test_the_limits_of_a_hang_are_written_as_journals_have_always_had_them() -> None:
+    """Each beside the other settings; those that an old journal lacks are the defaults."""
+    settings = replace(SETTINGS, hang=HangLimits(floor_s=1.0, start_s=2.0))
+    written = to_json(settings)
+    assert (written["hang_floor_s"], written["hang_start_s"], "hang" in written) == (1.0, 2.0, False)
+    assert from_json(written) == settings
+    del written["hang_factor"]
+    assert from_json(written) == settings
 
 
 def test_a_stage_is_written_as_journals_have_always_had_it() -> None:

@@ -71,7 +71,7 @@ class Started:
 
 @pytest.fixture
 def job(new_controller: StartController, tmp_path: Path) -> Iterator[Started]:
-    first = new_controller(RANKS, options=("--standbys", "1"))
+    first = new_controller(RANKS, standbys=1)
     started = Started(first.address, tmp_path)
     yield started
     started.close()

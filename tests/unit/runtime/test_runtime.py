@@ -16,7 +16,7 @@ import pytest
 
 from tests.gates import thaw
 from ttp.controller.agent_link import AgentLink, request_shutdown, request_status
-from ttp.controller.core.facts.events import HeartbeatBatch, Received
+from ttp.controller.core.facts.events import ControllerSettings, HeartbeatBatch, Received
 from ttp.controller.core.facts.events import Journal as JournalEffect
 from ttp.controller.core.machine import transition
 from ttp.controller.journal import inputs_path, read_events, read_inputs, replay
@@ -224,11 +224,11 @@ def test_a_taken_port_is_a_clear_error(new_controller: StartController, tmp_path
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT") as error:
-            new_controller(port=port, options=("--port-wait-s", "0.3"))
+            new_controller(port=port, port_wait_s=0.3)
     assert f"127.0.0.1:{port}" in str(error.value)
     first = new_controller(port=port)
     with pytest.raises(ControllerError, match="TTP_CONTROLLER_PORT"):
-        new_controller(port=port, journal=tmp_path / "second.jsonl", options=("--port-wait-s", "0.3"))
+        new_controller(port=port, journal=tmp_path / "second.jsonl", port_wait_s=0.3)
     assert request_status(first.address).pid == first.pid
 
 
@@ -248,9 +248,9 @@ def test_a_journal_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) 
     (tmp_path / "file").touch()
     folder, file = tmp_path / "folder", tmp_path / "file"
     with pytest.raises(NotWritable, match="cannot write the journal"):
-        start_controller(job_id="job", term=1, world_size=1, journal=folder)
+        start_controller(ControllerSettings("job", 1, 1), folder)
     with pytest.raises(NotWritable, match=rf"log directory {file} cannot be written: File exists"):
-        start_controller(job_id="job", term=1, world_size=1, journal=file / "journal.jsonl")
+        start_controller(ControllerSettings("job", 1, 1), file / "journal.jsonl")
 
 
 def test_a_port_that_is_taken_is_distinguished_from_other_failures_of_the_start(tmp_path: Path) -> None:
@@ -258,9 +258,8 @@ def test_a_port_that_is_taken_is_distinguished_from_other_failures_of_the_start(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        arguments = {"port": port, "options": ("--port-wait-s", "0.1")}
         with pytest.raises(CannotListen, match=f"^the controller cannot listen on 127.0.0.1:{port}: the port is taken"):
-            start_controller(job_id="job", term=1, world_size=1, journal=tmp_path / "j", **arguments)
+            start_controller(ControllerSettings("job", 1, 1), tmp_path / "j", port=port, port_wait_s=0.1)
 
 
 def test_ctrl_c_leaves_the_controller_alone_and_sigterm_ends_it(new_controller: StartController) -> None:
@@ -302,7 +301,7 @@ def test_a_shutdown_request_ends_the_controller_and_frees_its_port(new_controlle
 
 
 def test_an_orphaned_controller_leaves(new_controller: StartController, new_ranks: StartRanks) -> None:
-    controller = new_controller(options=("--orphan-timeout-s", "0.3", "--lease-s", "0.5"))
+    controller = new_controller(orphan_timeout_s=0.3, lease_s=0.5)
     for rank in new_ranks(controller.address, 3):
         rank.processor.stop()
     assert controller.wait(LONG_S) == 0

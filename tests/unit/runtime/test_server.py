@@ -172,7 +172,7 @@ def test_one_stream_carries_several_ranks_and_one_envelope_addresses_them(channe
     stream.say(*(Heartbeat(rank, Phase.READY, 5) for rank in range(3)))
     stream.say(*(Finished(rank) for rank in range(3)))
     ranks, message = stream.next()
-    assert ranks == (0, 1, 2), "the dismissal is one envelope for all three"
+    assert ranks == (0, 1, 2), "the release is one envelope for all three"
 
 
 def test_a_whole_fault_over_one_stream_that_carries_all_ranks(channel: grpc.Channel) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import ttp
 from ttp.config import Settings
+from ttp.controller.process import start_controller
 from ttp.errors import ConfigError, ControllerError, NotWritable
 from ttp.runtime import standby
 from ttp.session import find_session
@@ -51,7 +53,7 @@ def test_a_taken_port_is_a_configuration_error_at_the_first_start_and_a_fault_la
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a restart an earlier attempt's controller may still have it."""
-    monkeypatch.setattr(standby, "controller_options", lambda settings, world_size: ("--port-wait-s", "0.1"))
+    monkeypatch.setattr(standby, "start_controller", partial(start_controller, port_wait_s=0.1))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from ttp.config import Settings
-from ttp.controller.__main__ import parse
-from ttp.runtime.standby import controller_options
+from ttp.controller.__main__ import parse, settings_of
+from ttp.controller.process import arguments
+from ttp.proto.hang_limits import HangLimits
+from ttp.runtime.standby import controller_settings
 
 
-def test_every_controller_judges_hangs_by_the_jobs_own_settings() -> None:
-    """The options of the first controller and of the standbys are the same, and the program takes them."""
-    settings = Settings(
-        vouched_lease_s=5.0, hang_floor_s=7.0, hang_early_floor_s=9.0, hang_start_s=70.0, hang_factor=3.0
-    )
-    needed = ("--job-id", "j", "--world-size", "2", "--journal", "j.jsonl")
-    options = parse([*needed, *controller_options(settings, 2)])
-    assert (options.hang_floor_s, options.hang_early_floor_s, options.hang_start_s) == (7.0, 9.0, 70.0)
-    assert (options.hang_factor, options.vouched_lease_s) == (3.0, 5.0)
+def test_every_controller_judges_silence_and_hangs_by_the_jobs_own_settings() -> None:
+    """The first one and the standbys alike; their program takes them as arguments."""
+    hang = HangLimits(floor_s=7.0, early_floor_s=9.0, start_s=70.0, factor=3.0)
+    settings = Settings(vouched_lease_s=5.0, hang=hang, shared_dirs=False, standbys=1)
+    for place in range(2):
+        given = controller_settings(settings, place, 2)
+        assert (given.hang, given.vouched_lease_s, given.standbys, given.local_dirs) == (hang, 5.0, 1, True)
+        assert settings_of(parse(["--journal", "j.jsonl", *arguments(given)])) == given

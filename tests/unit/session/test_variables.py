@@ -35,8 +35,8 @@ def test_a_time_that_no_timer_takes_is_refused(name: str) -> None:
 
 def test_a_floor_that_is_set_holds_before_fifty_steps_too() -> None:
     by_default, chosen = Settings.from_env({}), Settings.from_env({"TTP_HANG_FLOOR_S": "7"})
-    assert (by_default.hang_floor_s, by_default.hang_early_floor_s) == (10.0, 60.0)
-    assert (chosen.hang_floor_s, chosen.hang_early_floor_s) == (7.0, 7.0)
+    assert (by_default.hang.floor_s, by_default.hang.early_floor_s) == (10.0, 60.0)
+    assert (chosen.hang.floor_s, chosen.hang.early_floor_s) == (7.0, 7.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

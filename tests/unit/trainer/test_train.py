@@ -76,7 +76,7 @@ def test_same_seed_gives_the_same_bits_and_another_seed_others(run: Run) -> None
     assert final(first)["step"] == 6 and final(first)["consumed_samples"] == 24
 
 
-def test_stopped_and_resumed_run_equals_an_unbroken_one(run: Run) -> None:
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(run: Run) -> None:
     """Bit for bit; the logs and metrics go on in the same files."""
     whole = run("whole", {**EVERYTHING, "training_config.save_interval": 2})
     run("parts", {**EVERYTHING, "training_config.save_interval": 2, "training_config.training_iters": 4})

@@ -1,7 +1,7 @@
 """Random numbers as a function of the place in the run: what a dead rank drew last need not be known to anybody.
 
 Every rank's generators (torch's on the host and on each device that the rank sees, Python's, numpy's) are seeded before and after each forward pass from
-(rank, step, pass), and before each batch is fetched from (rank, epoch, batch). So a resumed run draws what an unbroken one draws: also a
+(rank, step, pass), and before each batch is fetched from (rank, epoch, batch). So a resumed run draws what an uninterrupted one draws: also a
 batch that a trainer draws by itself, behind the last forward pass of a step, for the next step.
 """
 

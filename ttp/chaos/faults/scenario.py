@@ -181,7 +181,7 @@ class Scenario:
     deadline_s: float = 300.0
     """An incident that is not over by then is a violation of I11."""
     job_s: float = 3600.0
-    """The job must end within this time after its last fault; the unbroken one within it altogether."""
+    """The job must end within this time after its last fault; the baseline one within it altogether."""
     small_disk_mib: int = 0
     """The job's checkpoint directory is a file system of this size (needs the right to mount)."""
     nodes: int = 0

@@ -34,11 +34,9 @@ class NodesJob(Observed):
         output_dir: Path,
         nodes: Sequence[Node],
         *,
-        ranks_per_node: int = 2,
         nnodes: str = "",
         stores: Sequence[Node] = (),
         overrides: Sequence[str] = (),
-        config: str = "gpt_tiny",
         environ: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
         own_checkpoints: bool = False,
@@ -53,8 +51,8 @@ class NodesJob(Observed):
         endpoint = ",".join(f"{node.name}:{PORT}" for node in stores or nodes)
         self._command = [
             *(sys.executable, "-m", "ttp.launch", "--nnodes", nnodes or str(len(nodes))),
-            *("--nproc-per-node", str(ranks_per_node), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
-            *("--rdzv-id", "nodes", "--rdzv-conf", RENDEZVOUS, *launcher, "-m", "ttp.trainer", "--config", config),
+            *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
+            *("--rdzv-id", "nodes", "--rdzv-conf", RENDEZVOUS, *launcher, "-m", "ttp.trainer", "--config", "gpt_tiny"),
             *("--training_config.output_dir", str(output_dir), *overrides),
         ]
         self._environ = {"OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})}

@@ -1,6 +1,6 @@
 """The job under test: any command, started, marked, faulted at its launcher and ended; on this machine or on nodes of namespaces.
 
-In the command's words `{output}` is the folder of this run (so that an unbroken run can have its own), and with nodes
+In the command's words `{output}` is the folder of this run (so that a baseline run can have its own), and with nodes
 `{nodes}` their number and `{endpoints}` their names with a port, for `--rdzv-endpoint`. Every process inherits a mark in
 its environment: what still carries it after the end is a leftover. `{disk}` is a folder that a small file system is
 mounted on, where the scenario wants one and this process may mount; an ordinary folder elsewhere.

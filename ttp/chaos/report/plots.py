@@ -22,7 +22,7 @@ LEAST_MS = 1.0
 SHOWN_LINES = 60
 """Time lines in one picture; the slowest of more."""
 SHOWN_RUNS = 6
-"""Runs whose memory is drawn: the first one (the unbroken run, where there is one), those that leak, and the last ones."""
+"""Runs whose memory is drawn: the first one (the baseline run, where there is one), those that leak, and the last ones."""
 SHOWN_RANKS = 16
 """More ranks are drawn without their names."""
 
@@ -36,7 +36,7 @@ def loss_curves(curves: Sequence[Values], incidents: Sequence[Values]) -> str:
     for curve in curves:
         if curve["points"]:
             steps, values = zip(*curve["points"], strict=True)
-            whole = curve["name"] == "unbroken"
+            whole = curve["name"] in ("baseline", "unbroken")  # once it was the second
             axes.plot(
                 steps, values, label=curve["name"], linewidth=4.5 if whole else 1.3, color="#c5cad3" if whole else None
             )

@@ -3,7 +3,7 @@
 name, command, seed, laps, faults, fired, good          the whole
 incidents[]: number, lap, text, label, firings[], outcome, expected, committed, saved_step, resumed_step, lost,
              refused, stages_ms{}, problems[]           each fault
-verdicts[]: lap, name, state, text                      each claim of each run
+verdicts[]: lap, name, state, text                      each claim of each run; laps, lap: the runs, the number of one
 curves[]: name, points[[step, value]], value_name       each run's loss (or grad norm, where no loss is reported)
 memory[]: run, launch, start, rank, pid, points[[unix_s, step, bytes]], growth_mib
                                                         each rank of each attempt; growth in 1,000 steps, null: too short to tell
@@ -34,15 +34,15 @@ Result = Mapping[str, Any]
 
 def result_of(campaign: Campaign) -> dict[str, Any]:
     """Return the campaign as plain values."""
-    incidents = [asdict(incident) for incident in campaign.incidents]
-    verdicts = [{"lap": lap.number, **asdict(verdict)} for lap in campaign.runs for verdict in lap.verdicts]
+    incidents = [{"lap": fields.pop("run"), **fields} for fields in map(asdict, campaign.incidents)]
+    verdicts = [{"lap": one.number, **asdict(verdict)} for one in campaign.runs for verdict in one.verdicts]
     violated = [verdict for verdict in verdicts if verdict["state"] == VIOLATED]
     skipped = sum(incident["outcome"] == NOT_REACHED for incident in incidents)
-    curves = [] if campaign.unbroken is None else [_curve("unbroken", campaign.unbroken)]
-    curves += [_curve(f"run {lap.number}", lap.run.record) for lap in campaign.runs]
-    memory = [] if campaign.unbroken is None else _memory("unbroken", campaign.unbroken, ())
+    curves = [] if campaign.baseline is None else [_curve("baseline", campaign.baseline)]
+    curves += [_curve(f"run {one.number}", one.run.record) for one in campaign.runs]
+    memory = [] if campaign.baseline is None else _memory("baseline", campaign.baseline, ())
     memory += [
-        entry for lap in campaign.runs for entry in _memory(f"run {lap.number}", lap.run.record, lap.run.incidents)
+        entry for one in campaign.runs for entry in _memory(f"run {one.number}", one.run.record, one.run.incidents)
     ]
     return {
         "made_unix_s": time.time(),
@@ -50,7 +50,7 @@ def result_of(campaign: Campaign) -> dict[str, Any]:
         "command": list(campaign.command),
         "seed": campaign.scenario.seed,
         "soak": asdict(campaign.soak) if campaign.soak else None,
-        "laps": [{"number": lap.number, "status": lap.run.status, "lasted_s": lap.lasted_s} for lap in campaign.runs],
+        "laps": [{"number": one.number, "status": one.run.status, "lasted_s": one.lasted_s} for one in campaign.runs],
         "faults": len(incidents),
         "fired": sum(len(incident["firings"]) for incident in incidents),
         "not_reached": skipped,

@@ -103,7 +103,7 @@ def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
 def show_summary(console: Console, campaign: Campaign) -> None:
     """Print the campaign's faults and the verdicts of every run that is not good, or of the last one."""
     console.print(incident_table(campaign.incidents))
-    shown = [lap for lap in campaign.runs if any(verdict.state == VIOLATED for verdict in lap.verdicts)]
-    for lap in shown or campaign.runs[-1:]:
-        console.print(f"run {lap.number}: {lap.lasted_s:,.0f} s, exit status {lap.run.status}")
-        show_verdicts(console, lap.verdicts)
+    shown = [one for one in campaign.runs if any(verdict.state == VIOLATED for verdict in one.verdicts)]
+    for one in shown or campaign.runs[-1:]:
+        console.print(f"run {one.number}: {one.lasted_s:,.0f} s, exit status {one.run.status}")
+        show_verdicts(console, one.verdicts)

@@ -2,8 +2,8 @@
 
 Owns the folders of a campaign, the baseline run that other runs are compared with, and how those follow each other:
 
-    OUTPUT/unbroken/, OUTPUT/unbroken.json     the run without a fault, and what of it is compared
-    OUTPUT/lap_0/, OUTPUT/lap_1/, ...          the runs under faults
+    OUTPUT/baseline/, OUTPUT/baseline.json     the run without a fault, and what of it is compared
+    OUTPUT/run_0/, OUTPUT/run_1/, ...          the runs under faults
     OUTPUT/result.json, OUTPUT/report.html     what became of it all
 """
 
@@ -24,7 +24,7 @@ from ttp.chaos.observed.recorder import Record, ReportedStep
 from ttp.chaos.observed.target import OUTPUT
 from ttp.chaos.observed.training_job import JobError
 from ttp.chaos.run.environment import staged
-from ttp.chaos.run.harness import Harness, OnProgress, run_unbroken
+from ttp.chaos.run.harness import Harness, OnProgress, run_baseline
 from ttp.chaos.verdict.fault_outcome import FaultOutcome
 from ttp.chaos.verdict.invariants import Run, Verdict, judge
 from ttp.chaos.verdict.tensors import compare_checkpoints
@@ -42,7 +42,7 @@ class Soak:
     faults_per_hour: float
 
 
-MOST_UNBROKEN_BYTES = 1 << 30
+MOST_BASELINE_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -63,11 +63,11 @@ class Campaign:
     output: Path
     soak: Soak | None = None
     runs: list[JobRun] = field(default_factory=list)
-    unbroken: Record | None = None
+    baseline: Record | None = None
 
     @property
     def incidents(self) -> list[FaultOutcome]:
-        return [incident for lap in self.runs for incident in lap.run.incidents]
+        return [incident for one in self.runs for incident in one.run.incidents]
 
 
 def run_campaign(
@@ -76,14 +76,14 @@ def run_campaign(
     output: Path,
     *,
     soak: Soak | None = None,
-    unbroken: Path | None = None,
+    baseline: Path | None = None,
     compare: bool = True,
     on_progress: OnProgress = lambda *_: None,
     patience: InterruptGuard | None = None,
 ) -> Iterator[Campaign]:
     """Run it all; yields the campaign after the baseline run and after every run under faults.
 
-    unbroken: the unbroken.json of an earlier campaign of the same command. compare: whether a baseline run is made.
+    baseline: the baseline.json of an earlier campaign of the same command. compare: whether a baseline run is made.
     Raises JobError (the job did not run, or not end), ConfigError (the command or the machine cannot do it).
     """
     if scenario.nodes and (reason := why_not()):
@@ -98,13 +98,13 @@ def run_campaign(
         raise ConfigError(f"--output: got {output} ({error.strerror}), expected a folder that can be made") from None
     final: Path | None = None
     if compare and any(OUTPUT in word for word in command):
-        campaign.unbroken, final = _unbroken(campaign, unbroken, on_progress, patience)
+        campaign.baseline, final = _baseline(campaign, baseline, on_progress, patience)
     yield campaign
     rng = random.Random(scenario.seed)
     deadline = time.monotonic() + (soak.duration_s if soak else 0.0)
     while not campaign.runs or time.monotonic() < deadline:
         schedule = _soaking(scenario, soak, rng, deadline) if soak else iter(scenario.faults)
-        campaign.runs.append(_lap(campaign, schedule, rng, final, on_progress, patience))
+        campaign.runs.append(_run_once(campaign, schedule, rng, final, on_progress, patience))
         yield campaign
         if campaign.runs[-1].run.status != 0:
             break  # a job that does not come back would not the next time either
@@ -120,7 +120,7 @@ def _soaking(scenario: Scenario, soak: Soak, rng: random.Random, deadline: float
         yield replace(fault, moment=Moment(after_s=(gap_s, gap_s)))
 
 
-def _lap(
+def _run_once(
     campaign: Campaign,
     schedule: Iterator[FaultSpec],
     rng: random.Random,
@@ -129,7 +129,7 @@ def _lap(
     patience: InterruptGuard,
 ) -> JobRun:
     number, began = len(campaign.runs), time.monotonic()
-    folder = campaign.output / f"lap_{number}"
+    folder = campaign.output / f"run_{number}"
     scenario = campaign.scenario
     with staged(campaign.command, folder, scenario, patience) as (target, control):
         harness = Harness(target, control, scenario, rng, on_progress)
@@ -145,7 +145,7 @@ def _lap(
         differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
         litter = _litter(record)
         run = Run(
-            record, harness.incidents, status, leftovers, litter, campaign.unbroken, differences, scenario.growth_mib
+            record, harness.incidents, status, leftovers, litter, campaign.baseline, differences, scenario.growth_mib
         )
     return JobRun(number, folder, run, judge(run), time.monotonic() - began)
 
@@ -155,7 +155,7 @@ def _newest(record: Record) -> Path | None:
 
 
 def comparable(found: Sequence[Path], final: Path) -> Path | None:
-    """Return which of a run's checkpoints (newest first) to compare with the unbroken run's newest: that of its step, else the newest
+    """Return which of a run's checkpoints (newest first) to compare with the baseline run's newest: that of its step, else the newest
     if it is older, for then one is missing. A newer one, of a fault behind a trainer's last periodic save, has no counterpart."""
     same = next((path for path in found if path.name == final.name), None)
     return same or next((path for path in found[:1] if step_of(path) < step_of(final)), None)
@@ -166,21 +166,21 @@ def _litter(record: Record) -> list[str]:
     return sorted(str(path) for directory in record.save_dirs for path in Path(directory).glob("*_tmp*"))
 
 
-# --- the unbroken run ---
+# --- the baseline run ---
 
 
-def _unbroken(
+def _baseline(
     campaign: Campaign, given: Path | None, on_progress: OnProgress, patience: InterruptGuard
 ) -> tuple[Record, Path | None]:
     if given is not None:
-        return read_unbroken(given)
-    record = run_unbroken(campaign.command, campaign.output / "unbroken", campaign.scenario, on_progress, patience)
+        return read_baseline(given)
+    record = run_baseline(campaign.command, campaign.output / "baseline", campaign.scenario, on_progress, patience)
     final = _newest(record)
-    write_unbroken(campaign.output / "unbroken.json", record, final)
+    write_baseline(campaign.output / "baseline.json", record, final)
     return record, final
 
 
-def write_unbroken(path: Path, record: Record, final: Path | None) -> None:
+def write_baseline(path: Path, record: Record, final: Path | None) -> None:
     """Keep what runs are compared with."""
     steps = {reported.step: [reported.grad_norm, list(reported.sums)] for reported in record.steps}
     content = {"world_size": record.world_size, "steps": steps, "final": str(final) if final else None}
@@ -198,17 +198,17 @@ def _reported(step: str, reported: object) -> ReportedStep:
     return ReportedStep(int(step), 0.0, 0, (0, 0), norm, sums)
 
 
-def read_unbroken(path: Path) -> tuple[Record, Path | None]:
-    """Raises ConfigError: that is not what `write_unbroken` wrote."""
+def read_baseline(path: Path) -> tuple[Record, Path | None]:
+    """Raises ConfigError: that is not what `write_baseline` wrote."""
     try:
-        content = checked.mapping(read_json(path, MOST_UNBROKEN_BYTES), "content")
+        content = checked.mapping(read_json(path, MOST_BASELINE_BYTES), "content")
         steps = [_reported(*step) for step in checked.mapping(*checked.field(content, "steps", "")).items()]
         named, at = checked.field(content, "final", "")
         final = Path(checked.string(named, at)) if named else None
         world_size = checked.integer(*checked.field(content, "world_size", ""), 1)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{path}: {' '.join(str(error).split())}, expected the unbroken.json of a campaign of the same command"
+            f"{path}: {' '.join(str(error).split())}, expected the baseline.json of a campaign of the same command"
         ) from None
     newest = max((reported.step for reported in steps), default=0)
     record = Record(world_size=world_size, steps=steps, newest_step=newest)

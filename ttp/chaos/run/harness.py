@@ -77,7 +77,7 @@ class Harness:
     def record(self) -> Record:
         return self._watch.record
 
-    def run(self, schedule: Iterable[FaultSpec] = (), lap: int = 0) -> int:
+    def run(self, schedule: Iterable[FaultSpec] = (), run: int = 0) -> int:
         """Start the job, let every fault of the schedule happen, and wait for the job's end; return its status.
 
         Raises JobError: the job did not start, or did not end in time.
@@ -86,9 +86,9 @@ class Harness:
             self.target.start()
             for number, fault in enumerate(schedule, 1):
                 if self.target.ended() is not None and not self._relaunch_pending:
-                    self._skip(fault, number, lap)
+                    self._skip(fault, number, run)
                     continue
-                self._meet(fault, number, lap)
+                self._meet(fault, number, run)
             if not self.wait(lambda: self.target.ended() is not None, self._scenario.job_s):
                 raise JobError(f"the job did not end within {self._scenario.job_s:.0f} s\n{self.target.console_tail()}")
             self._drain()
@@ -159,14 +159,14 @@ class Harness:
 
     # --- one fault ---
 
-    def _skip(self, fault: FaultSpec, number: int, lap: int) -> None:
-        incident = FaultOutcome(number, lap, fault.text, fault.label, fault.outcomes)
+    def _skip(self, fault: FaultSpec, number: int, run: int) -> None:
+        incident = FaultOutcome(number, run, fault.text, fault.label, fault.outcomes)
         settle(incident, self.record, NOT_REACHED)
         self.incidents.append(incident)
 
-    def _meet(self, fault: FaultSpec, number: int, lap: int) -> None:
+    def _meet(self, fault: FaultSpec, number: int, run: int) -> None:
         """Let one fault and its `then` happen, and wait until the job has settled."""
-        incident = FaultOutcome(number, lap, fault.text, fault.label, fault.outcomes)
+        incident = FaultOutcome(number, run, fault.text, fault.label, fault.outcomes)
         self.incidents.append(incident)
         self._incident = incident
         try:
@@ -346,7 +346,7 @@ class Harness:
         return self._new_steps(hit, since) >= FATAL_STEPS and time.time() > since + FATAL_S
 
 
-def run_unbroken(
+def run_baseline(
     command: Iterable[str],
     folder: Path,
     scenario: Scenario,
@@ -358,10 +358,10 @@ def run_unbroken(
         harness = Harness(target, control, scenario, random.Random(0), on_progress)
         status = harness.run()
         if status != 0:
-            raise JobError(f"the unbroken run ended with status {status}\n{target.console_tail()}")
+            raise JobError(f"the baseline run ended with status {status}\n{target.console_tail()}")
         if not harness.record.hellos:
             raise JobError(
-                "no rank of the unbroken run has called ttp.start: faults and verdicts need it (the bundled trainer does; in"
+                "no rank of the baseline run has called ttp.start: faults and verdicts need it (the bundled trainer does; in"
                 " yours see the README), and ENABLE_TTP must not be False"
             )
         return harness.record

@@ -52,7 +52,7 @@ class FaultOutcome:
     """A fault of the schedule, those of its `then`, and what became of them. Filled while it lasts."""
 
     number: int
-    lap: int
+    run: int
     text: str
     label: str
     expected: tuple[str, ...]

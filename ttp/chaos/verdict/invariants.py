@@ -1,4 +1,4 @@
-"""Judges a run: the invariants I1 to I12 as far as they can be seen from outside, bit-equality with an unbroken run, leftovers,
+"""Judges a run: the invariants I1 to I12 as far as they can be seen from outside, bit-equality with a baseline run, leftovers,
 memory that grows.
 
 Pure functions over records. A verdict says what was looked at; what could not be seen is said to be so, not passed over.
@@ -43,7 +43,7 @@ class Run:
     leftovers: Sequence[str]
     litter: Sequence[str]
     """Temporary files and sockets that stayed."""
-    unbroken: Record | None = None
+    baseline: Record | None = None
     final: Sequence[str] | None = None
     """Differences of the newest checkpoints; None: not compared."""
     growth_mib: float = GROWTH_MIB
@@ -246,14 +246,14 @@ def _late(run: Run, fired: Sequence[FaultOutcome]) -> list[str]:
 
 def _bytes(run: Run) -> Verdict:
     name = "I3 same bytes"
-    if run.unbroken is None:
-        return Verdict(name, UNSEEN, "no unbroken run to compare with (--no-compare, or no {output} in the command)")
-    wrong = [*differences(run.record, run.unbroken), *(run.final or ())]
+    if run.baseline is None:
+        return Verdict(name, UNSEEN, "no baseline run to compare with (--no-compare, or no {output} in the command)")
+    wrong = [*differences(run.record, run.baseline), *(run.final or ())]
     if wrong:
         return _verdict(name, wrong, "", {})
-    steps = len({reported.step for reported in run.unbroken.steps})
+    steps = len({reported.step for reported in run.baseline.steps})
     final = "not compared (the two runs have none of one step)" if run.final is None else "the same bits"
-    if not has_bits(run.unbroken):
+    if not has_bits(run.baseline):
         state = UNSEEN if run.final is None else HELD
         return Verdict(name, state, f"{_NO_BITS}; the newest checkpoints' tensors: {final}")
     return Verdict(
@@ -264,14 +264,14 @@ def _bytes(run: Run) -> Verdict:
 def _data(run: Run) -> Verdict:
     """The data's position, the random numbers and the schedule show in every later step's sums."""
     name = "I12 host state"
-    if run.unbroken is None:
-        return Verdict(name, UNSEEN, "no unbroken run to compare with")
+    if run.baseline is None:
+        return Verdict(name, UNSEEN, "no baseline run to compare with")
     if not any(incident.resumed_step is not None for incident in run.incidents):
         return Verdict(name, UNSEEN, "the job was never resumed")
-    wrong = differences(run.record, run.unbroken)
-    if not wrong and not has_bits(run.unbroken):
+    wrong = differences(run.record, run.baseline)
+    if not wrong and not has_bits(run.baseline):
         return Verdict(name, UNSEEN, _NO_BITS)
-    return _verdict(name, wrong, "every step after a resume has the unbroken run's sums", {})
+    return _verdict(name, wrong, "every step after a resume has the baseline run's sums", {})
 
 
 _NO_BITS = "no step has a sum or a grad norm that could differ"
@@ -282,17 +282,17 @@ def has_bits(record: Record) -> bool:
     return any(reported.sums or float.fromhex(reported.grad_norm) != 0.0 for reported in record.steps)
 
 
-def differences(faulted: Record, unbroken: Record) -> list[str]:
+def differences(faulted: Record, baseline: Record) -> list[str]:
     """Compare what every rank reported of every step with the baseline run; all steps must be there."""
-    expected = {reported.step: (reported.grad_norm, reported.sums) for reported in unbroken.steps}
+    expected = {reported.step: (reported.grad_norm, reported.sums) for reported in baseline.steps}
     wrong = []
     for reported in faulted.steps:
         if reported.step not in expected:
-            wrong.append(f"step {reported.step}: the unbroken run has none")
+            wrong.append(f"step {reported.step}: the baseline run has none")
         elif (reported.grad_norm, reported.sums) != expected[reported.step]:
             got = f"grad norm {reported.grad_norm}, sums {list(reported.sums)}"
             norm, sums = expected[reported.step]
-            wrong.append(f"step {reported.step}, rank {reported.rank}: {got}; the unbroken run: {norm}, {list(sums)}")
+            wrong.append(f"step {reported.step}, rank {reported.rank}: {got}; the baseline run: {norm}, {list(sums)}")
     if missing := sorted(set(expected) - {reported.step for reported in faulted.steps}):
         wrong.append(f"steps {missing[:SHOWN]} are missing ({len(missing)})")
     return wrong
@@ -318,7 +318,7 @@ def growths(run: Run) -> list[tuple[str, Growth]]:
     """Return what the memory of every rank of every attempt shows where it can be judged: of the run (``), then of the baseline run."""
     faulted = fault_stretches(run.incidents)
     curves = [("", curve) for curve in run.record.memory.values()]
-    curves += [("the unbroken run's ", curve) for curve in (run.unbroken.memory.values() if run.unbroken else ())]
+    curves += [("the baseline run's ", curve) for curve in (run.baseline.memory.values() if run.baseline else ())]
     return [(whose, growth) for whose, curve in curves if (growth := growth_of(curve, faulted)) is not None]
 
 

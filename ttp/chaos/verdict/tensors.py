@@ -21,10 +21,10 @@ def compare_checkpoints(one: Path, other: Path) -> list[str]:
         return [f"{one} and {other} cannot be compared: {error}"]
     wrong = []
     if one.name != other.name:
-        wrong.append(f"the newest checkpoint is {one.name}, the unbroken run's {other.name}")
+        wrong.append(f"the newest checkpoint is {one.name}, the baseline run's {other.name}")
     wrong += [f"{name}: only one of {one} and {other} has it" for name in sorted(set(mine) ^ set(expected))]
     return wrong + [
-        f"{name} in {one.name}: its bits differ from the unbroken run's"
+        f"{name} in {one.name}: its bits differ from the baseline run's"
         for name in sorted(set(mine) & set(expected))
         if not _same_bits(mine[name], expected[name])
     ]

@@ -48,11 +48,11 @@ def by_step(metrics: Sequence[Line]) -> dict[int, Line]:
 
 
 def compare(
-    faulted: Sequence[Line], unbroken: Sequence[Line], faulted_final: Line, unbroken_final: Line
+    faulted: Sequence[Line], baseline: Sequence[Line], faulted_final: Line, baseline_final: Line
 ) -> RunComparison:
     """Compare loss and grad norm of every step, in every line (a step trained twice must agree with itself too), and the
     final weights."""
-    reference = by_step(unbroken)
+    reference = by_step(baseline)
     differences = []
     for line in faulted:
         if "loss" not in line:
@@ -61,13 +61,13 @@ def compare(
         for name in ("loss", "grad_norm"):
             expected = reference[step][name] if step in reference else "no such step"
             if line[name] != expected:
-                differences.append(f"step {step}: {name} {line[name]}, the unbroken run has {expected}")
+                differences.append(f"step {step}: {name} {line[name]}, the baseline run has {expected}")
     missing = sorted(set(reference) - set(by_step(faulted)))
     if missing:
         differences.append(f"steps {missing} are missing")
     for name in ("step", "weights_sha256"):
-        if faulted_final[name] != unbroken_final[name]:
-            differences.append(f"final {name} {faulted_final[name]}, the unbroken run has {unbroken_final[name]}")
+        if faulted_final[name] != baseline_final[name]:
+            differences.append(f"final {name} {faulted_final[name]}, the baseline run has {baseline_final[name]}")
     return RunComparison(len(reference), tuple(differences))
 
 

@@ -1,1 +1,1 @@
-"""`ttp ckpt`: list, inspect, verify, diff, export and prune checkpoints."""
+"""`ttp ckpt`: the commands that look at checkpoints, compare, export and prune them."""

@@ -71,7 +71,7 @@ def _listed_fields(entry: Listed) -> dict[str, Any]:
         **fields,
         "cause": cause.kind.value,
         "ranks_lost": list(cause.ranks),
-        "bytes": entry.manifest.nbytes,
+        "bytes": entry.nbytes,
         "written_unix_s": entry.manifest.created_unix_s,
         "finite": entry.manifest.finite,
     }
@@ -88,7 +88,7 @@ def _listed_row(entry: Listed) -> tuple[str, ...]:
         str(entry.step),
         found.cause.kind.value,
         lost,
-        size_text(found.nbytes),
+        size_text(entry.nbytes),
         time_text(found.created_unix_s),
         _FINITE[found.finite],
         f"{state}, sums not checked",

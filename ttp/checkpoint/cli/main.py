@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,13 +21,14 @@ from ttp.inputs.options import whole
 from ttp.text.console import open_console
 
 COMMANDS = {
-    "list": "ttp.checkpoint.cli.listing:run",
-    "inspect": "ttp.checkpoint.cli.inspect:run",
-    "verify": "ttp.checkpoint.cli.verify:run",
-    "diff": "ttp.checkpoint.cli.diff:run",
-    "export": "ttp.checkpoint.cli.export:run",
-    "prune": "ttp.checkpoint.cli.prune:run",
+    "list": ("listing", "what a folder holds: each checkpoint's step, cause, size and state"),
+    "inspect": ("inspect", "step, cause, layout, sizes, host state, and who wrote what"),
+    "verify": ("verify", "check that all files are there, whole, and as they were written"),
+    "diff": ("diff", "compare two checkpoints bit by bit: weights, optimizer state, plain values"),
+    "export": ("export", "write the newest valid checkpoint, or the one named, as one file or folder"),
+    "prune": ("prune", "show which checkpoints are older than the newest valid ones; with --yes: remove them"),
 }
+"""The module of this room whose `run` it is, and what `--help` and docs/commands.md say."""
 _INTERRUPTED = 130
 
 FORMATS = ("safetensors", "torch", "hf")
@@ -46,12 +47,12 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     """Run the command line; return the exit status. argparse itself exits with 2."""
     given = parser().parse_args(command_first(sys.argv[1:] if argv is None else argv))
     console = console or open_console(soft_wrap=False)
-    module, _, name = COMMANDS[given.command].partition(":")
-    command: Callable[[argparse.Namespace, Console], Answer] = getattr(importlib.import_module(module), name)
+    module, _ = COMMANDS[given.command]
+    run: Callable[[argparse.Namespace, Console], Answer] = importlib.import_module(f"{__package__}.{module}").run
     progress = open_console(sys.stderr)  # the answer alone is on stdout
     try:
         _check_folders(given)
-        answer = command(given, progress)
+        answer = run(given, progress)
     except UsageError as error:
         answer = _refusal(given.command, Status.USAGE, str(error))
     except TTPError as error:
@@ -91,18 +92,19 @@ def parser() -> argparse.ArgumentParser:
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {name: _command(parsers, name, summary) for name, (_, summary) in COMMANDS.items()}
     one = "a checkpoint (iter_0000042), or a folder of checkpoints: the newest one of it"
     many = "a folder of checkpoints, or an output folder that has one"
     _look(commands, one, many)
 
-    diff = _command(commands, "diff", "compare two checkpoints bit by bit: weights, optimizer state, plain values")
+    diff = commands["diff"]
     diff.add_argument("a", type=Path, metavar="A", help=one)
     diff.add_argument("b", type=Path, metavar="B", help=one)
     diff.add_argument("--limit", type=whole(1), default=20, metavar="N", help="differing tensors shown (default: 20)")
     diff.add_argument("--shallow", action="store_true", help="do not compare checksums first")
 
-    export = _command(commands, "export", "write the newest valid checkpoint, or the one named, as one file or folder")
+    export = commands["export"]
     export.add_argument("path", type=Path, metavar="PATH", help=one + " that is valid")
     export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file (hf: a new folder)")
     export.add_argument(
@@ -112,9 +114,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored; hf: float32)")
     export.add_argument("--tokenizer", help="hf: a tokenizer to put beside; default: the one that the checkpoint names")
 
-    prune = _command(
-        commands, "prune", "show which checkpoints are older than the newest valid ones; with --yes: remove them"
-    )
+    prune = commands["prune"]
     prune.add_argument(
         "path", type=Path, nargs="+", metavar="PATH", help=many + "; where each node has its own: those of all nodes"
     )
@@ -128,22 +128,22 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _look(commands: argparse._SubParsersAction[argparse.ArgumentParser], one: str, many: str) -> None:
-    listing = _command(commands, "list", "what a folder holds: each checkpoint's step, cause, size and state")
+def _look(commands: Mapping[str, argparse.ArgumentParser], one: str, many: str) -> None:
+    listing = commands["list"]
     listing.add_argument("path", type=Path, metavar="PATH", help=many)
     listing.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)  # it always is
-    inspect = _command(commands, "inspect", "step, cause, layout, sizes, host state, and who wrote what")
+    inspect = commands["inspect"]
     inspect.add_argument("path", type=Path, metavar="PATH", help=one)
     inspect.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)
-    verify = _command(commands, "verify", "check that all files are there, whole, and as they were written")
+    verify = commands["verify"]
     verify.add_argument("path", type=Path, metavar="PATH", help="a checkpoint (iter_0000042), or a folder of them: all")
     verify.add_argument("--shallow", action="store_true", help="names, sizes and completeness only, no checksums")
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+    parsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(
+    command = parsers.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
