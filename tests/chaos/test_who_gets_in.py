@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.conftest import STEPS, RunJob, arguments
 from tests.chaos.launching import Launch
-from tests.chaos.test_launch import free_port
+from tests.ports import free_port
 from ttp.controller.agent_link import request_shutdown, request_status
 from ttp.errors import ControllerError
 from ttp.identity import own
@@ -122,7 +122,10 @@ def test_two_nodes_with_a_secret_file_survive_a_kill_and_show_the_secret_nowhere
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job7"]
     options += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
     environ = {"TTP_FAULTS": "kill:rank=1,step=5,point=backward,round=0", "TTP_HOST": "127.0.0.1"}
-    ways = (["--secret-file", str(secret)], {}), ([], {"TTP_SECRET": text})  # both name one secret
+    ways: tuple[tuple[list[str], dict[str, str]], ...] = (
+        (["--secret-file", str(secret)], {}),
+        ([], {"TTP_SECRET": text}),
+    )  # both name one secret
     with contextlib.ExitStack() as stack:
         both = [
             stack.enter_context(

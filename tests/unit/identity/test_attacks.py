@@ -96,6 +96,14 @@ class Stream:
         return error.value.code(), error.value.details() or ""
 
 
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what another process does, where it gives no other sign."""
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.005)
+
+
 def registration(rank: int) -> Registration:
     return Registration(rank, 2, "host", 100 + rank, (ShardGroup("g", "all", 1 << 20),), 0, ("/nowhere",), "{}")
 
@@ -127,9 +135,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
                 stream = Stream(channels.enter_context(open_channel(controller.address)))
                 stream.say(registration(number))
                 streams.append(stream)  # one that nothing refers to is cancelled
-        deadline = time.monotonic() + LONG_S
-        while job.status_stage() != "running":
-            assert time.monotonic() < deadline
+        until(lambda: job.status_stage() == "running", "both registrations")
         yield job
         assert job.status_stage() == "running", "an attack has changed something"
         with job.speaking_as(Identity(JOB, Role.AGENT, (0, 1))):
@@ -161,7 +167,7 @@ def test_a_rank_cannot_send(live: Live, what: str) -> None:
     with live.speaking_as(rank(1)):
         code, text = attach_refusal(live, *FORGED[what])
     assert code is DENIED and "expected it from" in text
-    assert any("from rank 1" in refusal for refusal in live.refusals())
+    until(lambda: any("from rank 1" in refusal for refusal in live.refusals()), "its line in the journal")
 
 
 @pytest.mark.parametrize(
