@@ -29,6 +29,7 @@ ORDER = (
     "ttp.text",
     "ttp.inputs",
     "ttp.config",
+    "ttp.files",
     "ttp.fork_server",
     "ttp.proto",
     "ttp.controller.core.facts",

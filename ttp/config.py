@@ -20,6 +20,7 @@
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_WARM_START | True | False: every worker is a new interpreter that imports for itself; else ttprun forks workers from one that has imported |
 | TTP_FORK_SERVER | none | set by ttprun: the socket of the process from which controllers are forked |
+| TTP_FILE_MODE | 0600 | octal mode of journals, logs, reports and error files; their folders get an x for each r. Checkpoints and sockets do not follow it |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
@@ -33,6 +34,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ from ttp.nccl import nccl_warnings
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FILE_MODE", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -53,6 +55,8 @@ MOST_S = 1e9
 LEAST_S = 1e-3
 """Nor shorter, where it is not 0: no clock and no thread is so exact."""
 _LARGEST = 2**31 - 1
+FILE_MODE = 0o600
+"""Of TTP_FILE_MODE where it is not set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +137,7 @@ class Settings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables above. Raises ConfigError naming the variable, its value and what was expected."""
+        file_mode(environ)  # refused here; `ttp.files` reads it
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),
@@ -198,6 +203,17 @@ def enabled(environ: Mapping[str, str] = os.environ) -> bool:
 def warm_start(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether ttprun forks its workers (default: yes, with TTP). Raises ConfigError."""
     return enabled(environ) and _flag(environ, "TTP_WARM_START", True)
+
+
+def file_mode(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the mode of the files that TTP makes beside checkpoints. Raises ConfigError."""
+    text = environ.get("TTP_FILE_MODE", "").strip()
+    mode = int(text, 8) if re.fullmatch("[0-7]{3,4}", text) else 0 if text else FILE_MODE
+    if mode & ~0o066 != FILE_MODE:
+        raise ConfigError(
+            f"invalid TTP_FILE_MODE={_shown(text)}: expected octal digits as in 0640, with 6 for the owner and without execute bits"
+        )
+    return mode
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:

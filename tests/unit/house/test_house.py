@@ -34,12 +34,13 @@ MAY_IMPORT = {
     "ttp.controller": (
         "ttp.proto",
         "ttp.errors",
+        "ttp.files",
         "ttp.text.wording",
         *CHECKS_OF_INPUT,
         "ttp.fork_server",
         "ttp.controller",
     ),
-    "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
+    "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.files", "ttp.processor"),
     "ttp.trainer": ("ttp",),
 }
 
