@@ -21,6 +21,8 @@
 | TTP_WARM_START | True | False: every worker is a new interpreter that imports for itself; else ttprun forks workers from one that has imported |
 | TTP_FORK_SERVER | none | set by ttprun: the socket of the process from which controllers are forked |
 | TTP_FILE_MODE | 0600 | octal mode of journals, logs, reports and error files; their folders get an x for each r. Checkpoints and sockets do not follow it |
+| TTP_SIGN_KEY | none | a private Ed25519 key (PEM): checkpoints are signed with it; ttprun sets it by --sign-key |
+| TTP_VERIFY_KEY | none | a public Ed25519 key (PEM): only checkpoints that are signed with its private key are loaded; ttprun sets it by --verify-key |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
@@ -46,7 +48,7 @@ from ttp.nccl import nccl_warnings
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FILE_MODE", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -92,6 +94,10 @@ class Settings:
     standbys: int = 2
     shared_dirs: bool = True
     mindio_dir: str = "output/mindio"
+    sign_key: str = ""
+    """The path of a private key; empty: checkpoints are not signed."""
+    verify_key: str = ""
+    """The path of a public key; empty: signatures are not checked."""
     nccl_warnings: tuple[str, ...] = ()
     """Lines about NCCL's settings, for a job that trains on CUDA devices."""
 
@@ -167,6 +173,8 @@ class Settings:
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
             mindio_dir=_text(environ, "TTP_MINDIO_DIR", "output/mindio"),
+            sign_key=_text(environ, "TTP_SIGN_KEY"),
+            verify_key=verify_key(environ),
             nccl_warnings=nccl_warnings(environ),
         )
 
@@ -214,6 +222,11 @@ def file_mode(environ: Mapping[str, str] = os.environ) -> int:
             f"invalid TTP_FILE_MODE={_shown(text)}: expected octal digits as in 0640, with 6 for the owner and without execute bits"
         )
     return mode
+
+
+def verify_key(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of the public key that checkpoints must be signed for; empty: none. Raises ConfigError."""
+    return _text(environ, "TTP_VERIFY_KEY")
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:

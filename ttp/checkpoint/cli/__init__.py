@@ -1,1 +1,1 @@
-"""`ttp ckpt`: list, inspect, verify, diff, export and prune checkpoints."""
+"""`ttp ckpt`: list, inspect, verify, diff, export, prune and sign checkpoints."""
