@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from ttp import files
 from ttp.controller.json_codec import from_json, plain_json, to_json
 from ttp.inputs.checked import field, mapping, number, string
 from ttp.inputs.input_file import open_regular
@@ -67,15 +68,15 @@ class Journal:
     """Open at construction (raises OSError: the caller says what to do), then written from the driver's thread."""
 
     def __init__(self, path: Path, settings: ControllerSettings, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
         with contextlib.suppress(OSError):  # then this attempt's lines follow the earlier ones
             set_aside(path)
         self._settings = settings
         self._segment_bytes = segment_bytes
         self._inputs_path = inputs_path(path)
-        self._events: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._events: IO[str] = open(path, "a", encoding="utf-8", opener=files.opener)  # noqa: SIM115
         try:
-            self._inputs: IO[str] = open(self._inputs_path, "w", encoding="utf-8")  # noqa: SIM115
+            self._inputs: IO[str] = self._open_inputs()
         except OSError:
             self._events.close()
             raise
@@ -142,6 +143,9 @@ class Journal:
         self._guarded(self._events.close)
         self._guarded(self._inputs.close)
 
+    def _open_inputs(self) -> IO[str]:
+        return open(self._inputs_path, "w", encoding="utf-8", opener=files.opener)
+
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
@@ -173,7 +177,7 @@ class Journal:
             if self._inputs.tell() > 0:
                 self._inputs.close()
                 os.replace(self._inputs_path, f"{self._inputs_path}.1")
-                self._inputs = open(self._inputs_path, "w", encoding="utf-8")  # noqa: SIM115
+                self._inputs = self._open_inputs()
             first = {"settings": to_json(self._settings), "state": to_json(content)}
             self._inputs.write(json.dumps(first) + "\n")
             return
@@ -211,7 +215,7 @@ def _set_aside(path: Path, *companions: Path) -> None:
         return
     last = time.strftime("%Y%m%dT%H%M%S", time.gmtime(path.stat().st_mtime))
     folder = path.parent / "earlier"
-    folder.mkdir(exist_ok=True)
+    files.make_folder(folder)
     for file in (path, *companions):
         if file.exists():
             os.replace(file, folder / f"{last}_{file.name}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ttp.errors
+from ttp import files
 from ttp.errors import ControllerError, NotWritable
 from ttp.fork_server.forked_process import ForkedOrphan
 from ttp.fork_server.forked_program import ENDED
@@ -103,8 +104,8 @@ def start_controller(
     ]
     log_path = journal.with_suffix(".log")
     try:
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        log = open(log_path, "ab")  # noqa: SIM115  # closed below
+        files.make_folder(journal.parent)
+        log = open(log_path, "ab", opener=files.opener)  # noqa: SIM115  # closed below
     except OSError as error:
         raise unwritable_log_dir(journal.parent, error) from None
     try:

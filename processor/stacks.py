@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from ttp import files
 from ttp.processor.async_log import AsyncLog
 
 STACKS_SIGNAL = signal.SIGRTMIN + 9 if sys.platform == "linux" else 0
@@ -34,6 +35,13 @@ def opening(reason: str) -> str:
 def process_text(pid: int) -> str:
     """Return the reason that an entry has which the launcher asked for."""
     return f"process {pid}: stacks follow where its launcher asked for them"
+
+
+def _open(path: Path) -> TextIO:
+    """Open a file of a rank's own folder in the folder of the journals. Raises OSError."""
+    files.make_folder(path.parent.parent)
+    files.make_folder(path.parent)
+    return open(path, "a", encoding="utf-8", opener=files.opener)
 
 
 def _is_handled(number: int) -> bool:
@@ -62,8 +70,7 @@ class StackWriter:
                 why = f"signal {STACKS_SIGNAL} (SIGRTMIN+9) is handled or ignored by this process already, and stays so"
                 self._log.log(logging.WARNING, f"stacks cannot be asked for: {why}")
                 return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            asked = open(path, "a", encoding="utf-8")  # noqa: SIM115 (the handler writes to it as long as it lives)
+            asked = _open(path)  # the handler writes to it as long as it lives
             try:
                 asked.write(opening(process_text(os.getpid())))
                 asked.flush()
@@ -100,8 +107,7 @@ class StackWriter:
 
     def _write(self, path: Path, reason: str) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
+            with _open(path) as file:
                 file.write(opening(reason))
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

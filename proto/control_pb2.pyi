@@ -187,16 +187,18 @@ class Part(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class FileEntry(_message.Message):
-    __slots__ = ("name", "nbytes", "checksum", "rank")
+    __slots__ = ("name", "nbytes", "checksum", "rank", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     nbytes: int
     checksum: str
     rank: int
-    def __init__(self, name: _Optional[str] = ..., nbytes: _Optional[int] = ..., checksum: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., nbytes: _Optional[int] = ..., checksum: _Optional[str] = ..., rank: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class ShareResult(_message.Message):
     __slots__ = ("files",)

@@ -238,6 +238,8 @@ class FileEntry:
     checksum: str
     """Its algorithm, a colon, and hexadecimal digits."""
     rank: int
+    digest: str = ""
+    """SHA-256 in hexadecimal digits, where checkpoints are signed; else empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,10 @@ RUN: dict[str, str] = {
     "ttp ckpt prune nodes/a/checkpoints nodes/b/checkpoints --keep 3": "",
     "ttp ckpt prune PATH --keep N": "ttp ckpt prune output --keep 2",
     "ttp ckpt prune PATH ... --keep N": "ttp ckpt prune nodes/a/checkpoints nodes/b/checkpoints --keep 1",
+    "ttp ckpt keygen job7": "ttp ckpt keygen job8",
+    "ttp ckpt sign output/checkpoints --sign-key job7.pem": "",
+    "ttp ckpt sign --sign-key job7.pem output/checkpoints/iter_0000040": "",
+    "ttp ckpt verify --key job7.pub.pem output/checkpoints": "ttp ckpt verify --key job7.pub.pem signed/checkpoints",
     "ttp ckpt COMMAND": "ttp ckpt list output",
     "python -m ttp.checkpoint COMMAND": "python -m ttp.checkpoint list output",
     "python -m ttp.trainer --help": "",
@@ -110,6 +114,8 @@ PARSED: dict[str, Proof] = {
         Proof("tests/chaos/test_kills.py::test_kill_at_every_point_of_a_step_loses_nothing"),
     "ttprun --nproc-per-node 8 -m ttp.trainer --config gpt2_124m --dataset_config.dataset_dir corpus":
         Proof(f"{_COMMANDS}::test_text_is_prepared_once_and_trained_on"),
+    "ttprun --sign-key job7.pem --verify-key job7.pub.pem --nproc-per-node 4 train.py":
+        Proof("tests/chaos/test_signed.py::test_a_killed_job_resumes_what_it_has_signed_and_nothing_else", _WORKER),
     "ttprun --rank_table_file hccl.json train.py":
         Proof("tests/chaos/test_rank_table.py::test_a_rank_table_places_the_ranks_of_two_nodes", _WORKER),
     "ttprun --no-python ./wrap.sh": Proof("tests/chaos/test_wrapped.py::test_ranks_behind_shells_save_at_a_kill_and_at_a_notice"),

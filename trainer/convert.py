@@ -41,13 +41,16 @@ from .world import World, joined
 MOST_INDEX_BYTES = 256 << 20
 
 
-def to_hugging_face(source: str, output: Path, dtype: str = "float32", tokenizer: str | None = None) -> int:
-    """Write the newest valid checkpoint of `source` as a model of transformers, with its tokenizer; return its step.
+def to_hugging_face(
+    source: str, output: Path, dtype: str = "float32", tokenizer: str | None = None, key: str | None = None
+) -> int:
+    """Write the newest valid checkpoint of `source` as a model of transformers, with its tokenizer; return its step. `key`: as
+    `ttp.open_checkpoint` takes it.
 
     Raises ConfigError for an architecture that they have not, CheckpointError.
     """
     _check_free(output)
-    trained = open_trained(source)
+    trained = open_trained(source, key)
     named = tokenizer or trained.tokenizer
     end = None if named is None else open_tokenizer(named).end_of_text
     config = to_hf_config(trained.config, dtype, end)

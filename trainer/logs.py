@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ttp import files
 from ttp.errors import ConfigError
 
 from .metrics import StepMetrics
@@ -35,9 +36,9 @@ def open_logs(output_dir: Path, rank: int) -> Iterator[RunLog]:
     """Open this rank's files (every rank calls). Raises ConfigError when they cannot be written."""
     folder = output_dir / "log" / f"rank_{rank}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        info = logging.FileHandler(folder / "info.log", encoding="utf-8")
-        errors = logging.FileHandler(folder / "error.log", encoding="utf-8")
+        files.make_folder(folder.parent)
+        files.make_folder(folder)
+        info, errors = _open_log(folder / "info.log"), _open_log(folder / "error.log")
     except OSError as exc:
         raise ConfigError(
             f"training_config.output_dir is {str(output_dir)!r}: rank {rank} cannot write {exc.filename}: {exc.strerror};"
@@ -67,6 +68,11 @@ def open_logs(output_dir: Path, rank: int) -> Iterator[RunLog]:
                 handler.close()
             LOGGER.setLevel(level)
             LOGGER.propagate = propagate
+
+
+def _open_log(path: Path) -> logging.FileHandler:
+    open(path, "a", opener=files.opener).close()  # the handler takes what is there
+    return logging.FileHandler(path, encoding="utf-8")
 
 
 class RunLog:

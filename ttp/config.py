@@ -24,6 +24,9 @@
 | TTP_SECRET, TTP_SECRET_FILE | none | the job's secret, or a file with it: the same on every node; ttprun takes it out of the environment |
 | TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA | none | PEM files of the site's own authority, in place of certificates that are made of the job's secret |
 | TTP_IDENTITY | none | set by ttprun: the socket at which this node's processes get their certificates |
+| TTP_FILE_MODE | 0600 | octal mode of journals, logs, reports and error files; their folders get an x for each r. Checkpoints and sockets do not follow it |
+| TTP_SIGN_KEY | none | a private Ed25519 key (PEM): checkpoints are signed with it; ttprun sets it by --sign-key |
+| TTP_VERIFY_KEY | none | a public Ed25519 key (PEM): only checkpoints that are signed with its private key are loaded; ttprun sets it by --verify-key |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
@@ -37,19 +40,21 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ttp.errors import ConfigError
+from ttp.hang_limits import HangLimits
 from ttp.inputs import checked
 from ttp.nccl import nccl_warnings
-from ttp.proto.hang_limits import HangLimits
 
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_IDENTITY", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
+    "TTP_IDENTITY", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -58,6 +63,8 @@ MOST_S = 1e9
 LEAST_S = 1e-3
 """Nor shorter, where it is not 0: no clock and no thread is so exact."""
 _LARGEST = 2**31 - 1
+FILE_MODE = 0o600
+"""Of TTP_FILE_MODE where it is not set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +100,10 @@ class Settings:
     standbys: int = 2
     shared_dirs: bool = True
     mindio_dir: str = "output/mindio"
+    sign_key: str = ""
+    """The path of a private key; empty: checkpoints are not signed."""
+    verify_key: str = ""
+    """The path of a public key; empty: signatures are not checked."""
     nccl_warnings: tuple[str, ...] = ()
     """Lines about NCCL's settings, for a job that trains on CUDA devices."""
 
@@ -138,6 +149,7 @@ class Settings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables above. Raises ConfigError naming the variable, its value and what was expected."""
+        file_mode(environ)  # refused here; `ttp.files` reads it
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),
@@ -172,6 +184,8 @@ class Settings:
             standbys=_integer(environ, "TTP_STANDBYS", 2),
             shared_dirs=_flag(environ, "TTP_SHARED_DIRS", True),
             mindio_dir=_text(environ, "TTP_MINDIO_DIR", "output/mindio"),
+            sign_key=_text(environ, "TTP_SIGN_KEY"),
+            verify_key=verify_key(environ),
             nccl_warnings=nccl_warnings(environ),
         )
 
@@ -223,6 +237,22 @@ def tls_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     if missing and len(missing) < len(names):
         raise ConfigError(f"invalid {missing[0]}='': expected a PEM file, as with the others of {', '.join(names)}")
     return () if missing else paths
+
+
+def file_mode(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the mode of the files that TTP makes beside checkpoints. Raises ConfigError."""
+    text = environ.get("TTP_FILE_MODE", "").strip()
+    mode = int(text, 8) if re.fullmatch("[0-7]{3,4}", text) else 0 if text else FILE_MODE
+    if mode & ~0o066 != FILE_MODE:
+        raise ConfigError(
+            f"invalid TTP_FILE_MODE={_shown(text)}: expected octal digits as in 0640, with 6 for the owner and without execute bits"
+        )
+    return mode
+
+
+def verify_key(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of the public key that checkpoints must be signed for; empty: none. Raises ConfigError."""
+    return _text(environ, "TTP_VERIFY_KEY")
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:

@@ -39,6 +39,7 @@ from ttp import torch_range
 from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format.durable import newest_step
 from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.format.signature import read_keys
 from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Request
 from ttp.config import Settings
@@ -181,6 +182,7 @@ class Session:
             raise ConfigError(f"invalid save_dirs: got {shown}, expected a list of paths, or one path") from None
         if not named:
             raise ConfigError("save_dirs is empty, expected at least one directory for checkpoints")
+        keys = read_keys(settings)
         self._instrumentation = instrumentation(settings, self.rank, self.world_size, named)
         self._instrumentation.at_start("start")
         self._directories = JobDirectories(named, settings, self.rank, self._device)
@@ -197,10 +199,10 @@ class Session:
             save_dirs=tuple(self.save_dirs),
             layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
-        self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store)
+        self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
-        keeps = keep_checkpoint_max is not None and self._directories.keeps
-        self._retention = Retention(keep_checkpoint_max) if keeps and keep_checkpoint_max is not None else None
+        kept = keep_checkpoint_max if keep_checkpoint_max is not None and self._directories.keeps else None
+        self._retention = None if kept is None else Retention(kept, keys.verify)
         self._saved_step = 0
         """The newest step of which this run has written or loaded a checkpoint."""
         self._first_step = optimizer.current_step
@@ -289,6 +291,7 @@ class Session:
             targets=self.optimizer.load_targets,
             check=usable,
             on_skip=skip,
+            key=self.holder.keys.verify,
             report=self._say,
         )
         found = self._directories.store.open_newest(candidates, JobRanks(self._device), request)
@@ -298,6 +301,12 @@ class Session:
             raise CorruptCheckpoint(
                 f"resume: {choice} is not a valid checkpoint ({reasons[-1] if reasons else 'nothing is there'}); name another"
                 " one, or resume 'auto'"
+            )
+        if self.holder.keys.verify is not None and anything:
+            raise CorruptCheckpoint(
+                f"no checkpoint in {', '.join(self._directories.named)} is valid and signed for {self.holder.keys.verify.path}"
+                f" ({reasons[0] if reasons else 'another node found out'}). Sign one that you trust with `ttp ckpt sign`, name"
+                " another TTP_VERIFY_KEY, or begin in an empty directory"
             )
         if self.rank == 0 and (anything or self.settings.round_number):
             log.warning(

@@ -10,8 +10,8 @@ from tests.model.shape import Shape
 from ttp.controller.core import machine
 from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import ControllerState, Stage
+from ttp.hang_limits import HangLimits
 from ttp.proto.frozen import replace
-from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Upward
 
 Out = tuple[str, object]

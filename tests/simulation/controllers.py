@@ -14,7 +14,7 @@ from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
-from ttp.proto.hang_limits import HangLimits
+from ttp.hang_limits import HangLimits
 from ttp.proto.messages import Heartbeat, Registration, StandbyList, Upward
 
 if TYPE_CHECKING:

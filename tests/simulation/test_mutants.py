@@ -18,7 +18,7 @@ from ttp.controller.core.facts import pace as progress
 from ttp.controller.core.facts.pace import ENOUGH, Pace, learn, suspects, unknown
 from ttp.controller.core.facts.per_rank import PerRank
 from ttp.controller.core.facts.pace import Place
-from ttp.proto.hang_limits import HangLimits
+from ttp.hang_limits import HangLimits
 from ttp.proto.messages import Phase
 
 LIMITS = HangLimits()

@@ -28,12 +28,12 @@ class Trained:
     """tokenizer.BYTES, the path of a tokenizer, or None: trained on ids of unknown meaning."""
 
 
-def open_trained(path: str) -> Trained:
-    """Return the newest valid checkpoint of an output folder or a folder of checkpoints, or the one at `path`. Raises
-    CheckpointError."""
+def open_trained(path: str, key: str | None = None) -> Trained:
+    """Return the newest valid checkpoint of an output folder or a folder of checkpoints, or the one at `path`. `key`:
+    as `ttp.open_checkpoint` takes it. Raises CheckpointError."""
     root = Path(path)
     below = root / "checkpoints"
-    checkpoint = ttp.open_checkpoint(below if below.is_dir() else root)
+    checkpoint = ttp.open_checkpoint(below if below.is_dir() else root, key=key)
     saved = checkpoint.layout.get("model_config")
     known = {field.name for field in fields(ModelConfig)}
     if not isinstance(saved, dict) or not saved.keys() <= known:

@@ -32,6 +32,7 @@ from ttp.adopt.protect import Guard, protect
 from ttp.adopt.trainer_state.host_objects import from_json
 from ttp.checkpoint import find
 from ttp.checkpoint.find import open_checkpoint
+from ttp.checkpoint.format.signature import key_of_environment
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, DataMismatch
 from ttp.exchange.json_collectives import broadcast_json
@@ -68,7 +69,9 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         cause: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                found = find.find_newest_valid([Path(directory) for directory in self._save_dirs])
+                found = find.find_newest_valid(
+                    [Path(directory) for directory in self._save_dirs], key=key_of_environment()
+                )
                 path = str(self._write(found, trainer)) if found is not None else ""
             except Exception as error:  # whatever it is: the others wait for it
                 cause, refusal = error, f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp import files
 from ttp.chaos.cell import MatrixCase, labelled
 from ttp.chaos.faults.inject import POINTS, START_POINTS
 from ttp.chaos.faults.scenario import FaultSpec, Moment, Scenario
@@ -227,7 +228,7 @@ def run_matrix(
     plan: MatrixPlan, on_progress: OnProgress = lambda *_: None, patience: InterruptGuard | None = None
 ) -> Iterator[Campaign]:
     """Run jobs until no cell is open or the time is over; yield each job's campaign when its cells are on record."""
-    plan.output.mkdir(parents=True, exist_ok=True)
+    files.make_folder(plan.output)
     todo = open_cells(plan)
     number = len(list(plan.output.glob("job_*")))
     while todo and time.monotonic() < plan.until_monotonic_s:

@@ -19,6 +19,7 @@ import torch
 from ttp.checkpoint.format import keys
 from ttp.checkpoint.format.durable import step_of_directory, steps_in
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ttp.checkpoint.format.signature import VerifyKey, key_of_environment, read_verify_key
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.reader import Reader, open_verified
 from ttp.checkpoint.staging import PRUNED, SUPERSEDED
@@ -127,17 +128,22 @@ def first_valid(
 
 
 def find_newest_valid(
-    dirs: Sequence[StrPath], *, deep: bool = True, ranks: Ranks | None = None, on_skip: OnSkip = ignore
+    dirs: Sequence[StrPath],
+    *,
+    deep: bool = True,
+    ranks: Ranks | None = None,
+    on_skip: OnSkip = ignore,
+    key: VerifyKey | None = None,
 ) -> Reader | None:
     """Open the newest valid checkpoint of `dirs`; None: there is none. Directories that cannot be read are passed over as well.
 
-    With `ranks`, every rank calls this, each checks its share of the files. Raises OSError when none of `dirs` can be read.
+    With `ranks`, every rank calls this, each checks its share of the files. key: who must have signed it. Raises OSError when none of `dirs` can be read.
     """
     ranks = ranks or SingleProcess()
     names = [str(path) for path in list_readable(dirs, lambda directory, error: on_skip(directory, str(error)))]
     share = (ranks.index, ranks.count)
     names = ranks.exchange(names if ranks.index == 0 else [])[0]  # the first rank's list
-    return first_valid(names, lambda path: verify(path, deep=deep, share=share), ranks=ranks, on_skip=on_skip)
+    return first_valid(names, lambda path: verify(path, deep=deep, share=share, key=key), ranks=ranks, on_skip=on_skip)
 
 
 # --- what a path means to the commands ---
@@ -332,13 +338,15 @@ class Checkpoint:
         return found
 
 
-def open_checkpoint(path: StrPath, *, deep: bool = True) -> Checkpoint:
+def open_checkpoint(path: StrPath, *, deep: bool = True, key: StrPath | None = None) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest valid one of the directory `path`; any process may call this, without a process
     group, an optimizer, or knowledge of the layout that wrote it.
 
-    deep: compare checksums. Raises CheckpointError when none is there, CorruptCheckpoint when the one that is named is broken.
+    deep: compare checksums. key: file of the public key that must have signed it; None: the one that TTP_VERIFY_KEY names, if it is set.
+    Raises CheckpointError when none is there, CorruptCheckpoint when the one that is named is broken or not signed, ConfigError (the key).
     """
-    reader = open_at(Path(path), lambda each: verify(each, deep=deep))
+    signer = key_of_environment() if key is None else read_verify_key(os.fspath(key), "key")
+    reader = open_at(Path(path), lambda each: verify(each, deep=deep, key=signer))
     manifest = reader.manifest
     state = manifest.state.get("trainer")
     return Checkpoint(

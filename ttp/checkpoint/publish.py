@@ -24,7 +24,8 @@ from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.checksum import Checksum, of_file
 from ttp.checkpoint.format.durable import advance_tracker, fsync_directory, step_directory_name
 from ttp.checkpoint.format.file_index import Contents, read_contents, wrong_files
-from ttp.checkpoint.format.manifest import Manifest, to_bytes, write_manifest
+from ttp.checkpoint.format.manifest import Manifest, sign_manifest, to_bytes, write_manifest
+from ttp.checkpoint.format.signature import NO_KEYS, Keys
 from ttp.checkpoint.staging import check_files, check_name, claim_of, discard_staging, free_name, names_of_staging
 from ttp.checkpoint.verify import check_complete, verify
 from ttp.checkpoint.write import write_share
@@ -69,6 +70,7 @@ class Publication:
     advance: Callable[[int], None] = lambda count: None
     """Called as the work progresses."""
     created_unix_s: float | None = None
+    keys: Keys = NO_KEYS
 
     def run(self) -> str:
         """Publish; return the checkpoint's path.
@@ -118,7 +120,15 @@ class Publication:
             for name in sorted(set(os.listdir(claim)) - {file.name for file in own}):
                 os.unlink(claim / name)  # of a writer that died, or of a publisher before us
             added = write_share(
-                claim.parent, claim.name, self.rank, (), self.blobs, suffix="blobs", make=False, advance=self.advance
+                claim.parent,
+                claim.name,
+                self.rank,
+                (),
+                self.blobs,
+                suffix="blobs",
+                make=False,
+                advance=self.advance,
+                digests=self.keys.sign is not None,
             )
             self.complete(claim, contents, added)
             fsync_directory(claim)
@@ -167,11 +177,28 @@ class Publication:
         contents = replace(contents, files=contents.files + blobs.files, blobs=contents.blobs + blobs.blobs)
         dcp.write_metadata(claim, contents, str(self.final), self.tmp_name, self.advance)
         metadata = claim / dcp.METADATA_NAME
-        entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, of_file(metadata, Checksum()), self.rank)
+        checksum = Checksum(digest=self.keys.sign is not None)
+        text = of_file(metadata, checksum)
+        entry = FileEntry(dcp.METADATA_NAME, metadata.stat().st_size, text, self.rank, checksum.digest)
         files = sorted((*contents.files, entry), key=lambda file: file.name)
-        write_manifest(claim, replace(self.manifest, files=tuple(files), finite=contents.finite))
+        self.write_manifest(claim, replace(self.manifest, files=tuple(files), finite=contents.finite))
         if error := wrong_files(claim, files, "all was there before; write the step again in a new staging directory"):
             raise error
+
+    def write_manifest(self, claim: Path, manifest: Manifest) -> None:
+        """Write and sign the manifest. A checkpoint that cannot be signed is published all the same: its step would be lost else."""
+        content = write_manifest(claim, manifest)
+        if self.keys.sign is None:
+            return
+        try:
+            sign_manifest(claim, manifest, content, self.keys.sign)
+        except FileNotFoundError:  # another publisher has taken the claim
+            raise
+        except Exception as error:
+            logger.warning(
+                "step %d is published without a signature: %s; run `ttp ckpt sign --sign-key %s %s`",
+                self.step, error, self.keys.sign.path, self.final,
+            )  # fmt: skip
 
     def place(self, claim: Path) -> bool:
         """Give the finished checkpoint its name. False: the name is taken."""
@@ -189,7 +216,7 @@ class Publication:
         Every byte is read only where there is a doubt. When the staging directory's files are gone, the checkpoint is made of them:
         another publisher came first, and what they hold was durable and checksummed before it was reported; besides, there would
         be nothing to put in its place. What this run wrote or verified is `trusted`. Otherwise the checkpoint is an older
-        run's, which may have been skipped at start because it is broken: there a flipped bit must be found.
+        run's, which may have been skipped at start because it is broken or not signed: there a flipped bit must be found.
         """
         if not os.path.lexists(self.final):
             return False
@@ -197,7 +224,12 @@ class Publication:
         try:
             judged = os.lstat(self.final)
             doubtful = contents is not None and str(self.final) not in self.trusted
-            manifest = verify(self.final, deep=doubtful, progress=lambda done, total: self.advance(1))
+            manifest = verify(
+                self.final,
+                deep=doubtful,
+                progress=lambda done, total: self.advance(1),
+                key=self.keys.verify if doubtful else None,
+            )
         except FileNotFoundError:
             return False
         except CorruptCheckpoint as error:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ttp.checkpoint.find import OnSkip, Ranks, StrPath, first_valid, ignore, list_checkpoints
 from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.format.signature import VerifyKey
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.publish import publish
 from ttp.checkpoint.reader import Reader, check_tensors
@@ -51,6 +52,8 @@ class Request:
     """Raises CorruptCheckpoint for a checkpoint that the job cannot use."""
     on_skip: OnSkip = ignore
     """Called with every newer checkpoint that is not valid (every rank: the same)."""
+    key: VerifyKey | None = None
+    """Who must have signed it."""
     report: Callable[[str], None] = _nothing
     """Called with what was moved between nodes (every rank: the same)."""
 
@@ -133,7 +136,7 @@ class _Judged:
         index, count = self._ranks.index, self._ranks.count
         names: set[str] = set()
         try:
-            manifest = verify(path, share=(index, count), deep=False)
+            manifest = verify(path, share=(index, count), deep=False, key=self._request.key)
             self._request.check(manifest)
             names = self._names(path, manifest)
         finally:

@@ -19,6 +19,7 @@ from ttp.checkpoint.format.checksum import check_file
 from ttp.checkpoint.format.durable import step_of_directory
 from ttp.checkpoint.format.file_index import Contents
 from ttp.checkpoint.format.manifest import Manifest, TensorSpec, read_manifest
+from ttp.checkpoint.format.signature import VerifyKey
 from ttp.checkpoint.format.tiling import tiling_error
 from ttp.errors import CorruptCheckpoint
 from ttp.proto.messages import FileEntry
@@ -33,6 +34,7 @@ def verify(
     deep: bool = True,
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
+    key: VerifyKey | None = None,
 ) -> Manifest:
     """Check a published checkpoint and return its manifest. Raises CorruptCheckpoint naming what is broken.
 
@@ -41,6 +43,7 @@ def verify(
     deep: compare checksums as well as names, sizes and completeness.
     share: (i, n): do only the i-th of n nearly equal parts of the dear work, so that n ranks can do it together; the
     checkpoint is valid when all n find nothing. Names and sizes are checked by all, completeness by the first.
+    key: who must have signed it; the files' checksums are SHA-256 then.
     """
     root = Path(path)
     index, count = share
@@ -48,7 +51,7 @@ def verify(
         raise ValueError(f"share is {share}: expected (i, n) with 0 <= i < n")
     if not root.is_dir():
         raise CorruptCheckpoint(f"{root} is not a directory: no checkpoint is there")
-    manifest = read_manifest(root)
+    manifest = read_manifest(root, key)
     named = step_of_directory(root)
     if named is not None and named != manifest.step:
         raise CorruptCheckpoint(f"{root} is named for step {named}, its manifest says step {manifest.step}")

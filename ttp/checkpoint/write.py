@@ -55,6 +55,7 @@ def write_share(
     suffix: str = "0",
     make: bool = True,
     advance: Callable[[int], None] = lambda count: None,
+    digests: bool = False,
 ) -> ShareResult:
     """Write tensors and blobs into `directory/tmp_name/__<rank>_<suffix>_<n>.distcp`; durable on return.
 
@@ -62,6 +63,7 @@ def write_share(
     it at the same time. An existing file is never touched: `n` is the first free number.
     advance: called with bytes written, on the calling thread.
     make: False for a publisher, which must find the directory that it claimed or fail.
+    digests: take the SHA-256 of each file besides its checksum, for a signature.
     blobs: plain values (numbers, strings, booleans, None, and lists, tuples and dictionaries of them) by key.
     Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
     a stream of their own, which never waits for a stuck collective.
@@ -82,7 +84,7 @@ def write_share(
         with ThreadPoolExecutor(1, thread_name_prefix="ttp-sync") as beside:
             for number, batch in enumerate(_batches(boxes) or [[]]):
                 if batch or (packed and number == 0):
-                    written.append(_Target(path, f"__{rank}_{suffix}", advance, beside))
+                    written.append(_Target(path, f"__{rank}_{suffix}", advance, beside, digests))
                     _write_file(written[-1], batch, packed if number == 0 else {}, aliases, copier)
                     for earlier in written[-2:-1]:  # the disk has had a whole file's time for it
                         earlier.finish()
@@ -95,7 +97,7 @@ def write_share(
         if isinstance(error, OSError):
             raise NotWritable(_refusal(rank, path, error)) from error
         raise
-    return ShareResult(tuple(FileEntry(file.name, file.nbytes, file.checksum, rank) for file in written))
+    return ShareResult(tuple(FileEntry(each.name, each.nbytes, each.checksum, rank, each.digest) for each in written))
 
 
 def _batches(boxes: Sequence[HeldBox]) -> list[list[HeldBox]]:
@@ -235,19 +237,22 @@ class _Target(FileSystem):
     keeps the error, drops what follows, and `raise_error` raises it.
     """
 
-    def __init__(self, path: Path, stem: str, advance: Callable[[int], None], beside: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, path: Path, stem: str, advance: Callable[[int], None], beside: ThreadPoolExecutor, digests: bool
+    ) -> None:
         self.path = path
+        self._digests = digests
         self._advance = advance
         self._beside = beside
         self.name = ""
         self.nbytes = 0
-        self.checksum = ""
+        self.checksum = self.digest = ""
         self._stem = stem
         self._stream: _SummedStream | None = None
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        self._stream = _SummedStream(self._open_new(), self._beside, self._advance)
+        self._stream = _SummedStream(self._open_new(), self._beside, self._advance, Checksum(digest=self._digests))
         yield self._stream
 
     def seal(self, table: bytes) -> None:
@@ -255,7 +260,8 @@ class _Target(FileSystem):
         assert self._stream is not None
         self._stream.seal(table)
         self.raise_error()
-        self.nbytes, self.checksum = self._stream.position, self._stream.checksum.text
+        self.nbytes, checksum = self._stream.position, self._stream.checksum
+        self.checksum, self.digest = checksum.text, checksum.digest
 
     def finish(self) -> None:
         """Make the file durable and close it. Raises OSError."""
@@ -294,10 +300,12 @@ class _Target(FileSystem):
 class _SummedStream(io.RawIOBase):
     """Writes to a file, and takes the checksum of what was meant to be in it. Never raises: see `_Target`."""
 
-    def __init__(self, file: IO[bytes], beside: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
+    def __init__(
+        self, file: IO[bytes], beside: ThreadPoolExecutor, advance: Callable[[int], None], checksum: Checksum
+    ) -> None:
         super().__init__()
         self._advance = advance
-        self.checksum = Checksum()
+        self.checksum = checksum
         self.position = 0
         self.error: OSError | None = None
         self._file = file

@@ -7,10 +7,10 @@ whose agent cannot find it, however slow the attempt's store is. Never decides w
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ttp import files
 from ttp.inputs import checked
 from ttp.inputs.input_file import read_json
 
@@ -36,9 +36,7 @@ class Controllers:
 
 def write(directory: Path, known: Controllers) -> None:
     """Replace the file of an attempt (the first rank of each node). Raises OSError."""
-    unfinished = directory / f"{NAME}.{os.getpid()}"
-    unfinished.write_text(json.dumps(asdict(known)), encoding="utf-8")
-    unfinished.replace(directory / NAME)
+    files.replace(directory / NAME, json.dumps(asdict(known)))
 
 
 def read(directory: Path) -> Controllers | None:

@@ -15,8 +15,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
+from ttp import files
 from ttp.config import error_file, worker_error_file
 from ttp.errors import ConfigError
 
@@ -93,8 +95,5 @@ def record(exc: BaseException) -> None:
         return
     extra = {"py_callstack": "".join(traceback.format_exception(exc)), "timestamp": str(int(time.time()))}
     body = json.dumps({"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": extra}})
-    unfinished = f"{_path}.{os.getpid()}"
     with contextlib.suppress(OSError):  # a full disk costs the incident report a line, not the job its checkpoint
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(body)
-        os.replace(unfinished, _path)
+        files.replace(Path(_path), body)

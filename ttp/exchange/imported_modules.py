@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from ttp import files
 from ttp.inputs import checked
 from ttp.inputs.input_file import read_json
 
@@ -21,11 +22,9 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}",
 
 def write(directory: Path) -> None:
     """List this process's modules, in the order in which they were imported. Raises OSError."""
-    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    names = [name for name, file in files.items() if any(folder in file for folder in INSTALLED)]
-    unfinished = directory / f"{NAME}.{os.getpid()}"
-    unfinished.write_text(json.dumps(names), encoding="utf-8")
-    unfinished.replace(directory / NAME)
+    paths = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    names = [name for name, file in paths.items() if any(folder in file for folder in INSTALLED)]
+    files.replace(directory / NAME, json.dumps(names))
 
 
 def read(directory: Path) -> list[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ttp import files
 from ttp.inputs import checked
 from ttp.inputs.input_file import read_text
 
@@ -35,11 +35,8 @@ def path_of(log_dir: Path, round_number: int) -> Path:
 
 def write(log_dir: Path, round_number: int, last: LastStep) -> None:
     """Replace the file of an attempt (rank 0)."""
-    path = path_of(log_dir, round_number)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        unfinished.write_text(json.dumps({"unix_s": time.time(), **asdict(last)}), encoding="utf-8")
-        unfinished.replace(path)
+        files.replace(path_of(log_dir, round_number), json.dumps({"unix_s": time.time(), **asdict(last)}))
 
 
 def read(log_dir: Path, round_number: int, since_unix_s: float) -> LastStep | None:

@@ -5,13 +5,12 @@ Owns the file `saved_alone_<attempt>.json`. A file that cannot be written or rea
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ttp import files
 from ttp.inputs import checked
 from ttp.inputs.input_file import read_text
 
@@ -49,16 +48,12 @@ def path_of(log_dir: Path, round_number: int) -> Path:
 
 def write(path: Path, account: SavedAlone) -> None:
     """Replace the file of an attempt (rank 0). One that cannot be written costs the agent's report of it."""
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        unfinished.write_text(json.dumps(asdict(account)), encoding="utf-8")
-        unfinished.replace(path)
+        files.replace(path, json.dumps(asdict(account)))
     except OSError as error:
         log.warning(
             "that step %d was saved without a controller cannot be written to %s: %s", account.step, path, error
         )
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
 
 
 def read(log_dir: Path, round_number: int, since_unix_s: float) -> SavedAlone | None:

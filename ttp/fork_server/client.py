@@ -14,13 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp import files
 from ttp.fork_server import frames
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.linux import adopting_orphans
@@ -51,11 +51,11 @@ class Listener:
 
     def __init__(self) -> None:
         """Raises OSError."""
-        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._directory = files.make_temporary(PREFIX)
         self.path = self._directory / "socket"
         self.socket = socket.socket(socket.AF_UNIX)
         try:
-            self.socket.bind(str(self.path))
+            files.bind(self.socket, self.path)
             self.socket.listen(BACKLOG)
         except OSError:
             self.close()

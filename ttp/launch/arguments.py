@@ -111,6 +111,22 @@ def make_parser() -> ArgumentParser:
         help="wait as a spare node, without workers, and take the place of a node that the job loses (c10d with --rdzv-endpoint)",
     )
     group.add_argument(
+        "--sign-key",
+        "--sign_key",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="private Ed25519 key (PEM) with which the ranks sign checkpoints; read with ENABLE_TTP=False too (default: the variable TTP_SIGN_KEY)",
+    )
+    group.add_argument(
+        "--verify-key",
+        "--verify_key",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="public key: checkpoints that are not signed for it are not resumed; read with ENABLE_TTP=False too (default: the variable TTP_VERIFY_KEY)",
+    )
+    group.add_argument(
         "--rank_table_file",
         "--rank-table-file",
         default=None,

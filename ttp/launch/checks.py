@@ -10,11 +10,14 @@ import os
 import signal
 import tempfile
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.events.handlers import get_logging_handler
 
+from ttp import files
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
 from ttp.inputs import checked
@@ -51,11 +54,11 @@ def check_arguments(args: Namespace) -> None:
                 f"invalid --signals-to-handle: got {name!r}, expected names of signals as in SIGTERM,SIGINT"
             )
     if args.log_dir and args.log_dir != os.devnull:
-        _check_directory("--log-dir", Path(args.log_dir))
+        _check_directory("--log-dir", Path(args.log_dir), files.make_folder)
     if args.ttp_story is not None:
         if args.ttp_story.is_dir():
             raise ConfigError(f"invalid --ttp-story: got the directory {str(args.ttp_story)!r}, expected a file")
-        _check_directory("--ttp-story", args.ttp_story.resolve().parent)
+        _check_directory("--ttp-story", args.ttp_story.resolve().parent, partial(os.makedirs, exist_ok=True))
 
 
 def check_node_rank(args: Namespace) -> None:
@@ -100,10 +103,10 @@ def _check_nodes(given: str) -> None:
         )
 
 
-def _check_directory(option: str, folder: Path) -> None:
-    """Check that files can be created in a directory."""
+def _check_directory(option: str, folder: Path, make: Callable[[Path], None]) -> None:
+    """Check that files can be created in a directory, which is made if it is not there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         with tempfile.TemporaryDirectory(prefix=".ttprun_", dir=folder):
             pass
     except OSError as error:

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig
 
+from ttp.checkpoint.format.signature import read_keys
 from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
 from ttp.fork_server.preload import BY_PROGRAM
@@ -62,11 +63,15 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         args = parser.parse_args(argv)
         if use_ttp and args.ttp_ot is not None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers have the same deadline
+        for name, file in (("TTP_SIGN_KEY", args.sign_key), ("TTP_VERIFY_KEY", args.verify_key)):
+            if file is not None:
+                os.environ[name] = str(file.absolute())  # the workers read it
         settings = Settings.from_env()
         source = SecretSource.take(os.environ)
         if args.secret_file:
             source = SecretSource(file=args.secret_file)
         source.read()
+        read_keys(settings)
         _log_to_stderr()
         if use_ttp:
             _warn_of_unknown_variables()

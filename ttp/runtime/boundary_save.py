@@ -73,7 +73,7 @@ class BoundarySave:
         """
         for path in (Path(directory) / step_directory_name(step) for directory in self._directories):
             with contextlib.suppress(CheckpointError, OSError):
-                manifest = verify(path)
+                manifest = verify(path, key=self._holder.keys.verify)
                 if all((path / file.name).exists() for file in manifest.files):
                     return str(path)
         return ""

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ttp import files
 from ttp.checkpoint import find
 from ttp.checkpoint.format.durable import step_of_directory, write_durably
 from ttp.checkpoint.staging import clean_stale
@@ -92,7 +93,7 @@ class RunDirectories:
                 clean_stale(directory)
                 if self._first_start:
                     (Path(directory) / NOTE_NAME).unlink(missing_ok=True)
-                (Path(directory) / mark).touch()
+                open(Path(directory) / mark, "x", opener=files.opener).close()
             except OSError as error:
                 reason = (
                     f"checkpoint directory {directory} cannot be used: {error.strerror or error} ({error.filename});"
@@ -173,7 +174,7 @@ class RunDirectories:
         problems = []
         for directory in self._readable:
             try:
-                write_durably(Path(directory) / NOTE_NAME, body)
+                write_durably(Path(directory) / NOTE_NAME, body, private=True)
             except OSError as error:
                 problems.append(error)
         if problems and (self._first_start or len(problems) == len(self._readable)):
@@ -192,7 +193,7 @@ class RunDirectories:
 
     def _lock(self, directory: str) -> None:
         path = Path(directory) / LOCK_NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = files.opener(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ttp import files
 from ttp.config import Settings
 from ttp.controller.agent_link import request_shutdown
 from ttp.controller.journal import set_aside_later
@@ -165,7 +166,7 @@ class JobController:
 def _set_older_journals_aside(log_dir: Path) -> None:
     """Make room for a new job's journals. Raises NotWritable."""
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        files.make_folder(log_dir)
         set_aside_later(log_dir)
     except OSError as error:
         raise unwritable_log_dir(log_dir, error) from None

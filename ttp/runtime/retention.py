@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttp.checkpoint import verify
+from ttp.checkpoint.format.signature import VerifyKey
 from ttp.checkpoint.prune import plan_prune, remove
 from ttp.errors import CheckpointError, ConfigError
 
@@ -36,8 +37,10 @@ def check_keep(keep: object, shared_dirs: bool) -> None:
 class Retention:
     """The newest `keep` valid checkpoints of each directory stay."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, key: VerifyKey | None = None) -> None:
+        """`key`: who must have signed what counts as valid."""
         self._keep = keep
+        self._key = key
         self._thread: threading.Thread | None = None
         self._again: Sequence[str] | None = None
         self._lock = threading.Lock()
@@ -80,5 +83,5 @@ class Retention:
     def _check(self, path: Path) -> None:
         written = (path / "manifest.json").stat().st_mtime if (path / "manifest.json").exists() else -1.0
         if self._valid.get(path) != written:
-            verify.verify(path)
+            verify.verify(path, key=self._key)
             self._valid[path] = written

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ttp.checkpoint.format import tiling
 from ttp.checkpoint.format.keys import param_group_blobs
 from ttp.checkpoint.format.manifest import check_json_value
+from ttp.checkpoint.format.signature import NO_KEYS, Keys
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.store import SharedStore, Store
 from ttp.checkpoint.write import WrittenShare, WrittenShares, merge_results, write_share
@@ -100,12 +101,16 @@ class OptimizerStateProvider:
         registration: Registration,
         publisher: Publisher | None = None,
         store: Store | None = None,
+        keys: Keys = NO_KEYS,
     ) -> None:
         """registration: what this rank registers with at step 0. store: where checkpoints are; None: in directories that all ranks
-        share. publisher: who makes checkpoints of what the writers wrote, if it is not this class."""
+        share. publisher: who makes checkpoints of what the writers wrote, if it is not this class. keys: what checkpoints are signed
+        with, and whose are valid."""
         self.optimizer = optimizer
         self._publisher = publisher
         self.store = store or SharedStore()
+        self.keys = keys
+        self._digests = keys.sign is not None and publisher is None
         self.step_states = StepStates()
         self.around: Callable[[str, int, str], contextlib.AbstractContextManager[None]] = _nothing_around
         """`with around(point, step, path):` encloses every write and publish, for fault injection."""
@@ -147,7 +152,16 @@ class OptimizerStateProvider:
             tensors += tiling.split_parts(holdings[part.group_id], part.count)[part.index]
         suffix = "-".join(f"{p.group_id[:6]}.{p.index}.{p.count}" for p in parts[:4])
         with self.around("write", step, f"{directory}/{tmp_name}"):
-            return write_share(directory, tmp_name, self._rank, tensors, {}, suffix=suffix, advance=self._advance)
+            return write_share(
+                directory,
+                tmp_name,
+                self._rank,
+                tensors,
+                {},
+                suffix=suffix,
+                advance=self._advance,
+                digests=self._digests,
+            )
 
     def publish(self, order: PublishOrder) -> str:
         with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
@@ -169,6 +183,7 @@ class OptimizerStateProvider:
             "expected": self.optimizer.expected_tensors(),
             "trusted": self._trusted,
             "advance": self._advance,
+            "keys": self.keys,
         }
         return self.store.publish(order.directory, order.tmp_name, **fields)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ttp.hang_limits import HangLimits
 from ttp.proto.frozen import dataclass
-from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Downward, Heartbeat, Upward
 
 JSONValue = str | int | float | bool | None | tuple["JSONValue", ...] | Mapping[str, "JSONValue"]

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from math import inf
 from operator import itemgetter
 
+from ttp.hang_limits import HangLimits
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.hang_limits import HangLimits
 from ttp.proto.messages import Heartbeat, Phase
 
 from .per_rank import PerRank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from tests.unit.checkpoint.signing import make_keys
 from ttp.adopt import transformers_callback
 from ttp.adopt.transformers_callback import TTPCallback
 from ttp.config import Settings
@@ -129,3 +131,15 @@ def test_a_restart_in_a_later_pass_over_a_stream_is_an_error(
     else:
         assert train(tmp_path, samples=stream(12), on_data_mismatch="warn")
         assert "step 4 is in pass 2 over the stream" in said[1]
+
+
+def test_only_a_signed_checkpoint_becomes_one_of_the_trainers_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TTP_VERIFY_KEY; what was trained without a signature is not loaded by this way either."""
+    train(tmp_path / "cut", SAVED)
+    make_keys(tmp_path)
+    monkeypatch.setenv("TTP_VERIFY_KEY", str(tmp_path / "job.pub.pem"))
+    protection = TTPCallback(save_dirs=[tmp_path / "cut"], settings=OFF)
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu"), output_dir=str(tmp_path / "t")))
+    assert protection.checkpoint(trainer) is None and not (tmp_path / "t").exists()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.unit.checkpoint.conftest import CAUSE, Job
+from ttp.checkpoint.format.signature import NO_KEYS, Keys
 from ttp.checkpoint.node_local.publish_part import publish_part
 from ttp.checkpoint.node_local.store import NodeLocalStore
 from ttp.checkpoint.reader import Reader
@@ -74,6 +75,7 @@ class Cluster:
     spoil: Callable[[bytes], bytes] = lambda chunk: chunk
     own_folder: str = ""
     """Below a node's disk, where its checkpoints lie."""
+    keys: Keys = NO_KEYS
 
     def disk(self, rank: int) -> Path:
         return self.root / self.hosts[rank] / self.own_folder
@@ -94,7 +96,10 @@ class Cluster:
         """Every rank writes its share on its node's disk; these ranks publish their nodes' pieces."""
         name = f"iter_{step:07d}_tmp_{attempt}"
         shares = job.shares(len(self.hosts))
-        results = [write_share(self.disk(rank), name, rank, share, {}) for rank, share in enumerate(shares)]
+        results = [
+            write_share(self.disk(rank), name, rank, share, {}, digests=self.keys.sign is not None)
+            for rank, share in enumerate(shares)
+        ]
         for rank in publishers:
             self.publish(rank, name, step, results, start, term)
 
@@ -112,6 +117,7 @@ class Cluster:
             "term": term,
             "state": state,
             "advance": self.advanced.append,
+            "keys": self.keys,
         }
         return Path(publish_part(self.disk(rank), name, **fields, **given))
 
@@ -132,6 +138,7 @@ class Cluster:
                     expected=job.shapes(),
                     targets=lambda: job.shares(threads.count)[rank],
                     on_skip=lambda path, reason: self.skipped.append(f"{path.name}: {reason}") if rank == 0 else None,
+                    key=self.keys.verify,
                     report=lambda text: self.said.append(text) if rank == 0 else None,
                 )
                 store = NodeLocalStore(self.hosts, 1, rank)

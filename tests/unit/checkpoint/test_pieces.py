@@ -13,9 +13,9 @@ import torch
 from tests.unit.checkpoint.cluster import HOSTS, Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
+from tests.unit.checkpoint.signing import make_keys
 from ttp.checkpoint import publish
 from ttp.checkpoint.format.manifest import read_manifest
-from ttp.checkpoint.node_local import publish_part
 from ttp.checkpoint.node_local.exchange_files import Move, moved_texts, plan_moves
 from ttp.checkpoint.node_local.parts import next_start, remove_superseded
 from ttp.checkpoint.node_local.store import NodeLocalStore
@@ -283,23 +283,30 @@ def test_publishing_a_piece_again_is_harmless(cluster: Cluster, job: Job) -> Non
     assert [path.name for path in sorted((cluster.root / "a").glob("iter_*"))] == ["iter_0000007"]
 
 
-@pytest.mark.parametrize("act", ["write_manifest", "fsync_directory"])
+@pytest.mark.parametrize("act", ["write_manifest", "sign_manifest", "fsync_directory"])
 def test_a_publisher_whose_claim_is_taken_by_one_that_had_stood_still_finds_its_piece(
-    cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch, act: str
+    cluster: Cluster,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    act: str,
 ) -> None:
     """Another rank was asked in its place, and both go on at once: neither may say that the directory takes no step."""
     name = "iter_0000007_tmp_x"
-    results = [write_share(cluster.disk(r), name, r, s, {}) for r, s in enumerate(job.shares(4))]
-    module = publish_part if act == "write_manifest" else publish
-    real, published = getattr(module, act), list[Path]()
+    results = [write_share(cluster.disk(r), name, r, s, {}, digests=True) for r, s in enumerate(job.shares(4))]
+    real, published = getattr(publish, act), list[Path]()
+    if act == "sign_manifest":
+        cluster.keys = make_keys(tmp_path)
 
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(module, act, real)
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(publish, act, real)
         published.append(cluster.publish(0, name, 7, results))
-        real(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(module, act, interrupted)
+    monkeypatch.setattr(publish, act, interrupted)
     assert [cluster.publish(1, name, 7, results)] == published and verify(published[0]).step == 7
+    assert "signature" not in caplog.text
 
 
 def test_a_staging_directory_that_is_gone_is_not_published(cluster: Cluster, job: Job) -> None:

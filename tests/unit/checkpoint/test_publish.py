@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.unit.checkpoint.signing import make_keys, save_signed, write
 from ttp.checkpoint import find, publish
 from ttp.checkpoint import verify as checks
 from ttp.checkpoint.format import checksum, durable
@@ -120,6 +121,28 @@ def test_at_every_system_call_a_death_leaves_a_whole_newest_checkpoint(
         assert durable.read_tracker(directory) == 42
         clean_stale(directory)
         assert sorted(os.listdir(directory)) == ["iter_0000041", "iter_0000042", durable.TRACKER_NAME]
+    assert seen == {41, 42}
+
+
+def test_at_every_system_call_a_death_leaves_no_checkpoint_without_its_signature(job: Job, tmp_path: Path) -> None:
+    """It appears with the checkpoint's name, or the older one is the newest; another publisher signs as well."""
+    keys = make_keys(tmp_path)
+    calls: list[str] = []
+    results = write(job, tmp_path / "count", "iter_0000042_tmp_a")
+    with at_call(-1, refused, calls):
+        job.publish(tmp_path / "count", "iter_0000042_tmp_a", results, 42, blobs=BLOBS, keys=keys)
+    seen = set()
+    for number in range(len(calls)):
+        directory = tmp_path / str(number)
+        save_signed(job.later(), directory, 41, keys)
+        results = write(job, directory, "iter_0000042_tmp_a")
+        with at_call(number, killed_after, []), suppress(Killed):
+            job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS, keys=keys)
+        found = find.find_newest_valid([directory], key=keys.verify)
+        assert found is not None and not found.skipped, f"call {number}"
+        seen.add(found.manifest.step)
+        path = job.publish(directory, "iter_0000042_tmp_a", results, 42, blobs=BLOBS, keys=keys, rank=1)
+        assert verify(path, key=keys.verify).step == 42
     assert seen == {41, 42}
 
 

@@ -34,14 +34,16 @@ MAY_IMPORT = {
     "ttp.controller": (
         "ttp.proto",
         "ttp.errors",
+        "ttp.hang_limits",
         "ttp.config",
         "ttp.identity",
+        "ttp.files",
         "ttp.text.wording",
         *CHECKS_OF_INPUT,
         "ttp.fork_server",
         "ttp.controller",
     ),
-    "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.processor"),
+    "ttp.processor": ("ttp.proto", "ttp.errors", "ttp.files", "ttp.processor"),
     "ttp.trainer": ("ttp",),
 }
 

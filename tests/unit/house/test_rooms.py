@@ -23,6 +23,7 @@ SAME_MEANING = {
     "optimizer": "the optimizer of ttp that each kind of trainer uses",
     "prepare": "the command, and what it does",
     "prune": "removing old checkpoints: from shared directories, from each node's own, and the command",
+    "sign": "signing a checkpoint that is published, and the command",
     "state": "all that a machine remembers",
     "status": "the status of a job, as a message and as the controller makes it",
     "store": "where checkpoints are kept: the interface with shared directories, and each node's own",

@@ -25,6 +25,7 @@ from tests.shown import ROOT
 from tests.unit.chaos.test_judge import campaign
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
+from tests.unit.checkpoint.signing import make_keys, save_signed
 from tests.unit.runtime.test_replay import EVENTS, record
 from ttp import cli
 from ttp.chaos.report.result_json import write_result
@@ -187,6 +188,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cluster = Cluster(folder / "nodes", own_folder="checkpoints")
     for step in (39, 40, 41, 42):
         cluster.save(Job(tensors), step)
+    save_signed(Job(tensors), folder / "signed" / "checkpoints", 42, make_keys(folder, "job7"))
     (folder / "my_texts").mkdir()
     (folder / "my_texts" / "a.txt").write_text("a text of few words\n" * 9)
     for name, content in byte_level_files().items():

@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
+from tests.unit.checkpoint.signing import make_keys
 from ttp.errors import ConfigError
 from ttp.exchange import discovery
 from ttp.launch.arguments import hides_stderr, make_parser
@@ -27,6 +28,8 @@ OWN_FLAGS = [
     "--rank_table_file",
     "--secret-file",
     "--secret_file",
+    "--sign-key",
+    "--sign_key",
     "--spare-node",
     "--spare_node",
     "--ttp-death-poll",
@@ -37,6 +40,8 @@ OWN_FLAGS = [
     "--ttp_futile_starts",
     "--ttp_ot",
     "--ttp_story",
+    "--verify-key",
+    "--verify_key",
 ]
 OF_MSRUN = [
     "--cluster-time-out", "--cluster_time_out", "--join", "--local-worker-num", "--local_worker_num", "--worker-num", "--worker_num",
@@ -49,6 +54,8 @@ OWN_DEFAULTS: dict[str, object] = {
     "preload": [],
     "secret_file": "",
     "spare_node": False,
+    "sign_key": None,
+    "verify_key": None,
     "rank_table_file": None,
     "worker_num": None,
     "local_worker_num": None,
@@ -102,6 +109,8 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
             "preload": "what earlier workers had imported",
             "secret_file": "`TTP_SECRET_FILE`, `TTP_SECRET`; on one node a new secret for each job",
             "spare_node": "off",
+            "sign_key": "`TTP_SIGN_KEY`",
+            "verify_key": "`TTP_VERIFY_KEY`",
         }
         assert default == unset.get(action.dest, str(action.default or "none"))
 
@@ -257,6 +266,11 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
         (("--preload", "a,,b"), "argument --preload: invalid module name: got '', expected names with dots"),
         (("--rank_table_file", ""), "invalid --rank_table_file: got an empty path, expected the path of a rank table"),
         (("--rank_table_file", " "), "invalid --rank_table_file: got an empty path, expected the path of a rank table"),
+        (
+            ("--sign-key", "/nosuch"),
+            "invalid TTP_SIGN_KEY: got /nosuch (No such file or directory), expected an Ed25519",
+        ),
+        (("--verify-key", "/dev/null"), "invalid TTP_VERIFY_KEY: got /dev/null (expected a regular file), expected an"),
         (("--ttp-ot", "1e10"), "got '1e10', expected seconds above 0, at most 1e+09"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -269,13 +283,31 @@ def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exit status 2, nothing started, no traceback: the last line says it all, and is the only one of its kind."""
-    monkeypatch.setenv("TTP_OT", "")  # so that what an option sets is taken back
+    for name in ("TTP_OT", "TTP_SIGN_KEY", "TTP_VERIFY_KEY"):
+        monkeypatch.setenv(name, "")  # so that what an option sets is taken back
     with pytest.raises(SystemExit) as ended:
         main([*given, str(tmp_path / "train.py")])
     assert ended.value.code == 2
     errors = capfd.readouterr().err
     assert errors.splitlines()[-1].startswith("ttprun: error: ") and printed in errors.splitlines()[-1]
     assert errors.count("error: ") == 1 and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("enabled", ["True", "False"])
+def test_the_workers_find_the_keys_wherever_they_run(
+    enabled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By absolute paths; plain torchrun's workers save and resume too."""
+    make_keys(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENABLE_TTP", enabled)
+    names, seen = ("TTP_SIGN_KEY", "TTP_VERIFY_KEY"), list[list[str]]()
+    for name in names:
+        monkeypatch.setenv(name, "")
+    for run in ("ttp.launch.main.launch", "torch.distributed.run.run"):
+        monkeypatch.setattr(run, lambda *arguments: seen.append([os.environ[name] for name in names]))
+    main(["--sign-key", "job.pem", "--verify-key=job.pub.pem", "train.py"])
+    assert seen == [[f"{tmp_path}/job.pem", f"{tmp_path}/job.pub.pem"]]
 
 
 def test_a_variable_that_nothing_reads_is_named_once_with_the_one_that_was_meant(

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.false_alarms import STEPS, TAILS, alarms
 from ttp.controller.core.facts import pace as progress
-from ttp.proto.hang_limits import HangLimits
+from ttp.hang_limits import HangLimits
 
 
 @pytest.mark.parametrize(("seed", "mean_s"), [(1, 0.02), (2, 0.5)])

@@ -16,7 +16,7 @@ from ttp.controller.core.facts import pace as progress
 from ttp.controller.core.facts.events import Send, Tick
 from ttp.controller.core.facts.pace import ENOUGH, Pace, Place, advance, limit, suspects, unknown
 from ttp.controller.core.facts.state import Stage
-from ttp.proto.hang_limits import HangLimits
+from ttp.hang_limits import HangLimits
 from ttp.proto.messages import (
     CauseKind,
     Finished,

@@ -17,7 +17,7 @@ from ttp.controller.core.facts.state import Gathering
 from ttp.controller.core.machine import initial, transition
 from ttp.controller.journal import Journal, inputs_path, read_events, read_inputs, replay
 from ttp.controller.json_codec import from_json, to_json
-from ttp.proto.hang_limits import HangLimits
+from ttp.hang_limits import HangLimits
 from ttp.proto.messages import (
     Cause,
     CauseKind,

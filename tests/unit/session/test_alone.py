@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import ttp
+from tests.unit.checkpoint.signing import make_keys
 from tests.waiting import until
 from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.format.signature import NO_KEYS, Keys
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import CheckpointError
@@ -144,14 +146,17 @@ class Saves:
 class Holder:
     checkpoint = "/older"
 
+    def __init__(self, keys: Keys = NO_KEYS) -> None:
+        self.keys = keys
+
     class optimizer:
         device = torch.device("cpu")
 
 
-def fail(folder: Path, saves: Saves) -> tuple[list[tuple[object, ...]], SavedAlone]:
+def fail(folder: Path, saves: Saves, keys: Keys = NO_KEYS) -> tuple[list[tuple[object, ...]], SavedAlone]:
     processor = NoProcess()
     account = saved_alone.path_of(folder, 0)
-    save = BoundarySave(saves, Holder(), [str(folder)], 0, account)  # type: ignore[arg-type]
+    save = BoundarySave(saves, Holder(keys), [str(folder)], 0, account)  # type: ignore[arg-type]
     save(7, True, processor)  # type: ignore[arg-type]
     written = saved_alone.read(folder, 0, 0.0)
     assert written is not None
@@ -204,19 +209,20 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", ["a bit", "another node's file", "all but the name"])
+@pytest.mark.parametrize("harm", ["a bit", "another node's file", "all but the name", "no signature"])
 def test_what_only_has_the_name_of_a_checkpoint_is_none(tmp_path: Path, harm: str) -> None:
-    """A broken one of an earlier job, which this one had skipped; or this node's piece, whose other nodes have none."""
+    """A broken one of an earlier job, which this one had skipped; this node's piece, whose other nodes have none; or one that no resume would take."""
     path = published(tmp_path, shared_dirs=harm != "another node's file")
     file = next(iter(sorted(path.glob("*.distcp"))))
     if harm == "a bit":
         flip_a_bit(file)
     elif harm == "another node's file":
         file.unlink()
-    else:
+    elif harm == "all but the name":
         shutil.rmtree(path)
         path.mkdir()
-    calls, account = fail(tmp_path, Saves(RuntimeError("closed by peer")))
+    keys = make_keys(tmp_path) if harm == "no signature" else NO_KEYS
+    calls, account = fail(tmp_path, Saves(RuntimeError("closed by peer")), keys)
     assert calls == [("saves", 7), ("saved", 7, "", "RuntimeError: closed by peer")] and account.path == ""
 
 

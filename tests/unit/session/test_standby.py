@@ -5,7 +5,7 @@ from __future__ import annotations
 from ttp.config import Settings
 from ttp.controller.__main__ import parse, settings_of
 from ttp.controller.process import arguments
-from ttp.proto.hang_limits import HangLimits
+from ttp.hang_limits import HangLimits
 from ttp.runtime.standby import controller_settings
 
 

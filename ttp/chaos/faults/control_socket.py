@@ -10,11 +10,10 @@ import json
 import selectors
 import shutil
 import socket
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from ttp import files
 from ttp.chaos.faults.rank_hook import FaultOrder, order_line
 
 Message = dict[str, Any]
@@ -60,10 +59,10 @@ class Control:
     """A listening socket in a folder of its own. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ttp-chaos-"))  # a socket's path may have 107 characters
+        self._folder = files.make_temporary("ttp-chaos-")  # a socket's path may have 107 characters
         self.path = self._folder / "ranks"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self.path))
+        files.bind(self._listener, self.path)
         self._listener.listen(1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)

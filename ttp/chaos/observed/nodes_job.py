@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ttp import files
 from ttp.chaos.nodes.namespaces import Node
 from ttp.chaos.observed.training_job import JobError, Observed
 
@@ -84,7 +85,7 @@ class NodesJob(Observed):
             shared.mkdir(exist_ok=True)
             own.mkdir(parents=True, exist_ok=True)
             private = {shared: own}
-        with open(self._console(node), "ab") as console:
+        with open(self._console(node), "ab", opener=files.opener) as console:
             self.agents[node.name] = node.popen(self._command, environ=self._environ, private=private, output=console)
 
     def disk(self, node: Node) -> Path:

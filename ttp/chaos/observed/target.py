@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ttp import files
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.nodes.namespaces import Node
 from ttp.chaos.observed.training_job import controllers_of, marked
@@ -65,7 +66,7 @@ class Target:
         self.launches = 0
         """How often the whole command was started."""
         self.launchers: list[subprocess.Popen[bytes]] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         self._environ = {"OMP_NUM_THREADS": "1", **environ, "TTP_CHAOS": str(socket_path), "TTP_TEST_MARK": self.mark}
 
     def __enter__(self) -> Target:
@@ -125,7 +126,7 @@ class Target:
         self.launchers[index] = self._launch(index)
 
     def _launch(self, index: int) -> subprocess.Popen[bytes]:
-        with open(self.console_path(index), "ab") as console:
+        with open(self.console_path(index), "ab", opener=files.opener) as console:
             if self.nodes:
                 return self.nodes[index].popen(self.command, environ=self._environ, output=console)
             return subprocess.Popen(

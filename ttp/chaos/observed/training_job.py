@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp import files
+
 POLL_S = 0.005
 
 
@@ -74,7 +76,7 @@ class Observed(ABC):
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
         self._metrics = GrowingLines(output_dir / "metrics.jsonl")
-        output_dir.mkdir(parents=True, exist_ok=True)
+        files.make_folder(output_dir)
 
     @abstractmethod
     def ended(self) -> str:
@@ -185,7 +187,7 @@ class TrainingJob(Observed):
         """`launcher`: its own options. `launch_module`: `torch.distributed.run` for torchrun."""
         super().__init__(output_dir)
         self.ranks = ranks
-        self._console = open(output_dir / "console.log", "ab")  # noqa: SIM115 - closed by __exit__
+        self._console = open(output_dir / "console.log", "ab", opener=files.opener)  # noqa: SIM115 - closed by __exit__
         command = [sys.executable, "-m", launch_module, "--nproc-per-node", str(ranks), *launcher, *program]
         command += ["--config", config, "--training_config.output_dir", str(output_dir), *overrides]
         self.command = command

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ttp import files
 from ttp.chaos.faults.scenario import FaultSpec, Moment, Scenario
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.nodes.namespaces import why_not
@@ -93,7 +94,7 @@ def run_campaign(
     campaign = Campaign(scenario, list(command), output, soak)
     patience = patience or InterruptGuard()
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        files.make_folder(output)
     except OSError as error:
         raise ConfigError(f"--output: got {output} ({error.strerror}), expected a folder that can be made") from None
     final: Path | None = None

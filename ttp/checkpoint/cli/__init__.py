@@ -1,1 +1,1 @@
-"""`ttp ckpt`: the commands that look at checkpoints, compare, export and prune them."""
+"""`ttp ckpt`: list, inspect, verify, diff, export, prune and sign checkpoints."""

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from ttp.checkpoint.cli.output import Answer, Status
-from ttp.checkpoint.cli.verify import open_given
+from ttp.checkpoint.cli.verify import key_given, open_given
 from ttp.checkpoint.compare import Difference, Kind, Tally, compare, flattened, pairs
 from ttp.checkpoint.reader import Reader
 from ttp.text.wording import counted
@@ -25,8 +25,7 @@ from ttp.text.wording import counted
 
 def run(given: argparse.Namespace, console: Console) -> Answer:
     """Compare two checkpoints. YES: equal, NO: different."""
-    a = open_given(given.a, console, deep=not given.shallow)
-    b = open_given(given.b, console, deep=not given.shallow)
+    a, b = (open_given(path, console, deep=not given.shallow, key=key_given(given)) for path in (given.a, given.b))
     total = sum(spec.numel for spec in a.manifest.tensors.values())
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("comparing", total=total)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ttp.checkpoint.cli.output import Answer, Status, UsageError
-from ttp.checkpoint.cli.verify import open_given
+from ttp.checkpoint.cli.verify import key_given, open_given
 from ttp.checkpoint.find import all_at
 from ttp.checkpoint.format import dcp
 from ttp.checkpoint.format.durable import fsync_directory, written_by_library
@@ -40,9 +40,10 @@ _CONVERTER = "ttp.trainer.convert"
 def run(given: argparse.Namespace, console: Console) -> Answer:
     """Write OUTPUT. YES: it is there, whole."""
     _check(given)
+    key = key_given(given)
     if given.to == "hf":
         return _to_hugging_face(given)
-    stored = open_given(given.path, console)
+    stored = open_given(given.path, console, key=key)
     with _appearing(given.output) as unfinished:
         count = (
             _write_safetensors(unfinished, stored, given)
@@ -69,7 +70,9 @@ def _check(given: argparse.Namespace) -> None:
 
 def _to_hugging_face(given: argparse.Namespace) -> Answer:
     converter = importlib.import_module(_CONVERTER)
-    step = converter.to_hugging_face(str(given.path), given.output, given.dtype or "float32", given.tokenizer)
+    step = converter.to_hugging_face(
+        str(given.path), given.output, given.dtype or "float32", given.tokenizer, given.key
+    )
     return _written(given, step, str(given.path), "for AutoModelForCausalLM.from_pretrained")
 
 

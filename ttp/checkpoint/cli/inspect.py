@@ -20,7 +20,8 @@ from rich.table import Column, Table
 from ttp.checkpoint.cli.output import Answer, Status, invalid, time_text
 from ttp.checkpoint.find import all_at, judged
 from ttp.checkpoint.format.file_index import TensorEntry, read_contents
-from ttp.checkpoint.format.manifest import Manifest, read_manifest
+from ttp.checkpoint.format.manifest import Manifest, file_fields, read_manifest
+from ttp.checkpoint.format.signature import SIGNATURE_NAME
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import Cause, CommitRecord, ShareResult
 from ttp.text.wording import ranks_text, size_text
@@ -51,7 +52,8 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         "record": None if found.record is None else dataclasses.asdict(found.record),
         "state": found.state,
         "bytes": found.nbytes,
-        "files": [dataclasses.asdict(file) for file in found.files],
+        "signed": (path / SIGNATURE_NAME).exists(),
+        "files": [file_fields(file) for file in found.files],
         "tensors": {
             key: {
                 "dtype": spec.dtype,
@@ -126,6 +128,7 @@ def _summary(path: Path, found: Manifest) -> Table:
         ("tensors", f"{len(found.tensors):,}: {', '.join(f'{n:,} elements of {kind}' for kind, n in by_kind.items())}"),
         *([("nodes", ", ".join(sorted(set(found.hosts))) + " (each has its own ranks' files)")] if found.hosts else []),
         ("files", f"{len(found.files):,}, {size_text(found.nbytes)}"),
+        ("signature", "verify --key checks it" if (path / SIGNATURE_NAME).exists() else "none"),
     ]
     for name, value in rows:
         table.add_row(name, escape(str(value)))

@@ -1,4 +1,4 @@
-"""`ttp ckpt COMMAND ...`, also `python -m ttp.checkpoint`: looking at checkpoints, comparing, exporting and pruning them.
+"""`ttp ckpt COMMAND ...`, also `python -m ttp.checkpoint`: looking at checkpoints, comparing, exporting, pruning and signing them.
 
 Owns the command line. Each command is a function of the parsed arguments that returns an `Answer`; its module, and torch with it,
 is imported when it is asked for. The older order `PATH {list,inspect,verify}` is taken as well.
@@ -27,6 +27,8 @@ COMMANDS = {
     "diff": ("diff", "compare two checkpoints bit by bit: weights, optimizer state, plain values"),
     "export": ("export", "write the newest valid checkpoint, or the one named, as one file or folder"),
     "prune": ("prune", "show which checkpoints are older than the newest valid ones; with --yes: remove them"),
+    "sign": ("sign", "verify a checkpoint by its checksums, then sign it, or all of a folder"),
+    "keygen": ("keygen", "make a pair of Ed25519 keys, with which checkpoints are signed and verified"),
 }
 """The module of this room whose `run` it is, and what `--help` and docs/commands.md say."""
 _INTERRUPTED = 130
@@ -35,8 +37,8 @@ FORMATS = ("safetensors", "torch", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
 
 _STATUSES = """exit status:
-  0  yes: valid, complete, equal; exported, pruned
-  1  no: broken, or none is there (list, inspect, verify); different (diff)
+  0  yes: valid, complete, equal; exported, pruned, signed
+  1  no: broken, or none is there (list, inspect, verify, sign); different (diff)
   2  wrong usage: the command line, no such folder, an output that is there already
   3  no answer, or not done: no right to read, no room, a broken checkpoint to compare, export or keep
 
@@ -88,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     root = argparse.ArgumentParser(
         prog="ttp ckpt",
-        description="Look at checkpoints, compare, export and prune them.",
+        description="Look at checkpoints, compare, export, prune and sign them.",
         epilog=_STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -125,7 +127,22 @@ def parser() -> argparse.ArgumentParser:
         "--partial", action="store_true", help="parts of older steps that are not whole in these folders go as well"
     )
     prune.add_argument("--yes", action="store_true", help="remove; without it nothing is changed")
+    _sign(commands)
+    for command in (commands.choices[name] for name in ("verify", "diff", "export", "prune")):
+        command.add_argument(
+            "--key", metavar="FILE", help="public key that must have signed it, besides (default: TTP_VERIFY_KEY)"
+        )
     return root
+
+
+def _sign(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    sign = commands["sign"]
+    sign.add_argument("path", type=Path, metavar="PATH", help="a checkpoint (iter_0000042), or a folder of them: all")
+    sign.add_argument("--sign-key", required=True, metavar="FILE", help="private key, as `keygen` makes it")
+    keygen = commands["keygen"]
+    keygen.add_argument(
+        "prefix", type=Path, metavar="PREFIX", help="PREFIX.pem and PREFIX.pub.pem are new; of a folder: ttp.pem in it"
+    )
 
 
 def _look(commands: Mapping[str, argparse.ArgumentParser], one: str, many: str) -> None:

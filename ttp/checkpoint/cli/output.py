@@ -23,9 +23,9 @@ class Status(enum.IntEnum):
     """Exit status of `ttp ckpt`; docs/checkpoints.md lists them."""
 
     YES = 0
-    """Valid, complete, equal; written, removed, or nothing to do."""
+    """Valid, complete, equal; written, removed, signed, or nothing to do."""
     NO = 1
-    """A checkpoint is broken or none is there (list, inspect, verify); two differ (diff)."""
+    """A checkpoint is broken or none is there (list, inspect, verify, sign); two differ (diff)."""
     USAGE = 2
     """The command line is wrong, or names what cannot be meant: no such folder, an output that is there already."""
     FAILED = 3

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from ttp.checkpoint import prune
 from ttp.checkpoint.cli.output import Answer, Status, UsageError
-from ttp.checkpoint.cli.verify import checked
+from ttp.checkpoint.cli.verify import checked, key_given
 from ttp.checkpoint.find import State, folder_at, list_published, size_of
 from ttp.checkpoint.node_local import prune as node_local
 from ttp.text.wording import size_text
@@ -53,14 +53,17 @@ def _plan_whole(folders: list[Path], given: argparse.Namespace, console: Console
         )
     if given.partial:
         raise UsageError("--partial is about parts of nodes with directories of their own: there is none here")
-    return prune.plan_prune(folders[0], given.keep, lambda path: checked(path, console))
+    key = key_given(given)
+    return prune.plan_prune(folders[0], given.keep, lambda path: checked(path, console, key=key))
 
 
 def _plan_parts(folders: list[Path], given: argparse.Namespace, console: Console) -> prune.Plan:
     columns = (TextColumn("checking"), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checking", total=None)
-        return node_local.plan_prune(folders, given.keep, given.partial, lambda nbytes: bar.advance(task, nbytes))
+        return node_local.plan_prune(
+            folders, given.keep, given.partial, lambda nbytes: bar.advance(task, nbytes), key_given(given)
+        )
 
 
 def _table(plan: prune.Plan, *, parts: bool) -> Table:

@@ -6,6 +6,8 @@ Owns what is shown of it, and the progress bar of a check for the other commands
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -14,24 +16,25 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from ttp.checkpoint import find
 from ttp.checkpoint import verify as checks
-from ttp.checkpoint.cli.output import Answer, Status, invalid, system_error_text
+from ttp.checkpoint.cli.output import Answer, Status, UsageError, invalid, system_error_text
 from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.format.signature import VerifyKey, key_of_environment, read_verify_key
 from ttp.checkpoint.reader import Reader
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ConfigError
 from ttp.text.wording import counted, size_text
 
 
 def run(given: argparse.Namespace, console: Console) -> Answer:
     """Check a checkpoint, or all of a folder, with their checksums unless --shallow says otherwise."""
-    deep = not given.shallow
+    deep, key = not given.shallow, key_given(given)
     try:
         paths = find.all_at(given.path)
     except CheckpointError as error:
         return invalid(given.path, str(error))
     if find.is_checkpoint(given.path):
-        return _verified(given.path, console, "checking", deep=deep)
+        return _verified(given.path, console, "checking", deep=deep, key=key)
     answers = [
-        _verified(path, console, f"checking {path.name}, {number} of {len(paths)}", deep=deep)
+        _verified(path, console, f"checking {path.name}, {number} of {len(paths)}", deep=deep, key=key)
         for number, path in enumerate(paths, 1)
     ]
     status = max(answer.status for answer in answers)
@@ -45,16 +48,18 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     return Answer(status, fields, [*shown, f"{counted(len(answers), 'checkpoint')} checked: {outcome}"])
 
 
-def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer:
+def _verified(path: Path, console: Console, doing: str, *, deep: bool, key: VerifyKey | None) -> Answer:
     try:
-        found = checked(path, console, doing, deep=deep)
+        found = checked(path, console, doing, deep=deep, key=key)
     except CheckpointError as error:
         return invalid(path, str(error))
     except OSError as error:
         text = system_error_text(error)
         return Answer(Status.FAILED, {"path": str(path), "error": text}, [f"[yellow]UNREADABLE[/] {escape(text)}"])
     here = checks.files_here(path, found) if found.hosts else found.files
-    what = "checksums, sizes and completeness" if deep else "names, sizes and completeness, not the checksums"
+    sums = "checksums" if key is None else "SHA-256"
+    what = f"{sums}, sizes and completeness" if deep else f"names, sizes and completeness, not the {sums}"
+    what = what if key is None else f"signature, {what}"
     fields = {
         "path": str(path),
         "valid": True,
@@ -79,23 +84,38 @@ def _verified(path: Path, console: Console, doing: str, *, deep: bool) -> Answer
     return Answer(Status.YES, fields, [text])
 
 
-def checked(path: Path, console: Console, doing: str = "checking", *, deep: bool = True) -> Manifest:
+def checked(
+    path: Path, console: Console, doing: str = "checking", *, deep: bool = True, key: VerifyKey | None = None
+) -> Manifest:
     """Verify a checkpoint with a progress bar on a terminal; return its manifest. Raises as `verify.verify` does."""
+    with progress_of(console, doing) as progress:
+        return checks.verify(path, deep=deep, progress=progress, key=key)
+
+
+@contextlib.contextmanager
+def progress_of(console: Console, doing: str) -> Iterator[checks.Progress]:
+    """Give what shows how far a check is, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
-        return checks.verify(
-            path, deep=deep, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def open_given(path: Path, console: Console, *, deep: bool = True) -> Reader:
+def key_given(given: argparse.Namespace) -> VerifyKey | None:
+    """Return the public key of --key, or that of TTP_VERIFY_KEY; None: neither is there. Raises UsageError."""
+    try:
+        return key_of_environment() if given.key is None else read_verify_key(given.key, "--key")
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def open_given(path: Path, console: Console, *, deep: bool = True, key: VerifyKey | None = None) -> Reader:
     """Open the checkpoint at `path`, or the newest valid one of the folder `path`, with a progress bar; print what is skipped.
 
-    deep: compare checksums. Raises CheckpointError when none is valid, or for a node's part without those of the others.
+    deep: compare checksums. key: who must have signed it. Raises CheckpointError when none is valid, or for a node's part without those of the others.
     """
     return find.open_at(
         path,
-        lambda each: checked(each, console, deep=deep),
+        lambda each: checked(each, console, deep=deep, key=key),
         lambda skipped, reason: console.print(f"skipped: {reason}", markup=False),
     )

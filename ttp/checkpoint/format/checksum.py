@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files: the algorithm that new files get, and those that older ones have.
 
 Owns the algorithms, their names, and the form in which a checksum is recorded: `xxh3_128:` and hexadecimal digits. A checksum finds damage, not
-forgery. Never decides what is done about damage.
+forgery; of a signed checkpoint each file has its SHA-256 besides. Never decides what is done about damage.
 """
 
 from __future__ import annotations
@@ -38,18 +38,26 @@ _ALGORITHMS: dict[str, tuple[Callable[[], _Hash], int]] = {NEWEST: (xxhash.xxh3_
 
 
 class Checksum:
-    """Takes a file's bytes in order; `text` is the checksum of what it has taken."""
+    """Takes a file's bytes in order; `text` is the checksum of what it has taken, `digest` its SHA-256 where that was asked for."""
 
-    def __init__(self, algorithm: str = NEWEST) -> None:
+    def __init__(self, algorithm: str = NEWEST, *, digest: bool = False) -> None:
         self._algorithm = algorithm
         self._hash = _ALGORITHMS[algorithm][0]()
+        self._sha256 = hashlib.sha256() if digest else None
 
     def update(self, block: bytes | bytearray | memoryview) -> None:
         self._hash.update(block)
+        if self._sha256 is not None:
+            self._sha256.update(block)
 
     @property
     def text(self) -> str:
         return f"{self._algorithm}:{self._hash.hexdigest()}"
+
+    @property
+    def digest(self) -> str:
+        """In hexadecimal; empty where it was not asked for."""
+        return "" if self._sha256 is None else self._sha256.hexdigest()
 
 
 def parse(value: object, path: str) -> str:
@@ -66,10 +74,16 @@ def parse(value: object, path: str) -> str:
     return text
 
 
-def for_file(entry: FileEntry) -> Checksum:
+def digest_of(entry: FileEntry) -> str:
+    """Return the SHA-256 that was recorded of a file, be it as its checksum; empty: none was."""
+    algorithm, _, digits = entry.checksum.partition(":")
+    return digits if algorithm == SHA256 else entry.digest
+
+
+def for_file(entry: FileEntry, *, digest: bool = False) -> Checksum:
     """Return a checksum by the algorithm that the file was recorded with. Raises CorruptCheckpoint for one that is not known here."""
     try:
-        return Checksum(parse(entry.checksum, "checksum").partition(":")[0])
+        return Checksum(parse(entry.checksum, "checksum").partition(":")[0], digest=digest)
     except ValueError as error:
         raise CorruptCheckpoint(f"{entry.name}, written by rank {entry.rank}: {error}") from None
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ttp import files
 from ttp.errors import CheckpointError, CorruptCheckpoint, TTPError
 from ttp.inputs import input_file
 from ttp.text.wording import size_text
@@ -87,11 +88,12 @@ def written_by_library(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file by way of a temporary neighbour, so that `path` is never seen half written. Fsyncs the file only:
-    the caller makes the name durable."""
+    the caller makes the name durable. `private`: it is not part of a checkpoint, and has the mode of TTP's own files."""
     neighbour = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    descriptor = os.open(neighbour, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    descriptor = files.opener(str(neighbour), flags) if private else os.open(neighbour, flags, 0o666)
     try:
         try:
             view = memoryview(content)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.format import checksum
 from ttp.checkpoint.format.durable import open_regular, write_durably
+from ttp.checkpoint.format.signature import SignKey, VerifyKey, read_signature
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.inputs import checked
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
@@ -22,7 +23,7 @@ from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 _READABLE = (1, FORMAT_VERSION)
-"""Of version 1 every file has `sha256`; since version 2 it has `checksum`, which names its algorithm."""
+"""Of version 1 every file has `sha256`; since version 2 it has `checksum`, which names its algorithm, and `sha256` besides where it is signed."""
 _NON_FINITE = "__float__"  # JSON has no NaN and infinities: {"__float__": "nan"}
 _LAST_UNIX_S = 2.0**36
 """Of the year 4147: calendars end at 9999."""
@@ -99,7 +100,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "layout": _encode(manifest.layout, "layout"),
         "record": None if record is None else _encode_record(record),
         "state": _encode(manifest.state, "state"),
-        "files": [asdict(file) for file in manifest.files],
+        "files": [file_fields(file) for file in manifest.files],
         "tensors": {
             key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in sorted(manifest.tensors.items())
         },
@@ -111,29 +112,69 @@ def to_bytes(manifest: Manifest) -> bytes:
     return (json.dumps({"sha256": _digest(body), **body}, indent=1, allow_nan=False) + "\n").encode()
 
 
+def file_fields(file: FileEntry) -> dict[str, JSON]:
+    """Return what a manifest has of a file."""
+    fields: dict[str, JSON] = {"name": file.name, "nbytes": file.nbytes, "checksum": file.checksum, "rank": file.rank}
+    return {**fields, "sha256": file.digest} if file.digest else fields
+
+
 def check_json_value(value: object, path: str) -> None:
     """Check that a manifest can carry a value within its state. Raises CheckpointError naming what it cannot."""
     _encode(value, path, 3)
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write it durably into `directory` (its name becomes durable with the directory's fsync)."""
-    write_durably(directory / MANIFEST_NAME, to_bytes(manifest))
+def write_manifest(directory: Path, manifest: Manifest) -> bytes:
+    """Write it durably into `directory` (its name becomes durable with the directory's fsync); return the file's content."""
+    content = to_bytes(manifest)
+    write_durably(directory / MANIFEST_NAME, content)
+    return content
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CorruptCheckpoint when it is missing, altered, or violates the schema; OSError."""
+def sign_manifest(directory: Path, manifest: Manifest, content: bytes, key: SignKey) -> None:
+    """Sign what `write_manifest` has written, as durably. Raises CheckpointError where a file has no SHA-256; OSError."""
+    for file in manifest.files:
+        if not checksum.digest_of(file):
+            raise CheckpointError(f"{file.name} has no SHA-256: rank {file.rank} wrote it without TTP_SIGN_KEY")
+    key.write_signature(directory, content)
+
+
+def read_manifest(directory: Path, key: VerifyKey | None = None) -> Manifest:
+    """Read a checkpoint's manifest. Raises CorruptCheckpoint when it is missing, altered, or violates the schema; OSError.
+
+    key: as `from_bytes` takes it.
+    """
+    signature = None if key is None else read_signature(directory)
+    return from_bytes(read_bytes(directory), str(directory / MANIFEST_NAME), key, signature)
+
+
+def read_bytes(directory: Path) -> bytes:
+    """Return the content of a checkpoint's manifest. Raises CorruptCheckpoint when it is missing; OSError."""
     path = directory / MANIFEST_NAME
     try:
         with open_regular(path) as stream:
-            content = stream.readall()
+            return stream.readall()
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpoint(f"{path} is missing: {directory} was never published, or was damaged") from None
-    return from_bytes(content, str(path))
 
 
-def from_bytes(content: bytes, where: str) -> Manifest:
-    """Check and parse the file's content; `where` names it in errors. Raises CorruptCheckpoint, with the path of the key."""
+def from_bytes(content: bytes, where: str, key: VerifyKey | None = None, signature: bytes | None = None) -> Manifest:
+    """Check and parse the file's content; `where` names it in errors. Raises CorruptCheckpoint, with the path of the key.
+
+    key: who must have signed it; the checksum of each file is its SHA-256 then, so that whoever compares it relies on the signature.
+    """
+    if key is None:
+        return _from_bytes(content, where)
+    key.check(content, signature, where)
+    manifest = _from_bytes(content, where)
+    for file in manifest.files:
+        if not checksum.digest_of(file):
+            raise CorruptCheckpoint(f"{where} is signed and has no SHA-256 of {file.name}: expected one of every file")
+    sums = (f"{checksum.SHA256}:{checksum.digest_of(file)}" for file in manifest.files)
+    files = tuple(replace(file, checksum=text) for file, text in zip(manifest.files, sums, strict=True))
+    return replace(manifest, files=files)
+
+
+def _from_bytes(content: bytes, where: str) -> Manifest:
     try:
         body = json.loads(content, parse_constant=_refuse_constant)
         checked.check_depth(body, "content")
@@ -208,19 +249,24 @@ def _parse_files(value: object, path: str) -> tuple[FileEntry, ...]:
     for item, where in checked.items(value, path):
         fields = checked.mapping(item, where)
         name = checked.file_name(*checked.field(fields, "name", where))
-        digest = _parse_checksum(fields, where)
+        sums = _parse_checksums(fields, where)
         if name in files:
             raise checked.Invalid(f"{where}.name", name, "a name that no other file has")
         nbytes = checked.integer(*checked.field(fields, "nbytes", where))
-        files[name] = FileEntry(name, nbytes, digest, checked.integer(*checked.field(fields, "rank", where)))
+        rank = checked.integer(*checked.field(fields, "rank", where))
+        files[name] = FileEntry(name, nbytes, sums[0], rank, sums[1])
     return tuple(files.values())
 
 
-def _parse_checksum(fields: dict[str, Any], path: str) -> str:
-    if "checksum" not in fields and checksum.SHA256 in fields:  # version 1
+def _parse_checksums(fields: dict[str, Any], path: str) -> tuple[str, str]:
+    """Return a file's checksum, and its SHA-256 where that is recorded besides."""
+    digits = ""
+    if checksum.SHA256 in fields:
         digits = checked.string(*checked.field(fields, checksum.SHA256, path))
-        return checksum.parse(f"{checksum.SHA256}:{digits}", f"{path}.{checksum.SHA256}")
-    return checksum.parse(*checked.field(fields, "checksum", path))
+        checksum.parse(f"{checksum.SHA256}:{digits}", f"{path}.{checksum.SHA256}")
+    if digits and "checksum" not in fields:  # version 1
+        return f"{checksum.SHA256}:{digits}", ""
+    return checksum.parse(*checked.field(fields, "checksum", path)), digits
 
 
 def _parse_spec(value: object, path: str) -> TensorSpec:

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ttp.checkpoint.format import checksum, dcp
 from ttp.checkpoint.format.durable import fsync_directory, step_directory_name, write_durably
 from ttp.checkpoint.format.file_index import Contents, parse_tables, read_tables
-from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, to_bytes
+from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes
+from ttp.checkpoint.format.signature import SIGNATURE_NAME
 from ttp.checkpoint.node_local.parts import NodePart, read_parts, supersede, write_of
 from ttp.checkpoint.reader import Reader, check_tensors
 from ttp.checkpoint.store import Peers, Request
@@ -101,7 +102,7 @@ def find_newest(paths: Sequence[str], nodes: NodeFiles, ranks: Peers, request: R
     """
     search = _Search(nodes, ranks, request)
     parts: dict[tuple[int, int, int, str], NodePart] = {}
-    for part in read_parts(paths, request.on_skip):
+    for part in read_parts(paths, request.on_skip, request.key):
         parts.setdefault((part.manifest.step, *write_of(part.manifest)), part)
     skipped: list[str] = []
     offers = ranks.exchange([list(key) for key in parts] if search.leads else [])
@@ -123,6 +124,18 @@ def clean_unfinished(part: Path) -> None:
             os.unlink(part / name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Leading:
+    """What all nodes go by: the manifest of one of them."""
+
+    manifest: Manifest
+    content: bytes
+    """Of its file: a signature is of these bytes."""
+    signature: bytes | None
+    order: int
+    """The place of its directory in the list."""
+
+
 class _Search:
     """One rank's share in the search. Every method is called by all ranks, in the same order."""
 
@@ -136,14 +149,15 @@ class _Search:
 
     def take(self, part: NodePart | None, skipped: tuple[str, ...]) -> Reader:
         """Make one checkpoint readable on every node. Raises CorruptCheckpoint on all ranks when it is not whole."""
-        manifest, order = self._leading(part)
+        leading = self._leading(part)
+        manifest, order = leading.manifest, leading.order
         self.request.check(manifest)
         files = [file for file in manifest.files if file.name != dcp.METADATA_NAME]
         owners = self._owners(part, files)
         contents = self._contents(part, files, owners)
         path = self._folder(part, order) / step_directory_name(manifest.step)
         check_tensors(path, check_complete(contents), self.request.expected)
-        work = self._prepare(part, manifest, contents, path)
+        work = self._prepare(part, leading, contents, path)
         metadata = dcp.metadata_of(contents)
         moves = self._moves(work, files, owners, metadata)
         problem = ""
@@ -159,15 +173,17 @@ class _Search:
             self.request.report(text)
         return Reader(path, manifest, skipped, metadata)
 
-    def _leading(self, part: NodePart | None) -> tuple[Manifest, int]:
-        """Return the manifest of the first node that has one, and the place of its directory in the list."""
+    def _leading(self, part: NodePart | None) -> _Leading:
+        """Return the manifest of the first node that has one, as it is on its disk."""
         mine: list[Any] = []
         if part is not None and self.leads:
             parents = [Path(os.path.realpath(folder)) for folder in self.save_dirs]
             parent = Path(os.path.realpath(part.path.parent))
-            mine = [to_bytes(part.manifest).decode(), parents.index(parent)]
-        text, order = next(answer for answer in self.peers.exchange(mine) if answer)
-        return from_bytes(text.encode(), "a node's manifest"), int(order)
+            signature = None if part.signature is None else part.signature.hex()
+            mine = [part.content.decode("latin-1"), signature, parents.index(parent)]
+        text, signature, order = next(answer for answer in self.peers.exchange(mine) if answer)
+        content, signed = text.encode("latin-1"), None if signature is None else bytes.fromhex(signature)
+        return _Leading(from_bytes(content, "a node's manifest", self.request.key, signed), content, signed, int(order))
 
     def _folder(self, part: NodePart | None, order: int) -> Path:
         """Return where this node has the checkpoint, or takes it in: the directory of the others' name for it, if that serves."""
@@ -221,7 +237,7 @@ class _Search:
         every = {name: body for some, _ in answers for name, body in some.items()}
         return parse_tables(files, (every[file.name].encode() for file in files))
 
-    def _prepare(self, part: NodePart | None, manifest: Manifest, contents: Contents, final: Path) -> Path:
+    def _prepare(self, part: NodePart | None, leading: _Leading, contents: Contents, final: Path) -> Path:
         """Return the folder in which this node's files come together: its part, or a new one."""
         name = f"{final.name}_tmp_gather_{uuid.uuid4().hex[:12]}"
         work, problem = part.path if part is not None else final.parent / name, ""
@@ -230,8 +246,10 @@ class _Search:
                 work.mkdir(parents=True, exist_ok=True)
                 clean_unfinished(work)
                 if part is None:
-                    write_durably(work / MANIFEST_NAME, to_bytes(manifest))
-                dcp.write_metadata(work, contents, str(final), manifest.attempt)
+                    write_durably(work / MANIFEST_NAME, leading.content)
+                    if leading.signature is not None:
+                        write_durably(work / SIGNATURE_NAME, leading.signature)
+                dcp.write_metadata(work, contents, str(final), leading.manifest.attempt)
             except OSError as error:
                 problem = f"node {self.host}: {error}"
         answers = self.peers.exchange([str(work), problem])

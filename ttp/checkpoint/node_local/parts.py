@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ttp.checkpoint.find import OnSkip, StrPath, ignore, step_of
 from ttp.checkpoint.format.durable import step_of_directory, steps_in
-from ttp.checkpoint.format.manifest import Manifest, read_manifest
+from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, read_bytes
+from ttp.checkpoint.format.signature import VerifyKey, read_signature
 from ttp.checkpoint.prune import take_away
 from ttp.checkpoint.staging import SUPERSEDED, free_name
 from ttp.errors import CorruptCheckpoint
@@ -31,17 +32,22 @@ class NodePart:
 
     path: Path
     manifest: Manifest
+    content: bytes
+    """Of the manifest's file."""
+    signature: bytes | None
 
 
-def read_parts(names: Iterable[StrPath], on_skip: OnSkip) -> Iterator[NodePart]:
-    """Yield the parts behind published names; `on_skip` is called with a directory that has no readable manifest."""
+def read_parts(names: Iterable[StrPath], on_skip: OnSkip, key: VerifyKey | None = None) -> Iterator[NodePart]:
+    """Yield the parts behind published names; `on_skip` is called with a directory that has no readable manifest, or none that `key` has
+    signed."""
     for path in parts_behind(names):
         try:
-            manifest = read_manifest(path)
+            content, signature = read_bytes(path), read_signature(path)
+            manifest = from_bytes(content, str(path / MANIFEST_NAME), key, signature)
         except (CorruptCheckpoint, OSError) as error:
             on_skip(path, str(error))
         else:
-            yield NodePart(path, manifest)
+            yield NodePart(path, manifest, content, signature)
 
 
 def write_of(manifest: Manifest) -> tuple[int, int, str]:

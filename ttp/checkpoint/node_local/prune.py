@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ttp.checkpoint.format import checksum, dcp
 from ttp.checkpoint.format.file_index import parse_tables, read_tables
+from ttp.checkpoint.format.signature import VerifyKey
 from ttp.checkpoint.node_local.parts import NodePart, list_parts, read_parts, write_of
 from ttp.checkpoint.prune import Plan, Step, choose
 from ttp.checkpoint.verify import check_complete
@@ -23,15 +24,19 @@ Write = tuple[int, int, str]
 """What `write_of` returns."""
 
 
-def plan_prune(folders: Sequence[Path], keep: int, partial: bool, advance: Callable[[int], None]) -> Plan:
+def plan_prune(
+    folders: Sequence[Path], keep: int, partial: bool, advance: Callable[[int], None], key: VerifyKey | None = None
+) -> Plan:
     """Choose by reading; `advance` is called with bytes read. partial: steps that are not whole here go as well, where they are older
-    than all that stay.
+    than all that stay. key: who must have signed what counts.
 
     Raises CheckpointError where no step is whole, or where a folder has a checkpoint that is not a part.
     """
     broken: list[Step] = []
     writes: dict[int, dict[Write, list[NodePart]]] = {}
-    for part in read_parts(list_parts(folders), lambda path, error: broken.append(Step(0, (path,), error=str(error)))):
+    for part in read_parts(
+        list_parts(folders), lambda path, error: broken.append(Step(0, (path,), error=str(error))), key
+    ):
         if not part.manifest.hosts:
             raise CheckpointError(
                 f"{part.path} is a whole checkpoint, and others here are parts of nodes: was TTP_SHARED_DIRS changed? Move the one kind"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.format.file_index import Contents
-from ttp.checkpoint.format.manifest import Manifest, TensorSpec, read_manifest, write_manifest
+from ttp.checkpoint.format.manifest import Manifest, TensorSpec, read_manifest
 from ttp.checkpoint.node_local.parts import supersede, write_of
 from ttp.checkpoint.publish import Publication
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -57,7 +57,7 @@ class PartPublication(Publication):
 
     def complete(self, claim: Path, contents: Contents, added: ShareResult) -> None:
         files = sorted((*self.files, *added.files), key=lambda file: file.name)
-        write_manifest(claim, replace(self.manifest, files=tuple(files)))
+        self.write_manifest(claim, replace(self.manifest, files=tuple(files)))
 
     def place(self, claim: Path) -> bool:
         """Rename the finished part; what has the name is renamed first."""

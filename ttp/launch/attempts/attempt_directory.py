@@ -1,6 +1,6 @@
 """The directory of one attempt on one node, in which ranks write for their agent (`ttp.exchange.controller_file`).
 
-Owns its creation and its removal. Never readable by another user: it is created with mode 0700, under a new name each time. Where it cannot be
+Owns its creation and its removal. Never readable by another user, under a new name each time. Where it cannot be
 created the agent reads the workers' store only.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from pathlib import Path
+
+from ttp import files
 
 log = logging.getLogger("ttp.launch")
 
@@ -30,7 +31,7 @@ class AttemptDirectory:
         """Replace the last attempt's directory by a new one; None, with a warning: no directory for temporary files is writable."""
         self.remove()
         try:
-            self._path = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+            self._path = files.make_temporary(PREFIX).resolve()
         except OSError as error:
             log.warning(
                 "no directory for temporary files is writable (%s): the agent finds controllers through the workers' store alone, which may be"

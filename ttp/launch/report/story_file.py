@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ttp import files
 from ttp.inputs.input_file import open_text
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.report.incident import Line, leading_lines
@@ -83,7 +84,7 @@ class ReportFile:
 def _append(path: Path, text: str) -> None:
     """Append a line. If the last one was cut off (full disk, lost writer), begin a new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
+    with open(path, "ab", opener=files.opener) as file:
         file.write((b"\n" if _is_cut_off(path) else b"") + text.encode())
 
 

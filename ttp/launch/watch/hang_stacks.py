@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ttp import files
 from ttp.launch.watch.processes import catches, is_stopped
 from ttp.processor.stacks import ASKED_NAME, STACKS_SIGNAL, process_text
 
@@ -102,6 +103,6 @@ def read_asked(log_dir: Path, pids: Mapping[int, int]) -> dict[int, str]:
 def gather(path: Path, blocks: Mapping[int, str], suspects: Sequence[int]) -> None:
     """Write all ranks' stacks into one file, the suspects' first. Raises OSError."""
     order = [*(rank for rank in suspects if rank in blocks), *sorted(set(blocks) - set(suspects))]
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=files.opener) as file:
         for rank in order:
             file.write(f"=== rank {rank}{' (suspect)' if rank in suspects else ''} ===\n{blocks[rank]}\n")

@@ -57,7 +57,7 @@ class HandlerPublisher:
             raise CheckpointError(f"step {step}: {root / order.tmp_name} was taken over by another publisher")
         self._check_shares(claim, order, advance)
         where = self._have_saved(claim, order, state, {file.rank for file in files}, advance)
-        write_durably(note, where.encode())
+        write_durably(note, where.encode(), private=True)
         fsync_directory(root)
         shutil.rmtree(claim, ignore_errors=True)  # it only takes room
         return where

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp import files
 from ttp.checkpoint.format.durable import step_directory_name
 from ttp.errors import CheckpointError
 from ttp.mindio.saving.local_save import LocalSave, Saving
@@ -96,7 +97,7 @@ class Call:
         for folder in _calls(root):
             _remove(folder)
         folder = root / f"{step_directory_name(step)}{_MARK}{uuid.uuid4().hex[:12]}"
-        folder.mkdir()
+        files.make_folder(folder, exist_ok=False)
         return cls(folder, advance)
 
     def end(self) -> None:
@@ -284,10 +285,8 @@ def _text(path: Path) -> str | None:
 
 def _replace(path: Path, value: Mapping[str, Any]) -> int:
     """Write a file that is read whole or not at all; return its size."""
-    fresh = path.with_suffix(f".{os.getpid()}.new")
-    body = json.dumps(value).encode()
-    fresh.write_bytes(body)
-    os.replace(fresh, path)
+    body = json.dumps(value)
+    files.replace(path, body)
     return len(body)
 
 

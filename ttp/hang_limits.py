@@ -5,7 +5,7 @@ Owns the fields and their defaults; the variables are read in `ttp/config.py`, t
 
 from __future__ import annotations
 
-from ttp.proto.frozen import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
