@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     )
     prune.add_argument("--yes", action="store_true", help="remove; without it nothing is changed")
     _sign(commands)
-    for command in (commands.choices[name] for name in ("verify", "diff", "export", "prune")):
+    for command in (commands[name] for name in ("verify", "diff", "export", "prune")):
         command.add_argument(
             "--key", metavar="FILE", help="public key that must have signed it, besides (default: TTP_VERIFY_KEY)"
         )
