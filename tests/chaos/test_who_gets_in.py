@@ -40,7 +40,7 @@ from ttp.trainer.__main__ import run_as_program
 sys.argv = ["ttp.trainer", *sys.argv[2:]]
 run_as_program()
 """
-"""The bundled trainer; each rank says how it is protected, and waits before its first step."""
+"""The bundled trainer; each rank notes how it is protected, and waits before its first step."""
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp import persist
-from ttp.config import enabled
+from ttp.config import Settings, enabled
 from ttp.errors import ConfigError
 from ttp.mindio.job import ReplicaGroups, current_job
 from ttp.mindio.saving import save_handlers
@@ -36,8 +36,8 @@ def tft_init_controller(
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """As `ttp_start_controller`. enable_tls: accepted; messages are not encrypted yet, which a warning says."""
-    _note_tls(enable_tls)
+    """As `ttp_start_controller`. enable_tls, tls_info: connections are TLS with ttprun's certificates or the site's; a warning where they are not."""
+    _note_tls(enable_tls, tls_info)
     current_job().start_controller(bind_ip, port)
 
 
@@ -52,7 +52,7 @@ def tft_init_processor(
     enable_zit: bool = False,
 ) -> None:
     """As `ttp_init_processor`. enable_uce, enable_arf, enable_zit: nothing is repaired in place; every fault ends in a dump."""
-    _note_tls(enable_tls)
+    _note_tls(enable_tls, tls_info)
     _note_repair(enable_arf, enable_zit)
     current_job().init_processor(rank, None, None, world_size, enable_local_copy)
 
@@ -148,13 +148,21 @@ def tft_query_high_availability_switch() -> bool:
     return enabled()
 
 
-def _note_tls(enable_tls: bool) -> None:
+def _note_tls(enable_tls: bool, tls_info: str) -> None:
     job = current_job()
-    if enable_tls and not job.tls_noted:
-        job.tls_noted = True
+    if not enable_tls or job.tls_noted:
+        return
+    job.tls_noted = True
+    settings = Settings.from_env()
+    if not (settings.identity or settings.tls_files):
         show(
             logging.WARNING,
-            "enable_tls=True is accepted, but the connection to the controller is not encrypted yet: keep its port inside the job's network",
+            "enable_tls=True, and the connection to the controller is plain: start the job with ttprun, without TTP_TLS=False",
+        )
+    elif tls_info and not settings.tls_files:
+        show(
+            logging.WARNING,
+            "tls_info is not read: connections have certificates of the job's own. Name the site's in TTP_TLS_CERT, TTP_TLS_KEY and TTP_TLS_CA",
         )
 
 

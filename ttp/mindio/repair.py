@@ -131,7 +131,7 @@ def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_ha
 
 
 def tft_register_decrypt_handler(decryptor: Callable[[str], str]) -> None:
-    """Take the function for the private key's password; it is not called while messages are not encrypted."""
+    """Take the function for the private key's password; it is not called: no key of TTP's has one."""
     _check_handler("tft_register_decrypt_handler", decryptor)
 
 

@@ -210,17 +210,28 @@ def test_the_enumerations_have_mindios_members() -> None:
     assert set(ttp.mindio.RepairType.__members__) == set(repairs)
 
 
-def test_encryption_and_repair_in_place_are_accepted_with_a_warning_each(caplog: pytest.LogCaptureFixture) -> None:
-    """MindIO's defaults ask for encryption: it is said once that there is none yet."""
+def test_encryption_costs_a_warning_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    """MindIO's defaults ask for it."""
     ttp.mindio.tft_start_controller("127.0.0.1", 8000)
-    assert "enable_tls=True" in caplog.text
     ttp.mindio.tft_init_processor(0, 1, False)
-    assert (
-        caplog.text.count("enable_tls=True is accepted, but the connection to the controller is not encrypted yet") == 1
-    )
+    assert caplog.text.count("enable_tls=True, and the connection to the controller is plain") == 1
     assert "repaired" not in caplog.text
+
+
+@pytest.mark.parametrize(("tls_info", "warned"), [("", False), ("tlsCert: cert.pem", True)])
+def test_with_ttpruns_certificates_only_other_ones_are_warned_of(
+    tls_info: str, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTP_IDENTITY", "/some/socket")
+    ttp.mindio.tft_start_controller("127.0.0.1", 8000, True, tls_info)
+    assert ("tls_info is not read" in caplog.text) == warned
+    assert "plain" not in caplog.text
+
+
+def test_repair_in_place_is_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     ttp.mindio.tft_init_processor(0, 1, False, enable_tls=False, enable_arf=True)
     assert "enable_arf=True: nothing is repaired in place" in caplog.text
+    assert "enable_tls" not in caplog.text
 
 
 def test_what_contradicts_the_job_is_refused_at_the_start() -> None:
