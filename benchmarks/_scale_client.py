@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
@@ -19,7 +20,10 @@ from typing import Any
 import grpc.aio
 
 from benchmarks._scale_world import WORLD_FLAGS, World, file_entry, registration, report
+from ttp.identity.credentials import Credentials
+from ttp.identity.role import controller_name
 from ttp.proto import control_pb2 as pb
+from ttp.proto.address import split_address
 from ttp.proto.codec import decode_downward, decode_parcels, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.messages import (
@@ -68,6 +72,17 @@ class Arrivals:
             tell(self.event, first=self.first, count=self.count)
 
 
+def open_aio_channel(address: str) -> grpc.aio.Channel:
+    """As `ttp.proto.transport.open_channel`, with the certificate that SCALE_CREDENTIALS has; plain without it."""
+    target, term = split_address(address)
+    if not (text := os.environ.get("SCALE_CREDENTIALS")):
+        return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+    own = Credentials.decode(json.loads(text))
+    secure = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    expected = ("grpc.ssl_target_name_override", controller_name(term))
+    return grpc.aio.secure_channel(target, secure, options=(*CLIENT_OPTIONS, expected))
+
+
 class Stream:
     """One agent's stream to the controller, over a connection of its own."""
 
@@ -81,7 +96,7 @@ class Stream:
     async def open(self) -> None:
         """Attach; a connection that breaks before the greeting (an overloaded machine) is tried again, and counted."""
         while True:
-            self._channel = grpc.aio.insecure_channel(self.client.address, options=CLIENT_OPTIONS)
+            self._channel = open_aio_channel(self.client.address)
             self._call: Any = ControlStub(self._channel).Attach()
             try:
                 greeting = decode_downward(await self._call.read())

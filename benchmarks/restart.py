@@ -1,6 +1,6 @@
 """From the kill of a rank to the first step after it, and from the command to the first step, stage by stage.
 
-Contenders take turns with the same trainer, model, text and ranks: TTP with warm starts, TTP without (TTP_WARM_START=False), and torchrun with
+Contenders take turns with the same trainer, model, text and ranks: TTP, TTP without warm starts or without TLS, and torchrun with
 the trainer's own DCP checkpoints every ten steps. One rank at a random moment of a random step is killed by SIGKILL, several times in each job. A stage
 is reported as the time since the one before it; the *slowest* rank counts. Reads journals, logs and stamps; needs no cooperation of the product.
 
@@ -27,11 +27,12 @@ LIMIT_BACK = 0.2
 LIMIT_FIRST = 0.6
 AWAY_S = 90.0
 """A job that is away for longer counts as away for so long."""
-WARM, COLD, TORCHRUN = "TTP", "TTP, cold", "torchrun + DCP"
+WARM, COLD, PLAIN, TORCHRUN = "TTP", "TTP, cold", "TTP, no TLS", "torchrun + DCP"
 HERE = Path(__file__).parent
 CONTENDERS: dict[str, dict[str, Any]] = {
     WARM: {},
     COLD: {"environ": {"TTP_WARM_START": "False"}},
+    PLAIN: {"environ": {"TTP_TLS": "False"}},
     TORCHRUN: {
         "launch_module": "torch.distributed.run",
         "launcher": ["--standalone"],

@@ -22,8 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import _scale_core
@@ -45,10 +46,15 @@ HERE = Path(__file__).resolve().parent
 class ClientProcess:
     """One client process; `say` gives it a command, `receive` waits for an event's line."""
 
-    def __init__(self, address: str, world: World) -> None:
+    def __init__(self, address: str, world: World, environ: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "benchmarks._scale_client", address, *world.flags()]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=HERE.parent,
+            env={**os.environ, **environ},
         )
         self._events: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._lock = threading.Lock()  # guards _events
@@ -135,8 +141,10 @@ def settle(players: Sequence[ClientProcess]) -> None:
 
 
 @contextlib.contextmanager
-def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[ClientProcess], Path]]:
-    """A controller with all streams attached, and its journal."""
+def job(
+    world: World, clients: int, environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[ControllerProcess, list[ClientProcess], Path]]:
+    """A controller with all streams attached, and its journal. `environ`: more variables of the client processes."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal.jsonl"
         settings = ControllerSettings(
@@ -147,7 +155,7 @@ def job(world: World, clients: int) -> Iterator[tuple[ControllerProcess, list[Cl
         controller = start_controller(settings, journal)
         players: list[ClientProcess] = []
         try:
-            players = [ClientProcess(controller.address, world) for _ in range(clients)]
+            players = [ClientProcess(controller.address, world, environ) for _ in range(clients)]
             per_client = -(-world.size // clients // world.ranks_per_stream) * world.ranks_per_stream
             for number, player in enumerate(players):
                 first = number * per_client
@@ -181,10 +189,12 @@ def last_of(players: Sequence[ClientProcess], event: str) -> tuple[float, float]
     return min(line["first"] for line in lines), max(line["at"] for line in lines)
 
 
-def one_fault(world: World, clients: int, dead: int) -> dict[str, float]:
+def one_fault(
+    world: World, clients: int, dead: int, environ: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, float]:
     """Start a job, kill one rank of it, see it through to the end; return what took how many ms, and the sizes."""
     found: dict[str, float] = {}
-    with job(world, clients) as (controller, players, journal):
+    with job(world, clients, environ) as (controller, players, journal):
         usage = Usage(controller.pid)
         found["assemble"] = assemble(players)
         for number, player in enumerate(players):
@@ -244,6 +254,16 @@ def first_event(players: Sequence[ClientProcess], event: str) -> dict[str, Any]:
     raise TimeoutError(f"no client reported {event} within {WAIT_S} s")
 
 
+def shares_of_a_core(pid: int, seconds: float) -> list[float]:
+    """Return a process's processor time in each of WINDOWS windows."""
+    usage, shares = Usage(pid), []
+    for _ in range(WINDOWS):
+        before, began = usage.cpu_s(), time.monotonic()
+        time.sleep(seconds / WINDOWS)
+        shares.append((usage.cpu_s() - before) / (time.monotonic() - began))
+    return shares
+
+
 def heartbeats(world: World, clients: int, seconds: float) -> str:
     """Measure a calm job."""
     with job(world, clients) as (controller, players, _):
@@ -251,11 +271,7 @@ def heartbeats(world: World, clients: int, seconds: float) -> str:
         alone = f"{usage.mib():.0f} MiB resident, {usage.shared_out_mib():.0f} MiB proportional"
         assemble(players)
         settle(players)
-        shares = []
-        for _ in range(WINDOWS):
-            before, began = usage.cpu_s(), time.monotonic()
-            time.sleep(seconds / WINDOWS)
-            shares.append((usage.cpu_s() - before) / (time.monotonic() - began))
+        shares = shares_of_a_core(controller.pid, seconds)
         streams = -(-world.size // world.ranks_per_stream)
         return (
             f"{world.size:,} ranks on {streams:,} streams, heartbeats at 1 Hz: {spread(shares, 100)} % of a core; "

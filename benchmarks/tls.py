@@ -1,0 +1,104 @@
+"""What TLS costs the control plane: a controller with and without it takes turns, with many ranks on simulated agents' streams.
+
+For each size: until all streams are attached (every one is a handshake on both sides, on this machine's cores), heartbeats at 1 Hz, and from the
+report of a death to the last rank's Freeze. `benchmarks.restart` has the rest: first start, kill to verdict, kill to first step, with and without.
+
+Exit status 1 when heartbeats take more than LIMIT times the controller's processor time without TLS (medians).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from benchmarks._scale_world import World
+from benchmarks.scale import assemble, job, one_fault, settle, shares_of_a_core
+from ttp.identity.authority import Authority
+from ttp.identity.issuer import Issuer
+from ttp.identity.role import Identity, Role
+from ttp.identity.secret import make_secret
+
+LIMIT = 1.2
+Way = Callable[[World], contextlib.AbstractContextManager[dict[str, str]]]
+
+
+@contextlib.contextmanager
+def certificates(world: World) -> Iterator[dict[str, str]]:
+    """Let controllers that are started meanwhile have certificates; yield the variables of the agents that come to them."""
+    authority = Authority(make_secret(), world.job_id)
+    issuer = Issuer("bench")
+    issuer.begin(authority, range(1, 100))
+    os.environ["TTP_IDENTITY"] = issuer.address
+    try:
+        agent = authority.issue(Identity(world.job_id, Role.AGENT, tuple(range(world.size)), node="bench"))
+        yield {"SCALE_CREDENTIALS": json.dumps(agent.encode())}
+    finally:
+        del os.environ["TTP_IDENTITY"]
+        issuer.close()
+
+
+@contextlib.contextmanager
+def plain(world: World) -> Iterator[dict[str, str]]:
+    yield {}
+
+
+def turn(world: World, clients: int, seconds: float, way: Way) -> dict[str, list[float]]:
+    begun = time.monotonic()
+    with way(world) as environ, job(world, clients, environ) as (controller, players, _):
+        attached = time.monotonic() - begun
+        assemble(players)
+        settle(players)
+        shares = shares_of_a_core(controller.pid, seconds)
+    with way(world) as environ:  # anew: a term's certificate is for one process
+        fault = one_fault(world, clients, 3, environ)
+    return {
+        "started and all attached, s": [attached],
+        "heartbeats, % of a core": [100 * share for share in shares],
+        "death report to the last Freeze, ms": [fault["freeze_all"]],
+        "controller's time for the fault, ms": [fault["cpu_ms"]],
+    }
+
+
+def spread(values: list[float]) -> str:
+    """Return median and range."""
+    return f"{statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1000, 10000])
+    parser.add_argument("--ranks-per-stream", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--turns", type=int, default=3, help="of each, by turns")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats in each turn")
+    options = parser.parse_args(arguments)
+    missed = []
+    for size in options.ranks:
+        world = World(size, options.ranks_per_stream)
+        found: dict[str, dict[str, list[float]]] = {"plain": {}, "TLS": {}}
+        ways: tuple[tuple[str, Way], ...] = (("plain", plain), ("TLS", certificates))
+        for number in range(2 * options.turns):
+            kind, way = ways[(number + number // 2) % 2]
+            for name, values in turn(world, options.clients, options.seconds, way).items():
+                found[kind].setdefault(name, []).extend(values)
+        streams = -(-size // options.ranks_per_stream)
+        print(f"{size:,} ranks on {streams:,} streams, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        for name, before in found["plain"].items():
+            after = found["TLS"][name]
+            ratio = statistics.median(after) / statistics.median(before)
+            print(f"  {name:38} plain {spread(before)}   TLS {spread(after)}   ratio {ratio:.2f}", flush=True)
+            if name.startswith("heartbeats") and ratio > LIMIT:
+                missed.append(f"{size:,} ranks: heartbeats take {ratio:.2f} of the time without TLS, limit {LIMIT}")
+    for text in missed:
+        print(text, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
