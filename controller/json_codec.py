@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -72,7 +72,7 @@ def to_json(value: Any) -> Any:
         return {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
     if _field_names(kind) is not None:
         encoded = {TYPE_KEY: _name(kind)}
-        for name, item in _WRITTEN.get(kind, _fields)(value).items():
+        for name, item in _fields(value).items() if kind is not StateAt else _flat(value).items():
             encoded[_FIELDS.get(name, name)] = to_json(item)
         return encoded
     if isinstance(value, Mapping):
@@ -97,7 +97,9 @@ def from_json(value: Any) -> Any:
     if issubclass(cls, enum.Enum):
         return cls[value["name"]]
     fields = {_FIELDS_READ.get(name) or name: from_json(item) for name, item in value.items() if name != TYPE_KEY}
-    return _READ[cls](fields) if cls in _READ else cls(**fields)
+    if cls is ControllerSettings:
+        return ControllerSettings.from_flat(fields)
+    return cls(**fields) if cls is not StateAt else _state(fields)
 
 
 def _flat(state: ControllerState) -> dict[str, Any]:
@@ -113,13 +115,6 @@ def _state(fields: Mapping[str, Any]) -> ControllerState:
     stage = _STAGES[fields["stage"]]
     at = stage(**{name: fields[name] for name in _field_names(stage) or () if name in fields})
     return StateAt(at=at, **{name: known[name] for name in _field_names(StateAt) or () if name in known})
-
-
-_WRITTEN: dict[type, Callable[[Any], dict[str, Any]]] = {StateAt: _flat, ControllerSettings: ControllerSettings.flat}
-_READ: dict[type, Callable[[Mapping[str, Any]], Any]] = {
-    StateAt: _state,
-    ControllerSettings: ControllerSettings.from_flat,
-}
 
 
 def plain_json(value: object) -> Any:
@@ -141,6 +136,8 @@ def plain_json(value: object) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     kind: Any = type(value)
+    if kind is ControllerSettings:
+        return ControllerSettings.flat(value)
     return {name: getattr(value, name) for name in _field_names(kind) or ()}
 
 
