@@ -172,7 +172,7 @@ def test_a_soak_starts_runs_until_its_time_is_over(tmp_path: Path) -> None:
     scenario.write_text("{seed: 4, faults: [{fault: kill}, {fault: kill, point: updating}, {fault: slow, for_s: 0.5}]}")
     output = tmp_path / "out"
     words = ["run", str(scenario), "--output", str(output), "--duration", "40", "--faults-per-hour", "700"]
-    assert main([*words, "--", *trainer(2, 300)]) in (0, 3)
+    assert main([*words, "--", *trainer(2, 1500)]) in (0, 3)
     content = json.loads((output / "result.json").read_text())
     assert content["good"] and content["faults"] >= 2 and len(content["laps"]) >= 1
 
