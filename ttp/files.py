@@ -37,9 +37,12 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
     """Make a folder; those above it that are missing follow the umask. Raises OSError."""
     mode = _mode()
     mode |= (mode & 0o444) >> 2
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.mkdir(mode)
+        try:
+            path.mkdir(mode)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode)
     except OSError:
         if not exist_ok or not path.is_dir():
             raise

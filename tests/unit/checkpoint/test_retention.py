@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,9 +39,9 @@ def test_every_checkpoint_is_read_once(job: Job, tmp_path: Path, monkeypatch: py
     """A run that saves often does not read all that it keeps each time; one that was written anew is read again."""
     read: list[str] = []
 
-    def note(path: Path) -> object:
+    def note(path: Path, **given: Any) -> object:
         read.append(path.name)
-        return found(path)
+        return found(path, **given)
 
     found = verify.verify
     monkeypatch.setattr("ttp.runtime.retention.verify.verify", note)

@@ -22,6 +22,7 @@ from tests.unit.checkpoint.test_prune import steps
 from tests.unit.checkpoint.test_store import opened
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
+from ttp.checkpoint.cli.sign import run as sign
 from ttp.checkpoint.format.manifest import read_bytes, read_manifest, sign_manifest
 from ttp.checkpoint.format.signature import SIGNATURE_NAME, Keys
 from ttp.checkpoint.verify import verify
@@ -251,6 +252,17 @@ def test_sign_makes_checkpoints_valid_for_the_key(job: Job, tmp_path: Path, keys
     assert verify(folder / "iter_0000040", key=keys.verify).step == 40
     job.assert_equal(job.read(folder / "iter_0000040"))
     assert run("sign", tmp_path, *words)[0] == 3
+
+
+def test_sign_is_durable_and_shows_how_far_it_is(
+    job: Job, tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("ttp.checkpoint.sign.fsync_directory", synced.append)
+    path, out = job.save(tmp_path / "c", 42), io.StringIO()
+    given = main.parser().parse_args(["sign", str(path), "--sign-key", str(tmp_path / "job.pem")])
+    sign(given, Console(file=out, width=200, force_terminal=True))
+    assert synced == [path] and "checking iter_0000042" in out.getvalue()
 
 
 def test_sign_compares_the_sha_256_that_a_manifest_has(job: Job, tmp_path: Path, keys: Keys) -> None:

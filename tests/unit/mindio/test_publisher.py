@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.umasks import mode_of
 from ttp.checkpoint.format.file_index import read_contents
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.publish import claim_staging
@@ -96,6 +97,7 @@ def test_the_handlers_get_the_state_the_randomness_and_the_objects_of_the_ordere
         ("rename", STEP, ("args", STEP)),
     ]  # fmt: skip
     assert bench.left() == [NOTE], "the shares only take room now"
+    assert mode_of(bench.root / NOTE) == 0o600
 
 
 def test_what_was_published_is_not_published_again(bench: Bench) -> None:
@@ -194,7 +196,7 @@ def test_the_shares_are_removed_only_once_the_note_is_durable(bench: Bench, monk
 def test_a_note_that_cannot_be_written_leaves_the_shares_to_the_next_publisher(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, *, private: bool) -> None:
         raise OSError("no room")
 
     with monkeypatch.context() as patch:

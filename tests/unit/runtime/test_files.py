@@ -9,18 +9,26 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.umasks import mode_of, modes, umask
 from ttp import files
 from ttp.chaos.faults.control_socket import Control
+from ttp.chaos.matrix import MatrixPlan, run_matrix
+from ttp.chaos.observed.nodes_job import NodesJob
 from ttp.chaos.observed.target import Target
+from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.run.campaign import run_campaign
+from ttp.checkpoint.format.durable import write_durably
 from ttp.checkpoint.store import SharedStore
 from ttp.config import Settings
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.journal import Journal, set_aside
-from ttp.errors import ConfigError
+from ttp.controller.process import start_controller
+from ttp.errors import ConfigError, ControllerError
 from ttp.exchange import controller_file, error_file, imported_modules, last_step, saved_alone
 from ttp.exchange.last_step import LastStep
 from ttp.exchange.saved_alone import SavedAlone
@@ -34,6 +42,7 @@ from ttp.mindio.saving.save_calls import Call
 from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import StackWriter
 from ttp.runtime.directory_lock import RunDirectories
+from ttp.runtime.job_controller import _set_older_journals_aside
 from ttp.trainer.logs import open_logs
 
 MASKS = (0, 0o022, 0o077)
@@ -106,7 +115,41 @@ def console(folder: Path) -> None:
             launcher.wait(30)
 
 
-MAKERS = (journal, stacks, story, accounts, error, marks, calls, logs, log_dir, console)
+def nodes_console(folder: Path) -> None:
+    node: Any = SimpleNamespace(name="a", popen=lambda *words, **given: None)
+    NodesJob(folder / "job", [node]).start(node)
+
+
+def training_job(folder: Path) -> None:
+    with TrainingJob(folder / "job", ranks=1, launch_module="this", program=()) as job:
+        job.process.wait(60)
+
+
+def campaigns(folder: Path) -> None:
+    scenario: Any = SimpleNamespace(nodes=0, seed=0)
+    next(run_campaign(scenario, ["true"], folder / "campaign", compare=False))
+    list(run_matrix(MatrixPlan(output=folder / "matrix", until_monotonic_s=0.0)))
+
+
+def of_a_controller(folder: Path) -> None:
+    _set_older_journals_aside(folder / "first")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ControllerError):
+        patch.setattr("ttp.controller.process._fork_or_execute", lambda *given: raises(OSError("x")))
+        start_controller(job_id="job", term=1, world_size=1, journal=folder / "log" / "journal_0.jsonl")
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
+def note(folder: Path) -> None:
+    write_durably(folder / "note", b"", private=True)
+
+
+MAKERS = (
+    *(journal, stacks, story, accounts, error, marks, calls, logs, log_dir, console, nodes_console, training_job),
+    *(campaigns, of_a_controller, note),
+)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -171,6 +214,14 @@ def test_folders_above_follow_the_umask(tmp_path: Path) -> None:
     with umask(0o027):
         files.make_folder(tmp_path / "output" / "log")
     assert modes(tmp_path) == {"output": 0o750, "output/log": 0o700}
+
+
+@pytest.mark.parametrize("path", ["/proc/none", "/proc/none/more", "file/log"])
+def test_a_folder_that_cannot_be_made_is_an_error(path: str, tmp_path: Path) -> None:
+    """Where nothing can be made, or a file is in the place of the folder above."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        files.make_folder(tmp_path / path)
 
 
 def test_a_file_system_without_modes_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
