@@ -231,7 +231,7 @@ class Handler:
         if text in self._refused or len(self._refused) < MOST_REFUSALS:
             self._refused[text] = count = self._refused.get(text, 0) + 1
             if str(count).strip("0") == "1":
-                self._log_event("refused", {"text": text, "count": count})
+                self._log_event("not_allowed", {"text": text, "count": count})
 
     def _leave_if_alone(self, order: StopWhenUnused) -> None:
         """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""

@@ -73,7 +73,7 @@ class Live:
 
     def refusals(self) -> list[str]:
         events = [json.loads(line) for line in self.journal.read_text(encoding="utf-8").splitlines()]
-        return [event["fields"]["text"] for event in events if event.get("event") == "refused"]
+        return [event["fields"]["text"] for event in events if event.get("event") == "not_allowed"]
 
 
 class Stream:

@@ -219,7 +219,9 @@ class Harness:
         relaunched = self._bring_back(fault, incident)
         if self.wait(lambda: self._settled(fault, incident), self._scenario.deadline_s):
             return "relaunched" if relaunched else ""
-        return ENDED if self.target.ended() is not None else OVERDUE
+        if (status := self.target.ended()) is None:
+            return OVERDUE
+        return ENDED if status else NOT_REACHED  # it came as the job ended well
 
     def _choose(self, fault: FaultSpec, others: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks; random ones differ from others of the same incident, while there are enough."""
