@@ -52,7 +52,7 @@ class Run:
 
 def judge(run: Run) -> list[Verdict]:
     """Return the verdicts, invariants first."""
-    fired = [incident for incident in run.incidents if incident.fired]
+    fired = [incident for incident in run.incidents if incident.fired and incident.outcome != NOT_REACHED]
     problems = _sorted_by_name([problem for incident in run.incidents for problem in incident.problems])
     return [
         _verdict("I1 complete", _broken(run), f"{len(run.record.checkpoints)} published checkpoints verified", problems),
