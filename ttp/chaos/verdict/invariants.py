@@ -302,7 +302,7 @@ def _outcomes(incidents: Sequence[FaultOutcome]) -> Verdict:
     wrong = [
         f"{incident.text}: {incident.outcome}, expected {' or '.join(incident.expected)}"
         for incident in incidents
-        if incident.fired and not incident.as_expected
+        if incident.fired and incident.outcome != NOT_REACHED and not incident.as_expected
     ]
     skipped = sum(incident.outcome == NOT_REACHED for incident in incidents)
     text = f"{len(incidents) - skipped} faults had an outcome that was expected"
