@@ -33,8 +33,8 @@ def opener(path: str, flags: int) -> int:
     return os.open(path, flags, mode)
 
 
-def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Make a folder; those above it that are missing follow the umask. Raises OSError."""
+def make_folder(path: Path) -> None:
+    """Make a folder, if it is not there; those above it that are missing follow the umask. Raises OSError."""
     mode = _mode()
     mode |= (mode & 0o444) >> 2
     try:
@@ -44,7 +44,7 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode)
     except OSError:
-        if not exist_ok or not path.is_dir():
+        if not path.is_dir():
             raise
     else:
         _set_mode(path, mode)

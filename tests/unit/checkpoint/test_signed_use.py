@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from rich.console import Console
 import ttp
 from tests.umasks import mode_of, umask
 from tests.unit.checkpoint.cluster import Cluster
+from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.signing import alter_manifest, fix_checksums, make_keys, save_signed, write
 from tests.unit.checkpoint.test_checksum import BEFORE, OLD
@@ -28,9 +28,9 @@ from ttp.checkpoint.format.signature import SIGNATURE_NAME, Keys
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from ttp.runtime.retention import Retention
-
-if TYPE_CHECKING:
-    from tests.unit.checkpoint.conftest import Job
+from ttp.trainer.config.schema import ModelConfig, plain
+from ttp.trainer.data.tokenizer import BYTES
+from ttp.trainer.model.gpt import build_model
 
 
 @pytest.fixture
@@ -200,6 +200,19 @@ def test_commands_take_what_is_signed(
     assert run("diff", folder / "iter_0000041", unsigned, *words)[0] == 3
     status, text = run("prune", folder, "--keep", 1, "--yes", *words)
     assert status == 0 and steps(folder) == [41, 42], text
+
+
+def test_a_model_is_exported_from_what_is_signed(tmp_path: Path, keys: Keys) -> None:
+    """`--to hf` opens the checkpoint by way of the trainer."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16)
+    model = build_model(config, 0, torch.device("cpu"))
+    trained = Job({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+    layout = {"model_config": plain(config), "tokenizer": BYTES}
+    save_signed(trained, tmp_path / "c", 41, keys, layout=layout)
+    trained.save(tmp_path / "c", 42, layout=layout)
+    words = ("export", tmp_path / "c", tmp_path / "m", "--to", "hf", "--json", "--key", tmp_path / "job.pub.pem")
+    status, text = run(*words)
+    assert status == 0 and json.loads(text)["step"] == 41, text
 
 
 def test_a_key_that_is_none_is_wrong_usage(job: Job, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import ttp
 from tests.unit.adopt.test_protect import BASES, Trainer
 from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.signing import fix_checksums, make_keys
+from tests.unit.checkpoint.test_prune import steps
 from tests.unit.session.test_session import do_steps, new_run
 from ttp.checkpoint.cli.main import main
 from ttp.checkpoint.find import list_checkpoints
@@ -107,6 +108,20 @@ def test_a_key_that_cannot_be_read_is_refused_at_the_start(name: str, tmp_path: 
     with pytest.raises(ConfigError, match=rf"^invalid TTP_{name.upper()}: got {tmp_path}/none \(No such file"):
         new_run(tmp_path / "c", settings)
     assert find_session() is None and not (tmp_path / "c").exists()
+
+
+def test_a_run_that_keeps_one_keeps_a_signed_one(tmp_path: Path, keys: Keys) -> None:
+    """A newer one that no resume takes does not count, and is not removed."""
+    settings, folder = settings_of(tmp_path, {}), tmp_path / "c"
+    for step, given in ((6, Settings(enable=False)), (1, settings), (2, settings)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
+        session = ttp.start(optimizer, save_dirs=[folder], settings=given, keep_checkpoint_max=1 if step == 2 else None)
+        do_steps(model, optimizer, session, step)
+        session.save()
+        session.close()
+    assert steps(folder) == [2, 6]
 
 
 @DIRECTORIES

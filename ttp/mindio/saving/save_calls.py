@@ -97,7 +97,7 @@ class Call:
         for folder in _calls(root):
             _remove(folder)
         folder = root / f"{step_directory_name(step)}{_MARK}{uuid.uuid4().hex[:12]}"
-        files.make_folder(folder, exist_ok=False)
+        files.make_folder(folder)
         return cls(folder, advance)
 
     def end(self) -> None:
