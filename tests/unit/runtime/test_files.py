@@ -135,7 +135,7 @@ def of_a_controller(folder: Path) -> None:
     _set_older_journals_aside(folder / "first")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ControllerError):
         patch.setattr("ttp.controller.process._fork_or_execute", lambda *given: raises(OSError("x")))
-        start_controller(job_id="job", term=1, world_size=1, journal=folder / "log" / "journal_0.jsonl")
+        start_controller(ControllerSettings("job", 1, 1), folder / "log" / "journal_0.jsonl")
 
 
 def raises(error: Exception) -> Any:
