@@ -11,18 +11,22 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
+from ttp.config import start_name
 from ttp.errors import ConfigError
+from ttp.exchange.sealed_store import attempts_seal, sealed
 from ttp.launch.rendezvous import departures, static_join
+from ttp.launch.rendezvous.multi_endpoint import CONNECT_S
 from ttp.launch.rendezvous.spare_nodes import PlaceTaken
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
@@ -54,6 +58,18 @@ class JobStore:
     port: int
     round_number: int
     """0 for the job's first attempt; it grows with each, and is the same on all nodes."""
+    job_id: str = ""
+    """The attempt's name."""
+
+    def connect(self, timeout: timedelta) -> Store:
+        """Connect to the store, after a check that its port is open: torch would retry by itself, and log each time. Raises OSError,
+        RuntimeError."""
+        socket.create_connection((self.host, self.port), CONNECT_S).close()
+        return self.sealed(TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout))
+
+    def sealed(self, store: Store) -> Store:
+        """Return a client of the store whose entries are sealed, where this process has credentials."""
+        return sealed(store, attempts_seal(self.job_id, log))
 
     def encode(self) -> str:
         return f"{self.host} {self.port} {self.round_number}"
@@ -139,11 +155,9 @@ class FreshStoreRendezvous(RendezvousHandler):
         """Return whether the workers have written a key into their store; None: the store is lost with its node."""
         place = self.job_store
         try:
-            store = self._server or TCPStore(
-                place.host, place.port, is_master=False, wait_for_workers=False, timeout=LOOK_TIMEOUT
-            )
+            store = place.sealed(self._server) if self._server is not None else place.connect(LOOK_TIMEOUT)
             return bool(store.check([key]))
-        except RuntimeError:  # torch's DistError
+        except (OSError, RuntimeError):  # torch's DistError
             return None
 
     @property
@@ -164,7 +178,8 @@ class FreshStoreRendezvous(RendezvousHandler):
         store, job_store = joined.store, self._agree(joined)
         if self._collected is not None:
             store = PrefixStore(f"ttp/start/{job_store.round_number}", store)  # torch's agents keep their old keys too
-        self._job_store, self._next_round = job_store, job_store.round_number + 1
+        self._job_store = replace(job_store, job_id=start_name(self.get_run_id(), job_store.round_number))
+        self._next_round = job_store.round_number + 1
         if isinstance(self._inner, FailoverRendezvous):
             self._inner.met(job_store.round_number, joined.world_size)
         address = RendezvousStoreInfo(job_store.host, job_store.port)
@@ -203,7 +218,9 @@ class FreshStoreRendezvous(RendezvousHandler):
 
     def _failed_for_good(self) -> str:
         """Return why another node cannot restart, from the last attempt's store; empty: it can, as far as is known."""
-        return departures.failed_for_good(self._server) if self._server is not None else ""
+        if self._server is None or self._job_store is None:
+            return ""
+        return departures.failed_for_good(self._job_store.sealed(self._server))
 
     def _serve(self) -> TCPStore:
         """Make the workers' store. Raises ConfigError before the first attempt: an invalid address is not retryable, unlike a lost node."""
