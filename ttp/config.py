@@ -20,6 +20,7 @@
 | TTP_MINDIO_DIR | output/mindio | trainers of ttp.mindio: where the controller's journal goes, and shards during a fault; all nodes share it |
 | TTP_WARM_START | True | False: every worker is a new interpreter that imports for itself; else ttprun forks workers from one that has imported |
 | TTP_FORK_SERVER | none | set by ttprun: the socket of the process from which controllers are forked |
+| TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
 | TTP_ATTEMPT_DIR | none | set by ttprun: where this node's first rank writes for its agent which controllers lead the ranks |
@@ -44,7 +45,7 @@ from ttp.nccl import nccl_warnings
 VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
-    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -77,6 +78,7 @@ class Settings:
     chaos: str = ""
     attempt_dir: str = ""
     fork_server: str = ""
+    require_secret: bool = False
     job_id: str = "ttp"
     host: str = "localhost"
     master_addr: str = "127.0.0.1"
@@ -151,6 +153,7 @@ class Settings:
             chaos=_text(environ, "TTP_CHAOS"),
             attempt_dir=_text(environ, "TTP_ATTEMPT_DIR"),
             fork_server=_text(environ, "TTP_FORK_SERVER"),
+            require_secret=_flag(environ, "TTP_REQUIRE_SECRET", False),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
             master_addr=_text(environ, "MASTER_ADDR", "127.0.0.1"),

@@ -15,7 +15,7 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -31,6 +31,7 @@ from ttp.config import Settings, enabled, unknown_variables
 from ttp.errors import ConfigError
 from ttp.fork_server.preload import BY_PROGRAM
 from ttp.fork_server.servers import ForkServers
+from ttp.identity.secret import Source
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if use_ttp and args.ttp_ot is not None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers have the same deadline
         settings = Settings.from_env()
+        source = Source.take(os.environ)
         _log_to_stderr()
         if use_ttp:
             _warn_of_unknown_variables()
@@ -82,7 +84,9 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if fork_servers is not None:
             by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
             fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])
-        launch(config, command, command_args, make_launching(settings, args, config.run_id, fork_servers))
+        launching = make_launching(settings, args, config.run_id, fork_servers)
+        launching = replace(launching, secret=source.read, require_secret=settings.require_secret)
+        launch(config, command, command_args, launching)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -165,7 +169,9 @@ def launch(
     if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(config.signals_to_handle)
     try:
-        handler = make_rendezvous(config, spare_node=launching.spare_node)
+        handler = make_rendezvous(
+            config, spare_node=launching.spare_node, secret=launching.secret, require_secret=launching.require_secret
+        )
     except ConfigError:
         raise
     except ValueError as error:
