@@ -23,7 +23,7 @@ from ttp.inputs.input_file import open_regular
 LEAST_BYTES, MOST_BYTES = 16, 4096
 MADE_BYTES = 32
 VARIABLE, FILE_VARIABLE = "TTP_SECRET", "TTP_SECRET_FILE"
-_HOW = "Make one with: (umask 077; openssl rand -hex 32 > FILE)"
+HOW_TO_MAKE = "Make one with: (umask 077; openssl rand -hex 32 > FILE)"
 _EXPOSED = stat.S_IRWXO | stat.S_IWGRP
 
 
@@ -52,7 +52,9 @@ def from_text(text: bytes, source: str) -> Secret:
     """Return what a variable or a file holds, without the white space around it. Raises ConfigError."""
     value = text.strip()
     if not LEAST_BYTES <= len(value) <= MOST_BYTES:
-        raise ConfigError(f"invalid {source}: got {len(value)} bytes, expected {LEAST_BYTES} to {MOST_BYTES}. {_HOW}")
+        raise ConfigError(
+            f"invalid {source}: got {len(value)} bytes, expected {LEAST_BYTES} to {MOST_BYTES}. {HOW_TO_MAKE}"
+        )
     return Secret(value)
 
 
@@ -64,7 +66,7 @@ def from_file(path: Path, option: str = FILE_VARIABLE) -> Secret:
             content = file.read(MOST_BYTES + 64) or b""
     except OSError as error:
         raise ConfigError(
-            f"invalid {option}={str(path)!r}: {error.strerror or error}, expected a file with the job's secret. {_HOW}"
+            f"invalid {option}={str(path)!r}: {error.strerror or error}, expected a file with the job's secret. {HOW_TO_MAKE}"
         ) from None
     if mode & _EXPOSED:
         raise ConfigError(

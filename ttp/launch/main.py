@@ -96,8 +96,13 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
             by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
             fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])
         identities = make_identities(settings)
-        launching = make_launching(settings, args, config.run_id, fork_servers)
-        launch(config, command, command_args, replace(launching, identities=identities))
+        launching = replace(
+            make_launching(settings, args, config.run_id, fork_servers),
+            identities=identities,
+            secret=source.read if settings.tls else None,
+            require_secret=settings.require_secret,
+        )
+        launch(config, command, command_args, launching)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -194,7 +199,9 @@ def launch(
     if hasattr(config, "signals_to_handle"):  # older versions of torch have no choice
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(config.signals_to_handle)
     try:
-        handler = make_rendezvous(config, spare_node=launching.spare_node)
+        handler = make_rendezvous(
+            config, spare_node=launching.spare_node, secret=launching.secret, require_secret=launching.require_secret
+        )
     except ConfigError:
         raise
     except ValueError as error:

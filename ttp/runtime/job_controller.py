@@ -10,7 +10,7 @@ import logging
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp import files
 from ttp.config import Settings
@@ -19,6 +19,7 @@ from ttp.controller.journal import set_aside_later
 from ttp.controller.process import CannotListen, ControllerProcess, unwritable_log_dir
 from ttp.errors import ConfigError, ControllerError, NotWritable
 from ttp.exchange import controller_file, discovery
+from ttp.exchange.sealed_store import attempts_seal, sealed
 from ttp.runtime.standby import start_job_controller
 
 log = logging.getLogger("ttp")
@@ -38,7 +39,7 @@ class JobController:
         self._rank = rank
         self._world_size = world_size
         self._process: ControllerProcess | None = None
-        self._client: TCPStore | None = None
+        self._client: Store | None = None
 
     @property
     def reports_to_launcher(self) -> bool:
@@ -112,7 +113,7 @@ class JobController:
                 settings.attempt_dir, error.strerror or error,
             )  # fmt: skip
 
-    def store(self) -> TCPStore:
+    def store(self) -> Store:
         """Return a client of the store that the ranks met in: one for the whole attempt, as making one may take seconds."""
         settings = self._settings
         if not settings.master_port:
@@ -124,9 +125,11 @@ class JobController:
             self._client = self.open_store()
         return self._client
 
-    def open_store(self) -> TCPStore:
+    def open_store(self) -> Store:
+        """Connect to it; its entries are sealed where this process has credentials. Raises ControllerError."""
         settings = self._settings
-        return TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+        client = TCPStore(settings.master_addr, settings.master_port, is_master=False, timeout=STORE_TIMEOUT)
+        return sealed(client, attempts_seal(settings.start_name, log))
 
     def forget_store(self) -> None:
         self._client = None

@@ -97,12 +97,25 @@ def enter(store: Store, round_number: int, place: int, address: str) -> None:
 
 def listed(store: Store, round_number: int) -> tuple[str, ...]:
     """Return the addresses of all standbys of an attempt, in the order of their places."""
+    return tuple(address for _, address in _entered(store, round_number))
+
+
+def _entered(store: Store, round_number: int) -> list[tuple[int, str]]:
+    """Return places and addresses, the lowest place first."""
     key = standbys_key(round_number)
     if not store.check([key]):
-        return ()
+        return []
     lines = [line.split() for line in store.get(key).decode().splitlines()]
-    found = sorted((int(line[0]), line[1]) for line in lines if len(line) == 2 and line[0].isdecimal())
-    return tuple(address for _, address in found)
+    return sorted((int(line[0]), line[1]) for line in lines if len(line) == 2 and line[0].isdecimal())
+
+
+def _next_place(store: Store, round_number: int) -> int:
+    """Return the place of one that replaces a lost one: above all before. The count has no seal, the list has: a count that was set back
+    gives no place twice, and one that was set forward costs standbys."""
+    count = f"{standbys_key(round_number)}/count"
+    place = MOST_STANDBYS + store.add(count, 1)
+    highest = max((entered for entered, _ in _entered(store, round_number)), default=0)
+    return place if place > highest else MOST_STANDBYS + store.add(count, highest + 1 - place)
 
 
 def start_job_controller(settings: Settings, place: int, world_size: int, log_dir: Path) -> ControllerProcess:
@@ -150,7 +163,7 @@ class Standbys:
     def start(self, known: tuple[str, ...]) -> str:
         """Start one of a place above all others; see ControllerStarter. Raises ControllerError, RuntimeError (of the store)."""
         settings, store = self._settings, self._client()
-        place = MOST_STANDBYS + store.add(f"{standbys_key(settings.round_number)}/count", 1)
+        place = _next_place(store, settings.round_number)
         if place >= TERMS_OF_AN_ATTEMPT - 1:
             raise ControllerError(f"{place} controllers were started in this attempt, expected fewer: restart the job")
         process = start_job_controller(settings, place, self._world_size, self._log_dir)

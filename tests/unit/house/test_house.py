@@ -16,13 +16,14 @@ PURE_ROOTS = [
     "ttp.processor.core.machine",
     "ttp.processor.core.causes",
     "ttp.proto.messages",
+    "ttp.identity.sealed",
     "ttp.optim.shard_layout.layout",
     "ttp.optim.comparison",
 ]
 """These and whatever they import are pure."""
 
 PURE_MAY_IMPORT = {
-    "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools", "json", "math",
+    "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "hmac", "itertools", "json", "math",
     "operator", "re", "types", "typing",
 }  # fmt: skip
 

@@ -225,11 +225,11 @@ def test_an_unreachable_store_of_a_later_attempt_is_not_a_usage_error(monkeypatc
         raise DistNetworkError("no route")
 
     with monkeypatch.context() as patched:
-        patched.setattr(fresh_store, "TCPStore", unreached)
+        patched.setattr(fresh_store, "serve", unreached)
         with pytest.raises(ConfigError, match="--local-addr"):
             handler.next_rendezvous()
     handler.next_rendezvous()
-    monkeypatch.setattr(fresh_store, "TCPStore", unreached)
+    monkeypatch.setattr(fresh_store, "serve", unreached)
     with pytest.raises(StoreNotReached, match="--local-addr"):
         handler.next_rendezvous()
 

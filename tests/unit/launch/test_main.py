@@ -46,7 +46,7 @@ def test_a_node_that_has_succeeded_does_not_speak_for_one_that_failed(
     reporter.begin(here=True)
     agent: Any = Ended()
     meeting: Any = Meeting(said)
-    monkeypatch.setattr(main, "make_rendezvous", lambda config, spare_node: meeting)
+    monkeypatch.setattr(main, "make_rendezvous", lambda config, **options: meeting)
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
     unused: Any = None
@@ -69,7 +69,7 @@ def test_the_rendezvous_is_closed_though_the_summary_fails(monkeypatch: pytest.M
             raise KeyboardInterrupt
 
     agent: Any = Ended()
-    monkeypatch.setattr(main, "make_rendezvous", lambda config, spare_node: meeting)
+    monkeypatch.setattr(main, "make_rendezvous", lambda config, **options: meeting)
     monkeypatch.setattr(main, "make_agent", lambda *arguments: agent)
     monkeypatch.setattr("torch.distributed.elastic.events.record", lambda *arguments: None)
     unused: Any = None

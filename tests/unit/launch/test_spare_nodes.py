@@ -18,7 +18,7 @@ from ttp.launch.main import main
 from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous import departures, multi_endpoint, spare_nodes
 from ttp.launch.rendezvous.choose import check_spare_node
-from ttp.launch.rendezvous.multi_endpoint import EPOCH_KEY, Endpoint, Stores
+from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores, epoch_key
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
     LEFT,
@@ -116,7 +116,7 @@ def test_an_agent_may_be_silent_for_longer_where_it_looks_at_several_endpoints(m
     for more in (0, 2):
         place = free_place()
         server = serve(place)
-        server.set(EPOCH_KEY, "1")
+        server.set(epoch_key(""), "1")
         departures.publish_success(server, "job", "node-a")
         waits = Waits(agent(place, *(free_place() for _ in range(more))))
         waits.end()
@@ -135,6 +135,19 @@ def test_what_is_not_an_entry_is_left_out(entry: str) -> None:
     second.renew(store, place, SPARE)
     assert [agent.node for agent in read_agents(store, "job")] == ["node-a", "node-b"]
     assert read_agents(store, "job")[1] == second.agent
+
+
+def test_a_count_that_another_program_has_set_delays_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be as high as an integer can be."""
+    monkeypatch.setattr(spare_nodes, "MOST_AGENTS", 50)
+    store, place = HashStore(), Endpoint("node-a", 1)
+    first = Entry("job", "node-a")
+    first.renew(store, place, JOINING)
+    store.set("ttp/agents/job", str(2**62))
+    assert [agent.node for agent in read_agents(store, "job")] == ["node-a"]
+    store.set("ttp/agents/job", "0")
+    first.renew(store, place, JOINING)
+    assert [agent.number for agent in read_agents(store, "job")] == [1]
 
 
 def test_an_entry_is_written_again_into_a_store_that_was_restarted() -> None:
@@ -159,21 +172,21 @@ def test_an_entry_is_written_again_into_a_store_that_was_restarted() -> None:
 def test_the_nodes_meet_again_under_one_epoch_however_many_spares_begin_it() -> None:
     place = free_place()
     server = serve(place)
-    server.set(EPOCH_KEY, "1")
+    server.set(epoch_key(""), "1")
     spares = [agent(place), agent(place)]
     for each in spares:
         assert each.find_in_use() == place
     for each in spares:
         each.begin_anew(place, 1)
         each.begin_anew(place, 1)
-    assert [each.epoch for each in spares] == [2, 2] and server.get(EPOCH_KEY) == b"2"
+    assert [each.epoch for each in spares] == [2, 2] and server.get(epoch_key("")) == b"2"
 
 
 def test_a_spare_opens_no_store() -> None:
     """One that is not in use yet waits for the job's own nodes."""
     place = free_place()
     server = serve(place)
-    assert agent(place).find_in_use() is None and not server.check([EPOCH_KEY])
+    assert agent(place).find_in_use() is None and not server.check([epoch_key("")])
 
 
 def test_a_node_that_joins_does_so_anew_when_a_spare_takes_a_place() -> None:
@@ -183,12 +196,12 @@ def test_a_node_that_joins_does_so_anew_when_a_spare_takes_a_place() -> None:
     bench = Bench(place)
     came = bench.join()
     until(lambda: len(bench.made) == 1)
-    server.set(EPOCH_KEY, "2")
+    server.set(epoch_key(""), "2")
     until(lambda: len(bench.made) == 2)
     bench.made[1].joined.set()
     bench.thread.join(30)
     assert came and bench.store_failover.num_nodes_waiting() == 0
-    server.set(EPOCH_KEY, "3")
+    server.set(epoch_key(""), "3")
     until(lambda: bench.store_failover.num_nodes_waiting() == 1)  # a place was taken though this node runs
     bench.store_failover.shutdown()
 
@@ -221,7 +234,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> tuple[Endpoint, TCPStore, Entry, Ent
     monkeypatch.setattr(spare_nodes, "LOST_S", 0.3)
     place = free_place()
     server = serve(place)
-    server.set(EPOCH_KEY, "1")
+    server.set(epoch_key(""), "1")
     entries = Entry("job", "node-a"), Entry("job", "node-b")
     for entry in entries:
         entry.met(0, 2, 1)
@@ -243,7 +256,7 @@ def test_a_spare_waits_until_a_node_is_missed(job: tuple[Endpoint, TCPStore, Ent
 
     until(waiting)
     assert waits.taken == [PlaceTaken("node-c", "node-b")] and str(waits.taken[0]).startswith("node-c, a spare, takes")
-    assert stores.epoch == 2 and server.get(EPOCH_KEY) == b"2"
+    assert stores.epoch == 2 and server.get(epoch_key("")) == b"2"
 
 
 def test_after_a_move_to_another_store_a_spare_waits_for_the_nodes_to_come(
@@ -253,7 +266,7 @@ def test_after_a_move_to_another_store_a_spare_waits_for_the_nodes_to_come(
     monkeypatch.setattr(spare_nodes, "LOST_S", 1e9)
     other = free_place()
     server = serve(other)
-    server.set(EPOCH_KEY, "2")
+    server.set(epoch_key(""), "2")
     _, _, first, _ = job
     first.renew(server, other, JOINING)
     waits = Waits(agent(job[0], other))
@@ -293,7 +306,7 @@ def test_a_spare_before_its_job_has_no_time_limit(monkeypatch: pytest.MonkeyPatc
     place = free_place()
     waits = Waits(agent(place), silence_s=0.1)
     server = serve(place)
-    server.set(EPOCH_KEY, "1")
+    server.set(epoch_key(""), "1")
     until(
         lambda: (
             any(each.state == SPARE and each.beat > 20 for each in read_agents(server, "job"))

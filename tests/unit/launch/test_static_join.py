@@ -9,7 +9,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from tests.waiting import until
-from ttp.launch.rendezvous.static_join import Collected, answer, count_start, hand_in
+from ttp.launch.rendezvous.static_join import Collected, answer, hand_in
 
 
 def nothing() -> str:
@@ -93,9 +93,3 @@ def test_the_loss_of_node_0s_launcher_ends_the_wait(capfd: pytest.CaptureFixture
     waiting.join(30)
     assert "lost node 0's agent and the store at node-a:6000 (" in said[0]
     assert "Start ttprun on all nodes again" in said[0] and "--rdzv-backend c10d" in said[0]
-
-
-def test_attempts_are_counted_for_all() -> None:
-    """The first is 0."""
-    store = HashStore()
-    assert [count_start(store) for _ in range(3)] == [0, 1, 2]

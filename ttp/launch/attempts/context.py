@@ -16,6 +16,7 @@ from ttp.launch.attempts.crash_loop import FUTILE_STARTS
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.links.controller_shutdown import START_VARIABLE, RequestShutdown
+from ttp.launch.rendezvous.job_secret import Read
 from ttp.launch.report.reporter import Reporter
 
 Running = Callable[[], Mapping[int, int]]
@@ -37,6 +38,10 @@ class LaunchContext:
     """The crash loop's limit: after so many attempts in a row that failed before completing a step the job stops; 0: no limit."""
     script: str = ""
     """The file that Python executes; empty: a module, a program, or stdin."""
+    secret: Read | None = None
+    """`secret()`: the job's, as this node was given it; None: the job does without (TTP_TLS=False)."""
+    require_secret: bool = False
+    """Several nodes must be given one."""
     quotes_traces: bool = False
     """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
     reporter: Reporter | None = None

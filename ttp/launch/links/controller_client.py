@@ -8,7 +8,6 @@ so that neither the death watch nor the agent's loop waits for a store or a conn
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.exchange import controller_file
 from ttp.exchange.discovery import controller_key, log_dir_key, process_key
@@ -32,7 +31,6 @@ SEARCH_S = 0.05
 """Between two reads while no controller is known."""
 RECHECK_S = 1.0
 """Between two reads once one is known, and between two connections to the store."""
-CONNECT_S = 3.0
 CALL = timedelta(seconds=30)
 NEWS_S = 3.0
 """An answer of the store is out of date after so long."""
@@ -250,10 +248,7 @@ class ControllerClient:
                         what)  # fmt: skip
 
     def _connect(self) -> Store:
-        """Connect to the store, after a check that its port is open: torch would retry by itself, and log each time."""
-        host, port = self._job_store.host, self._job_store.port
-        socket.create_connection((host, port), CONNECT_S).close()
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CALL)
+        return self._job_store.connect(CALL)
 
     def _attend(self, store: Store) -> None:
         """Read repeatedly: a standby may replace the active controller under the same key."""

@@ -10,21 +10,22 @@
     ttp/nodes/seen/<node>        that node knows that the workers of all nodes have succeeded
 
 Each attempt has its own store, so that no key is another attempt's. Ages are published instead of times: the nodes' clocks may differ. Every
-key may be written twice: a call that failed is repeated over a new connection.
+key may be written twice: a call that failed is repeated over a new connection. The two counters have no seal (`sealed_store.py`). One that another
+program counts up hides that a node is lost, or has the agents read once more; one that it holds back has a node taken for lost, or delays news.
 Owns the keys, and one thread: a call to a store behind a broken network may never return. Never decides anything.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ttp.exchange.sealed_store import unsealed
 from ttp.launch.rendezvous.departures import FAILED
 from ttp.launch.rendezvous.fresh_store import JobStore
 
@@ -34,7 +35,6 @@ LOOK_S = 1.0
 """Between two reads of the store."""
 LOST_S = 30.0
 """A node without a heartbeat for so long is lost."""
-CONNECT_S = 3.0
 FLUSH_S = 2.0
 """How long the end of an attempt waits for unpublished keys."""
 READ_S = 3.0
@@ -199,7 +199,7 @@ class PeerAgents:
         presence = _Presence(self._nodes, self._lost_s) if self._node == 0 else None
         while True:
             try:
-                self._look(self._connect(), presence)
+                self._look(self._place.connect(timedelta(seconds=self._lost_s)), presence)
                 return
             except Exception as error:  # torch's DistError, as a rule; the job continues whatever it is
                 if self._stopping.is_set():
@@ -210,13 +210,6 @@ class PeerAgents:
                         self._store_gone = f"node 0 has exited ({self._place.host}:{self._place.port} is closed)"
                         return
             self._stopping.wait(self._look_s)
-
-    def _connect(self) -> Store:
-        """Connect to the store, after a check that its port is open: torch would retry by itself, and log each time."""
-        place = self._place
-        socket.create_connection((place.host, place.port), CONNECT_S).close()
-        limit = timedelta(seconds=self._lost_s)
-        return TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _look(self, store: Store, presence: _Presence | None) -> None:
         known = None
@@ -240,7 +233,7 @@ class PeerAgents:
 
     def _until_read(self, store: Store) -> None:
         """Wait until the others have read the store, READ_S at most: it ends with this agent."""
-        others = [_alive(node) for node in range(self._nodes) if node != self._node]
+        others, store = [_alive(node) for node in range(self._nodes) if node != self._node], unsealed(store)
         for key in others:
             store.add(key, 0)  # a key must exist to be read
         before, until_s = store.multi_get(others), time.monotonic() + READ_S
@@ -315,7 +308,7 @@ class _Presence:
             for key in self._keys:
                 store.add(key, 0)  # a key must exist to be read
             self._last = ""
-        values = store.multi_get(self._keys)
+        values = unsealed(store).multi_get(self._keys)
         self._looked_s = now
         late = elapsed_s > self._lost_s / 2  # this agent itself was stopped: it cannot tell who is silent
         for node, value in enumerate(values):

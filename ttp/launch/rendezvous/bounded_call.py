@@ -51,6 +51,9 @@ class BoundedCall(Generic[T]):
     def succeeded(self) -> bool:
         return self._over.is_set() and self._error is None
 
+    def raised(self, kind: type[Exception]) -> bool:
+        return self._over.is_set() and isinstance(self._error, kind)
+
     @property
     def trouble(self) -> str:
         """The call's error in one line; empty while it is under way, and when it has not failed."""

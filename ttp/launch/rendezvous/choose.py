@@ -21,35 +21,47 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from ttp.config import LEAST_S, MOST_S
 from ttp.errors import ConfigError
+from ttp.identity.secret import HOW_TO_MAKE
 from ttp.inputs import checked
 from ttp.launch.rendezvous.fresh_store import JOIN_S, FreshStoreRendezvous, no_trouble
+from ttp.launch.rendezvous.job_secret import NONE, UNSAFE, JobSecret, Read
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
 from ttp.launch.rendezvous.one_node import OneNode
+from ttp.launch.rendezvous.sealed_state import make_c10d
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 log = logging.getLogger("ttp.launch")
 
 
-def make_rendezvous(config: LaunchConfig, *, spare_node: bool = False) -> FreshStoreRendezvous:
+def make_rendezvous(
+    config: LaunchConfig, *, spare_node: bool = False, secret: Read | None = None, require_secret: bool = False
+) -> FreshStoreRendezvous:
     """Make torch's handler for the chosen backend, in the wrapper that gives each attempt a fresh store. `spare_node`: this node waits until
-    the job has lost another one (`check_spare_node` has accepted that). Raises ConfigError, ValueError
-    (torch's, for values that it rejects), RendezvousError."""
+    the job has lost another one (`check_spare_node` has accepted that). `secret`: see JobSecret; `require_secret`: several nodes must be given
+    one. Raises ConfigError, ValueError (torch's, for values that it rejects), RendezvousError."""
+    job_secret = JobSecret(config.run_id, secret)
+    if config.max_nodes > 1:
+        _check_secret(job_secret, require_secret)
     if has_places(config.rdzv_backend, config.rdzv_endpoint, _store_type(config)):
-        failover = make_failover(config, spare_node=spare_node)
+        failover = make_failover(config, spare_node=spare_node, secret=job_secret)
         return FreshStoreRendezvous(
             failover,
             store_host(config),
             same_keys_every_round=False,
             waits_for=_nodes_text(config),
             trouble=failover.trouble,
+            secret=job_secret,
         )
     if config.max_nodes == 1 and config.rdzv_backend == "c10d" and _store_type(config) == "tcp":
         for name in ("timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"):
             _seconds(config, name, JOIN_S)
-        return FreshStoreRendezvous(OneNode(config.run_id), store_host(config), same_keys_every_round=False)
+        one_node = OneNode(config.run_id)
+        return FreshStoreRendezvous(one_node, store_host(config), same_keys_every_round=False, secret=job_secret)
     static = config.rdzv_backend == "static"
     try:
-        inner = get_rendezvous_handler(_parameters(config, config.rdzv_endpoint))
+        parameters = _parameters(config, config.rdzv_endpoint)
+        c10d = config.rdzv_backend == "c10d"
+        inner = make_c10d(parameters, job_secret) if c10d else get_rendezvous_handler(parameters)
     except ImportError as error:
         raise ConfigError(
             f"invalid --rdzv-backend: got {config.rdzv_backend!r}, whose client cannot be imported ({error}). Install it (for etcd, the"
@@ -62,7 +74,24 @@ def make_rendezvous(config: LaunchConfig, *, spare_node: bool = False) -> FreshS
         waits_for=_nodes_text(config),
         trouble=functools.partial(_static_trouble, config.rdzv_endpoint) if static else no_trouble,
         join_timeout_s=_seconds(config, "timeout", JOIN_S),
+        secret=job_secret,
     )
+
+
+def _check_secret(secret: JobSecret, required: bool) -> None:
+    """Warn of a job on several nodes without a secret that each was given. Raises ConfigError where it is required."""
+    if secret.name not in UNSAFE:
+        return
+    if required:
+        raise ConfigError(
+            f"invalid TTP_REQUIRE_SECRET=True: got several nodes and {UNSAFE[secret.name]}, expected a secret that every node is given."
+            f" {HOW_TO_MAKE}, and start every node with --secret-file FILE"
+        )
+    if secret.name == NONE:
+        log.warning(
+            "this job was given no secret: node 0 makes one and publishes it in the rendezvous store. That protects from accidents only, as"
+            " whoever reaches the store can read it. %s, and start every node with --secret-file FILE", HOW_TO_MAKE,
+        )  # fmt: skip
 
 
 def _store_type(config: LaunchConfig) -> str:
@@ -140,16 +169,19 @@ def check_spare_node(args: Namespace) -> None:
         )
 
 
-def make_failover(config: LaunchConfig, *, spare_node: bool = False) -> FailoverRendezvous:
+def make_failover(
+    config: LaunchConfig, *, spare_node: bool = False, secret: JobSecret | None = None
+) -> FailoverRendezvous:
     """Make the handler that survives the loss of its store. Raises ConfigError for invalid endpoints, ValueError for an invalid value in
     --rdzv-conf."""
     hosting = _parameters(config, config.rdzv_endpoint).get_as_bool("is_host")
-    stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting)
+    job_secret = secret or JobSecret(config.run_id)
+    stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting, secret=job_secret)
 
     def make(place: Endpoint) -> RendezvousHandler:
         # torch keeps the participants under the job's name: under a new one those that are lost are not waited for.
         name = config.run_id if stores.epoch <= 1 else f"{config.run_id}@{stores.epoch}"
-        return get_rendezvous_handler(_parameters(config, str(place), name, is_host="0"))
+        return make_c10d(_parameters(config, str(place), name, is_host="0"), job_secret)
 
     return FailoverRendezvous(
         stores,

@@ -9,7 +9,8 @@ and, in the workers' store of an attempt, which a static job's node 0 reads befo
 
     ttp/nodes/failed         the reason of a node that cannot restart
 
-Owns the keys. Every call may wait for the store, and raises RuntimeError when it is lost. Never handles that: the caller does.
+The count has no seal (`sealed_store.py`): where another program has changed it, a node's reason is written where it is not read, and its
+departure is found out as that of a node that was lost. Owns the keys. Every call may wait for the store, and raises RuntimeError when it is lost. Never handles that: the caller does.
 """
 
 from __future__ import annotations

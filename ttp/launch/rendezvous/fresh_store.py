@@ -11,19 +11,26 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
+from ttp.config import start_name
 from ttp.errors import ConfigError
-from ttp.identity.secret import Secret, make_secret
+from ttp.exchange.sealed_store import attempts_seal, sealed
+from ttp.identity.secret import Secret
 from ttp.launch.rendezvous import departures, static_join
+from ttp.launch.rendezvous.job_secret import JobSecret
+from ttp.launch.rendezvous.listening import LOOPBACK, address_of, serve
+from ttp.launch.rendezvous.multi_endpoint import CONNECT_S
 from ttp.launch.rendezvous.spare_nodes import PlaceTaken
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
@@ -55,6 +62,18 @@ class JobStore:
     port: int
     round_number: int
     """0 for the job's first attempt; it grows with each, and is the same on all nodes."""
+    job_id: str = ""
+    """The attempt's name."""
+
+    def connect(self, timeout: timedelta) -> Store:
+        """Connect to the store, after a check that its port is open: torch would retry by itself, and log each time. Raises OSError,
+        RuntimeError."""
+        socket.create_connection((self.host, self.port), CONNECT_S).close()
+        return self.sealed(TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout))
+
+    def sealed(self, store: Store) -> Store:
+        """Return a client of the store whose entries are sealed, where this process has credentials."""
+        return sealed(store, attempts_seal(self.job_id, log))
 
     def encode(self) -> str:
         return f"{self.host} {self.port} {self.round_number}"
@@ -112,10 +131,12 @@ class FreshStoreRendezvous(RendezvousHandler):
         waits_for: str = "",
         trouble: Callable[[], str] = no_trouble,
         join_timeout_s: float = JOIN_S,
+        secret: JobSecret | None = None,
     ) -> None:
         """`waits_for`: how many nodes join, and at which endpoint, for the log; empty: nothing is logged.
         trouble: returns why the endpoint is unreachable, as far as it is known.
-        join_timeout_s: how long to wait for nodes where the handler itself does not wait (`static`)."""
+        join_timeout_s: how long to wait for nodes where the handler itself does not wait (`static`).
+        secret: the job's; a FailoverRendezvous must have the same."""
         self._inner = inner
         self._host = host
         self._join_timeout_s = join_timeout_s
@@ -128,11 +149,14 @@ class FreshStoreRendezvous(RendezvousHandler):
         """On the node with rank 0, which spares take which places in this attempt."""
         self._server: TCPStore | None = None
         self._job_store: JobStore | None = None
-        self._secret = make_secret()
+        self._job_secret = secret or JobSecret(inner.get_run_id())
+        self._secret: Secret | None = None
 
     @property
     def secret(self) -> Secret:
-        """The secret of the last rendezvous."""
+        """The secret of the last rendezvous' nodes: the given one, or one that node 0 has made. Raises RuntimeError before the first."""
+        if self._secret is None:
+            raise RuntimeError("no rendezvous yet: the nodes have no secret")
         return self._secret
 
     @property
@@ -146,11 +170,9 @@ class FreshStoreRendezvous(RendezvousHandler):
         """Return whether the workers have written a key into their store; None: the store is lost with its node."""
         place = self.job_store
         try:
-            store = self._server or TCPStore(
-                place.host, place.port, is_master=False, wait_for_workers=False, timeout=LOOK_TIMEOUT
-            )
+            store = place.sealed(self._server) if self._server is not None else place.connect(LOOK_TIMEOUT)
             return bool(store.check([key]))
-        except RuntimeError:  # torch's DistError
+        except (OSError, RuntimeError):  # torch's DistError
             return None
 
     @property
@@ -159,66 +181,100 @@ class FreshStoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next rendezvous round; called by the agent before each attempt, after the last one's workers have ended. Raises
-        RendezvousError when the nodes do not meet in time, or the job is over."""
+        RendezvousError when the nodes do not meet in time, or the job is over; ConfigError when they cannot in any attempt."""
         if isinstance(self._inner, FailoverRendezvous):
             self._inner.wait_as_spare()
+        self._job_secret.read()
         with log_while_waiting(self._waits_for, self._trouble):
             return self._meet()
 
     def _meet(self) -> RendezvousInfo:
         joined = self._join()
         self._meets_again, self.places_taken = False, ()
-        store, job_store = joined.store, self._agree(joined)
+        job_store, secret = self._agree(joined)
+        job_id = start_name(self.get_run_id(), job_store.round_number)
+        store = joined.store
         if self._collected is not None:
             store = PrefixStore(f"ttp/start/{job_store.round_number}", store)  # torch's agents keep their old keys too
-        self._job_store, self._next_round = job_store, job_store.round_number + 1
+        store = sealed(store, self._job_secret.seal(job_id, secret=secret))
+        self._job_store, self._secret = replace(job_store, job_id=job_id), secret
+        self._next_round = job_store.round_number + 1
         if isinstance(self._inner, FailoverRendezvous):
             self._inner.met(job_store.round_number, joined.world_size)
         address = RendezvousStoreInfo(job_store.host, job_store.port)
         return RendezvousInfo(store, joined.rank, joined.world_size, address)
 
-    def _agree(self, joined: RendezvousInfo) -> JobStore:
-        """Return the store of the attempt that all nodes have joined; node 0's agent makes it, and closes the last attempt's."""
+    def _agree(self, joined: RendezvousInfo) -> tuple[JobStore, Secret]:
+        """Return the store of the attempt that all nodes have joined, and their secret; node 0's agent makes the store, and closes the last
+        attempt's. Each node has a ticket of its own, so that an answer of another attempt is not read."""
+        if not isinstance(self._inner, FailoverRendezvous):  # which compares by itself, before it joins
+            self._compare(joined)
+        store = self._job_secret.sealed(joined.store, "meeting")
         if self._collected is not None:
-            return self._agree_by_ticket(joined, self._collected)
+            return self._agree_by_ticket(store, joined, self._collected)
         self._server = None
         taken = self._inner.took_place if isinstance(self._inner, FailoverRendezvous) else None
-        known = [self._next_round, *(astuple(taken) if taken is not None else ())]
-        joined.store.set(f"{_KEY}/next_round/{joined.rank}", json.dumps(known))
-        if joined.rank == 0:
-            # Rank 0 may be a node that has just joined: the others know the attempt's number.
-            reported = [json.loads(joined.store.get(f"{_KEY}/next_round/{node}")) for node in range(joined.world_size)]
-            self.places_taken = tuple(PlaceTaken(*names) for _, *names in reported if names)
-            self._server = self._serve()
-            number = max(number for number, *_ in reported)
-            joined.store.set(_KEY, JobStore(self._host, self._server.port, number).encode())
-        return JobStore.decode(joined.store.get(_KEY).decode())
+        ticket = uuid.uuid4().hex
+        known = [ticket, self._next_round, *(astuple(taken) if taken is not None else ())]
+        store.set(f"{_KEY}/next_round/{joined.rank}", json.dumps(known))
+        if joined.rank != 0:
+            return self._decode(store.get(f"{_KEY}/{ticket}").decode())
+        # Rank 0 may be a node that has just joined: the others know the attempt's number.
+        reported = [json.loads(store.get(f"{_KEY}/next_round/{node}")) for node in range(joined.world_size)]
+        self.places_taken = tuple(PlaceTaken(*names) for _, _, *names in reported if names)
+        job_store, secret, answer = self._begin(max(number for _, number, *_ in reported), joined.world_size)
+        for ticket, *_ in reported[1:]:
+            store.set(f"{_KEY}/{ticket}", answer)
+        return job_store, secret
 
-    def _agree_by_ticket(self, joined: RendezvousInfo, collected: static_join.Collected) -> JobStore:
+    def _agree_by_ticket(
+        self, store: Store, joined: RendezvousInfo, collected: static_join.Collected
+    ) -> tuple[JobStore, Secret]:
         if joined.rank != 0:
             info = joined.bootstrap_store_info
             place = f"{info.master_addr}:{info.master_port}" if info is not None else "node 0"
-            return JobStore.decode(static_join.hand_in(joined.store, joined.rank, self._join_timeout_s, place))
+            return self._decode(static_join.hand_in(store, joined.rank, self._join_timeout_s, place))
         # The last attempt's store is kept until all have joined: an agent whose workers have succeeded reads there that this node restarts,
         # and only then joins.
-        handed_in = collected.collect(joined.store, joined.world_size, self._failed_for_good)
+        handed_in = collected.collect(store, joined.world_size, self._failed_for_good)
         self._server = None
-        self._server = self._serve()
-        job_store = JobStore(self._host, self._server.port, static_join.count_start(joined.store))
-        static_join.answer(joined.store, handed_in, job_store.encode())
-        return job_store
+        job_store, secret, answer = self._begin(self._next_round, joined.world_size)
+        static_join.answer(store, handed_in, answer)
+        return job_store, secret
+
+    def _begin(self, number: int, nodes: int) -> tuple[JobStore, Secret, str]:
+        """Make an attempt's store, and its secret where none was given; return what the other nodes read."""
+        host = LOOPBACK if nodes == 1 else self._host
+        self._server = self._serve(host)
+        job_store = JobStore(host, self._server.port, number)
+        secret, published = self._job_secret.choose()
+        return job_store, secret, f"{job_store.encode()} {published}"
+
+    def _decode(self, answer: str) -> tuple[JobStore, Secret]:
+        place, _, published = answer.rpartition(" ")
+        return JobStore.decode(place), self._job_secret.take(published)
+
+    def _compare(self, joined: RendezvousInfo) -> None:
+        if joined.world_size > 1 and not self._job_secret.met:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # etcd's store lacks the operation; one that is lost is lost in the next call too
+                self._job_secret.compare(joined.store)
+                self._job_secret.met = True
 
     def _failed_for_good(self) -> str:
         """Return why another node cannot restart, from the last attempt's store; empty: it can, as far as is known."""
-        return departures.failed_for_good(self._server) if self._server is not None else ""
+        if self._server is None or self._job_store is None:
+            return ""
+        return departures.failed_for_good(self._job_store.sealed(self._server))
 
-    def _serve(self) -> TCPStore:
+    def _serve(self, host: str) -> TCPStore:
         """Make the workers' store. Raises ConfigError before the first attempt: an invalid address is not retryable, unlike a lost node."""
         try:
-            return TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        except DistError as error:
+            return serve(host, 0, address_of(host))
+        except (OSError, DistError) as error:
             text = (
-                f"this node has rank 0 and cannot reach its own workers' store under its host name {self._host!r} ({error})."
+                f"this node has rank 0 and cannot reach its own workers' store under its host name {host!r} ({error})."
                 " Set --local-addr to an address of this node"
             )
             if self._job_store is None:

@@ -1,7 +1,7 @@
 """Several rendezvous endpoints, one of them in use, so that the loss of its node does not end the job.
 
 `--rdzv-endpoint node-a:29400,node-b:29400` lists the endpoints in order. The agent on a listed node serves a store there while it runs. All are
-empty but the one in use, which has a number (its *epoch*). When that one is lost, the remaining agents open the first one that they reach, with
+empty but the one in use, which has a number for this job (its *epoch*). When that one is lost, the remaining agents open the first one that they reach, with
 a higher epoch; a joining node uses the highest. An endpoint may be a host that does not train: `python -m ttp.launch.stores --port 29400`
 serves a store only.
 
@@ -24,19 +24,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ttp.errors import ConfigError
 from ttp.inputs.options import whole
 from ttp.launch.rendezvous.bounded_call import BoundedCall
+from ttp.launch.rendezvous.job_secret import JobSecret, OtherSecret
+from ttp.launch.rendezvous.listening import LOOPBACK, address_of, serve
 from ttp.launch.rendezvous.rank_table import is_own_address
 
 log = logging.getLogger("ttp.launch")
 
 DEFAULT_PORT = 29400
 """torch's, for c10d."""
-EPOCH_KEY = "ttp/store_epoch"
 CONNECT_S = 3.0
 """How long an endpoint has to accept a connection."""
 ANSWER_S = 30.0
@@ -80,8 +81,10 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 class Stores:
     """The job's endpoints, seen from one agent."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], *, hosting: bool | None = None) -> None:
-        """`hosting`: serve a store at the endpoints with this host's address (None), at the first one as well whatever its address (True), or
+    def __init__(
+        self, endpoints: Sequence[Endpoint], *, hosting: bool | None = None, secret: JobSecret | None = None
+    ) -> None:
+        """`secret`: the job's (None: entries are plain). `hosting`: serve a store at the endpoints with this host's address (None), at the first one as well whatever its address (True), or
         at none (False)."""
         self.endpoints = tuple(endpoints)
         self.epoch = 0
@@ -91,10 +94,15 @@ class Stores:
         self._refused: set[Endpoint] = set()
         """Where this agent cannot serve a store, which is logged once."""
         self._serve()
-        self._windows = {place: Window(place) for place in self.endpoints}
+        self.secret = secret or JobSecret("")
+        self._windows = {place: self.window(place) for place in self.endpoints}
+
+    def window(self, place: Endpoint) -> Window:
+        """Return another client of the store at an endpoint, for another thread."""
+        return Window(place, self.secret)
 
     def find(self, patient: bool, within_s: float = math.inf) -> Endpoint | None:
-        """Return the endpoint in use, after opening one if there is none; None: try again later.
+        """Return the endpoint in use, after opening one if there is none; None: try again later. Raises OtherSecret.
 
         `patient`: where none is in use, wait for the first one of the list. within_s: the time limit.
         """
@@ -113,7 +121,7 @@ class Stores:
         return reachable[0] if opened is not None else None
 
     def find_in_use(self) -> Endpoint | None:
-        """Return the endpoint in use; None: there is none. Opens none."""
+        """Return the endpoint in use; None: there is none. Opens none. Raises OtherSecret."""
         return self._choose(self._look_at_all())
 
     def begin_anew(self, place: Endpoint, epoch: int) -> None:
@@ -139,13 +147,14 @@ class Stores:
         """Serve a store at this host's endpoints where there is none yet."""
         for place in self.endpoints if self._hosting is not False else ():
             forced = bool(self._hosting) and place == self.endpoints[0]
-            if place in self._servers or not (forced or is_own_address(place.host)):
+            own = is_own_address(place.host)
+            if place in self._servers or not (forced or own):
                 continue
             try:
-                # A store listens on all addresses. Its own client connects to the one given, which may not be this host's.
-                host = "127.0.0.1" if forced else place.host
-                self._servers[place] = TCPStore(host, place.port, is_master=True, wait_for_workers=False)
-            except RuntimeError as error:
+                # The endpoint of a store that is forced may not be this host's address: it leads here all the same.
+                host, address = (place.host, address_of(place.host)) if own else (LOOPBACK, "")
+                self._servers[place] = serve(host, place.port, address)
+            except (OSError, RuntimeError) as error:
                 if place not in self._refused:
                     self._refused.add(place)
                     why = str(error).splitlines()[0]
@@ -155,8 +164,8 @@ class Stores:
         """Return an endpoint's epoch, 0 where it is not in use, None where no store answers in time."""
         return self._windows[place].look(within_s)
 
-    def ask(self, place: Endpoint, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
-        """Call the store at an endpoint; None where it does not answer in time."""
+    def ask(self, place: Endpoint, question: Callable[[Store], T], within_s: float = math.inf) -> T | None:
+        """Call the store at an endpoint; None where it does not answer in time. Raises OtherSecret."""
         return self._windows[place].ask(question, within_s)
 
     def hangs(self, place: Endpoint) -> bool:
@@ -184,9 +193,9 @@ class Stores:
         self._servers.clear()
 
 
-def epoch_of(store: TCPStore) -> int:
-    """Return a store's epoch; 0: it is not in use."""
-    return int(store.get(EPOCH_KEY)) if store.check([EPOCH_KEY]) else 0
+def epoch_key(run_id: str) -> str:
+    """Return the key of a store's epoch: several jobs may share one store."""
+    return f"ttp/store_epoch/{run_id}"
 
 
 def why_not_reached(place: Endpoint, within_s: float) -> str:
@@ -209,8 +218,10 @@ def why_not_reached(place: Endpoint, within_s: float) -> str:
 class Window:
     """A client of one endpoint, over a connection that is kept. Used by one thread."""
 
-    def __init__(self, place: Endpoint) -> None:
+    def __init__(self, place: Endpoint, secret: JobSecret) -> None:
         self._place = place
+        self._secret = secret
+        self._epoch_key = epoch_key(secret.run_id)
         self._client: TCPStore | None = None
         self.hangs = False
         """Whether the last call had no answer, though the endpoint accepted a connection."""
@@ -219,14 +230,19 @@ class Window:
 
     def look(self, within_s: float = math.inf) -> int | None:
         """Return the endpoint's epoch, 0 where it is not in use, None where no store answers."""
-        return self.ask(epoch_of, within_s)
+        return self.ask(self.epoch_in, within_s)
+
+    def epoch_in(self, store: Store) -> int:
+        """Return a store's epoch; 0: it is not in use."""
+        return int(store.get(self._epoch_key)) if store.check([self._epoch_key]) else 0
 
     def open(self, before: int, epoch: int) -> int | None:
         """Set the endpoint's epoch; return the one that it has now: another agent may have been faster."""
-        return self.ask(lambda store: int(store.compare_set(EPOCH_KEY, str(before) if before else "", str(epoch))))
+        expected = str(before) if before else ""
+        return self.ask(lambda store: int(store.compare_set(self._epoch_key, expected, str(epoch))))
 
-    def ask(self, question: Callable[[TCPStore], T], within_s: float = math.inf) -> T | None:
-        """Call the store; None where none answers. A call that hangs is abandoned."""
+    def ask(self, question: Callable[[Store], T], within_s: float = math.inf) -> T | None:
+        """Call the store; None where none answers. A call that hangs is abandoned. Raises OtherSecret."""
         answer_s = max(LEAST_S, min(ANSWER_S, within_s))
         self.hangs = False
         if trouble := why_not_reached(self._place, min(CONNECT_S, answer_s)):
@@ -234,7 +250,7 @@ class Window:
             return None
         kept = self._client
         asked = BoundedCall(lambda: self._answer(kept, question, answer_s))
-        if asked.wait(answer_s) and asked.succeeded:
+        if asked.wait(answer_s) and (asked.succeeded or asked.raised(OtherSecret)):
             (self._client, answer), self.trouble = asked.result(), ""
             return answer
         self.hangs = not asked.trouble
@@ -242,26 +258,28 @@ class Window:
         self._client, self.trouble = None, asked.trouble or silence
         return None
 
-    def _answer(self, kept: TCPStore | None, question: Callable[[TCPStore], T], within_s: float) -> tuple[TCPStore, T]:
+    def _answer(self, kept: TCPStore | None, question: Callable[[Store], T], within_s: float) -> tuple[TCPStore, T]:
         """Call over the kept connection, or over a new one: the store may have been restarted."""
         if kept is not None:
             with contextlib.suppress(RuntimeError):
-                return kept, question(kept)
+                return kept, question(self._secret.sealed(kept, str(self._place)))
         timeout = timedelta(seconds=within_s)
         store = TCPStore(self._place.host, self._place.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return store, question(store)
+        self._secret.compare(store)
+        return store, question(self._secret.sealed(store, str(self._place)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve a rendezvous store at a port until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m ttp.launch.stores", description=main.__doc__)
     parser.add_argument("--port", type=whole(most=65535), default=DEFAULT_PORT)
+    parser.add_argument("--host", default="", help="listen on this address of the host only (default: on all of them)")
     arguments = parser.parse_args(argv)
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in the store's own threads too
     try:
-        server = TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
+        server = serve(arguments.host or "0.0.0.0", arguments.port, arguments.host)
+    except (OSError, RuntimeError) as error:
         print(f"cannot listen on port {arguments.port}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     print(f"rendezvous store on port {server.port}", flush=True)

@@ -5,6 +5,8 @@ Every agent has an entry in the rendezvous store, renewed each second:
     ttp/agents/<run id>        how many agents have had an entry so far
     ttp/agents/<run id>/<n>    the n-th agent's entry, as JSON
 
+The count has no seal (`sealed_store.py`): one that another program has set costs time to read entries that are not there, or has agents enter anew.
+
 A spare takes a place when a node of the last attempt waits for the others, and another one has left or has been silent for LOST_S: while the job
 runs it never disturbs it. Several spares take places in the order of their entries. A place is a lost node's: an agent joins again only after it
 has reaped its workers, and renews its entry until then, so that a node whose processes are still there keeps its place.
@@ -35,6 +37,9 @@ log = logging.getLogger("ttp.launch")
 LOST_S = 4.0
 """An agent whose entry has not been renewed for this long is lost, and CONNECT_S longer for each further endpoint: an agent that joins looks at
 all of them in turn. It matters only while another agent of the job waits for it."""
+
+MOST_AGENTS = 10_000
+"""So many entries are read: those of a job's nodes, and of the agents that were started again."""
 
 JOINING, RUNNING, SPARE, LEFT = "joining", "running", "spare", "left"
 
@@ -95,7 +100,8 @@ class Entry:
 def read_agents(store: Store, run_id: str) -> list[Agent]:
     """Return all entries, in order. What is not an agent's entry is left out: another program has written it."""
     key = _key(run_id)
-    keys = [f"{key}/{number}" for number in range(1, int(store.add(key, 0)) + 1)]
+    count = min(MOST_AGENTS, int(store.add(key, 0)))
+    keys = (f"{key}/{number}" for number in range(1, count + 1))
     found = (_decoded(store.get(key)) for key in keys if store.check([key]))
     return [agent for agent in found if agent is not None]
 

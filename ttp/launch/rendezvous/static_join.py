@@ -6,7 +6,6 @@ another attempt, or for an agent that has exited, is not read.
 
     ttp/tickets/<node>      the ticket of that node's agent; a restarted one replaces it
     ttp/answers/<ticket>    the attempt that the ticket is for
-    ttp/starts              how many attempts there were
 
 Owns the keys. Never blocks in one long call: each wait polls, so that a signal to the agent is handled.
 """
@@ -22,7 +21,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 LOOK_S = 0.2
 """Between two polls."""
-_STARTS = "ttp/starts"
 
 
 class Collected:
@@ -30,7 +28,7 @@ class Collected:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._answered: dict[int, str] = {}
+        self._answered: set[str] = set()
 
     def collect(self, store: Store, nodes: int, over: Callable[[], str]) -> list[str]:
         """Return a new ticket of every other node. `over`: why a node will not join; empty while that is not known.
@@ -41,7 +39,7 @@ class Collected:
         while True:
             found = {node: ticket for node in range(1, nodes) if (ticket := self._new(store, node))}
             if len(found) == nodes - 1:
-                self._answered.update(found)
+                self._answered.update(found.values())
                 return list(found.values())
             if why := over():
                 raise RendezvousClosedError(f"not waiting for the other nodes: {why}")
@@ -56,12 +54,7 @@ class Collected:
         """Return a node's ticket that is not answered yet; empty: there is none."""
         key = _ticket(node)
         ticket = str(store.get(key).decode()) if store.check([key]) else ""
-        return "" if ticket == self._answered.get(node) else ticket
-
-
-def count_start(store: Store) -> int:
-    """Return the number of the attempt that begins: 0 for the first."""
-    return int(store.add(_STARTS, 1)) - 1
+        return "" if ticket in self._answered else ticket
 
 
 def answer(store: Store, tickets: Sequence[str], text: str) -> None:

@@ -13,17 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 
 from ttp.launch.rendezvous import departures
 from ttp.launch.rendezvous.bounded_call import BoundedCall
-from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Window, epoch_of
+from ttp.launch.rendezvous.job_secret import OtherSecret
+from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Window
+from ttp.launch.rendezvous.sealed_state import StateRefused
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
     LEFT,
@@ -66,6 +69,7 @@ class FailoverRendezvous(RendezvousHandler):
         self._join_timeout_s = join_timeout_s
         self._entry = Entry(run_id, node)
         self._spare_node = spare_node
+        self._secret = stores.secret
         self.took_place: PlaceTaken | None = None
         """Whose place this node, a spare, takes in the next attempt."""
         self._place: Endpoint | None = None
@@ -94,7 +98,7 @@ class FailoverRendezvous(RendezvousHandler):
         self._entry.met(start, size, self._epoch)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round at the endpoint in use. Raises RendezvousTimeoutError, RendezvousClosedError (why the job is over)."""
+        """Join the next round at the endpoint in use. Raises RendezvousTimeoutError, RendezvousClosedError (why the job is over), OtherSecret."""
         why = self._waiting.over if self._waiting is not None else ""
         self._stop_polling()
         if why:
@@ -114,9 +118,10 @@ class FailoverRendezvous(RendezvousHandler):
             if joined is not None:
                 assert self._inner is not None
                 assert place is not None
+                self._secret.met = True
                 self._waiting = _Waiting(
                     self._inner,
-                    Window(place),
+                    self._stores.window(place),
                     self._run_id,
                     self._departed_before,
                     self._drop,
@@ -155,6 +160,8 @@ class FailoverRendezvous(RendezvousHandler):
                 why = f"is out of use: the job meets at {other}"
             elif now is not None and now > epoch:
                 why, self._anew = "has begun anew, without nodes that are lost", True
+            elif self._secret.read():
+                why, self._anew = "has another secret than this node, whose own was replaced", True
             elif time.monotonic() > until:
                 why = "had too few nodes in time"
             else:
@@ -169,9 +176,19 @@ class FailoverRendezvous(RendezvousHandler):
         except RendezvousClosedError:
             why = self.failed_elsewhere() or "no node has reported why"
             raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {why}") from None
-        except (RendezvousConnectionError, RendezvousTimeoutError, RuntimeError) as error:
+        except OtherSecret:
+            raise
+        except (
+            RendezvousConnectionError,
+            RendezvousStateError,
+            RendezvousTimeoutError,
+            RuntimeError,
+            ValueError,
+        ) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None
+            if isinstance(error, StateRefused):  # under the next epoch the state has another key
+                self._stores.begin_anew(place, epoch)
             return None
 
     def _drop(self, lost: RendezvousHandler) -> None:
@@ -183,7 +200,7 @@ class FailoverRendezvous(RendezvousHandler):
         """Log why nodes have left, except for those that left before this one joined."""
         before = self._departed.get(place)
 
-        def read(store: TCPStore) -> tuple[str, ...]:
+        def read(store: Store) -> tuple[str, ...]:
             self._entry.renew(store, place, JOINING)
             return departures.departures_after(store, self._run_id, before or 0)
 
@@ -248,7 +265,7 @@ class FailoverRendezvous(RendezvousHandler):
         if self._place is not None and not self._stores.hangs(self._place):
             place = self._place
 
-            def publish(store: TCPStore) -> None:
+            def publish(store: Store) -> None:
                 departures.publish_departure(store, self._run_id, why)
                 self._entry.renew(store, place, LEFT)
 
@@ -273,7 +290,7 @@ class FailoverRendezvous(RendezvousHandler):
         self._stores.close()
         return closed
 
-    def _publish_end(self, store: TCPStore, why: str) -> bool:
+    def _publish_end(self, store: Store, why: str) -> bool:
         """Publish that the job is over; return whether spare nodes wait, which have to read it."""
         if why:
             departures.publish_over(store, self._run_id, why)
@@ -299,7 +316,7 @@ class _Waiting:
         give_up: Callable[[RendezvousHandler], None],
         *,
         epoch: int,
-        renew: Callable[[TCPStore], None],
+        renew: Callable[[Store], None],
     ) -> None:
         """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
         this rendezvous. renew: renews this agent's entry."""
@@ -359,7 +376,7 @@ class _Waiting:
         self.over = self.over or over
         return len(reasons) + int(epoch > self._epoch)
 
-    def _ask(self, store: TCPStore) -> tuple[tuple[str, ...], str, int]:
+    def _ask(self, store: Store) -> tuple[tuple[str, ...], str, int]:
         self._renew(store)
         reasons = departures.departures_after(store, self._run_id, self._departed)
-        return reasons, departures.over(store, self._run_id), epoch_of(store)
+        return reasons, departures.over(store, self._run_id), self._window.epoch_in(store)
