@@ -170,7 +170,9 @@ def _outcome(scenario: Scenario) -> list[str]:
     if _start_failed(job):
         return []
     excused = (
-        job.excused or ((published or refused) and _comes_and_goes(job)) or (published and _stood_still_itself(job))
+        job.excused
+        or ((published or refused) and _comes_and_goes(job))
+        or (published and (_stood_still_itself(job) or _left_unled_at_the_end(job)))
     )
     if scenario.harmless and not excused:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
@@ -214,6 +216,16 @@ def _stood_still_itself(job: Job) -> bool:
         and (strike.where == "leaderless" or any(at - job.times.lease_s <= strike.at_s <= at for at in takeovers))
         for strike in job.strikes
     )
+
+
+def _left_unled_at_the_end(job: Job) -> bool:
+    """True when the last step was saved, and a rank that had finished it left while a controller was away for longer than ranks wait for one:
+    its exit breaks the last collective of a rank that has not returned from it. That costs a restart, and no step."""
+    last, wait_s = job.training.steps, job.times.controller_lost_s
+    left = [rank.ended_s for rank in job.ranks if rank.released and rank.gate.state_step == last]
+    away = [absence for controller in job.controllers for absence in controller.absences]
+    unled = any(began_s + wait_s <= left_s <= ended_s for began_s, ended_s in away for left_s in left)
+    return unled and any(fields["step"] == last for fields in events(job, "published"))
 
 
 def _unheard(job: Job, verdict_s: float) -> frozenset[int]:

@@ -132,6 +132,7 @@ MUTATIONS = (
     # What is given up, and what not.
     Mutation("slow work is never passed over", controllers.no_rank_is_passed_over, ("I9",), work_goes_on, within=20),
     Mutation("one torn file costs its directory", controllers.torn_file_costs_its_directory, ("I9",), torn_in_the_only_directory, within=20),
+    Mutation("the end of an update is not waited for", controllers.updates_are_not_waited_for, ("I9",), rolls_after_a_long_freeze, within=20),
     Mutation("no older step is tried when no directory takes the newer", controllers.no_older_step_is_tried, ("I9",), only_the_step_before_fits, within=20),
     Mutation("the leap of a deaf controller's clock counts as silence", controllers.a_leap_of_the_clock_counts_as_silence, ("I9",), deaf_while_its_clock_leaps, within=20),
     Mutation("one rank's disk vetoes the directory", controllers.one_ranks_disk_vetoes_the_directory, ("I9: /a serves",), within=600),

@@ -77,7 +77,7 @@ class Rank:
         self._paused = False
         self.slow_work: dict[str, float] = {}
         """Seconds that a step of the work takes the next time, by step, instead of the usual; it progresses all the while."""
-        self._updating = False
+        self.updating = False
         """The training thread's update progresses."""
         self._work_done = 0
         self.late_results: dict[int, float] = {}
@@ -263,7 +263,7 @@ class Rank:
         return self._paused
 
     def work_done(self) -> int:
-        self._work_done += self._updating or self.work.progresses
+        self._work_done += self.updating or self.work.progresses
         return self._work_done
 
     def checkpoint(self) -> str:
@@ -443,11 +443,11 @@ class Rank:
             self.job.struck("hang in update", self.rank)
             return
         seconds = self.slow_update.get(step, self.job.rng.uniform(0.001, 0.02))
-        self._updating = True
+        self.updating = True
         self.soon(seconds, partial(self._gather, step))
 
     def _gather(self, step: int) -> None:
-        self._updating = False
+        self.updating = False
         if self.gate.torn:
             return
         self.count_work()
@@ -488,7 +488,7 @@ class Rank:
             return
         if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR):
             self.main_raised = True
-            self._updating = False
+            self.updating = False
             self.waits.gates_lock.asking = TRAINING
             self.gate.abandon()
             self.waits.gates_lock.asking = ""

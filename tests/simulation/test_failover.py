@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from tests.simulation import checks
 from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.losing_controllers import (
@@ -177,3 +178,13 @@ def test_ranks_that_missed_the_word_of_a_standby_find_it_in_the_list() -> None:
         (took_over,) = events(job, "took_over")
         assert took_over["absent"] == (), f"seed {seed}"
         assert all(rank.released for rank in job.ranks)
+
+
+def test_a_rank_that_leaves_without_a_controller_costs_a_restart_only_while_one_is_away() -> None:
+    """Two ranks leave after the last step while the others are in its last collective; all learn of another controller too late (seed 7402254)."""
+    scenario = build(7402254)
+    job = scenario.job
+    assert run_and_check(scenario) == [] and job.disk.published == [("/a", job.training.steps)]
+    for controller in job.controllers:
+        controller.absences = [(began_s, ended_s - 0.2) for began_s, ended_s in controller.absences]
+    assert checks._outcome(scenario)[0].startswith("I7: a false alarm cost the job")

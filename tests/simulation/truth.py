@@ -6,7 +6,7 @@ Everything here comes from what was done to the job and from the ranks' gates; n
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ class Snapshot:
             job.training.local_copy
         ):  # a step that not all have is not waited for: a rank that ended it just now has not reported yet
             ranks = [rank for rank in ranks if rank.closed_late_s < job.now - LATE_CLOSING_S]
-        return cls(verdict, job.now, tuple(rank.report() for rank in ranks))
+        return cls(verdict, job.now, tuple(_at_the_end_of_its_update(rank, verdict) for rank in ranks))
 
     def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
         """Return the sound ranks that have a step, or were READY for it while a sound rank has its record."""
@@ -62,6 +62,14 @@ class Snapshot:
             covers(job, [rank for rank in ranks if job.disk.serves(rank, job.root_of(rank, name))])
             for name in job.roots
         )
+
+
+def _at_the_end_of_its_update(rank: Rank, verdict: str) -> StateReport:
+    """Return what a rank will report at a refusal: none comes while an update progresses whose end would cover a step."""
+    report = rank.report()
+    if verdict == "refused" and rank.updating and not report.torn:
+        return replace(report, closed=True, state_step=report.step)
+    return report
 
 
 def covers(job: Job, ranks: Collection[int]) -> bool:

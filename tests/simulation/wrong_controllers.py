@@ -399,6 +399,10 @@ def torn_file_costs_its_directory(patch: Patch) -> None:
     patch.setitem(tables.TABLES[Publishing].on, StepFailed, wrong)
 
 
+def updates_are_not_waited_for(patch: Patch) -> None:
+    patch.setattr(roll_forward, "_worth_waiting", lambda state, fault, now: ())
+
+
 def no_older_step_is_tried(patch: Patch) -> None:
     """For a disk's sake the job does not go back to its local copies."""
 

@@ -55,6 +55,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.core.transitions", "if state.term < 0:", "0: 1"),
     ),
     "of two equal values either is the smaller": (
+        ("controller.core.facts.pace", "if place < len(numbers) and numbers[place] == number and seconds < durations[place]:", "seconds < durations[place]: LtE"),
         ("processor.core.machine", "moment = going_on if going_on < moment else moment", "going_on < moment: LtE"),
         ("processor.core.machine", "moment = giving_up if giving_up < moment else moment", "giving_up < moment: LtE"),
         ("processor.core.machine", "moment = state.heartbeat_at if state.heartbeat_at < moment else moment", "state.heartbeat_at < moment: LtE"),
@@ -77,6 +78,9 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("processor.core.failover", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: Or"),
         ("processor.core.failover", "if link is _CONNECTING and state.successors:", "link is _CONNECTING and state.successors: without link is _CONNECTING"),
         ("processor.core.transitions", "if state.link is not _DOWN and now >= go_on_at(state):", "state.link is not _DOWN and now >= go_on_at(state): without state.link is not _DOWN"),
+    ),
+    "where no rank lives none is attached, and it is asked first": (
+        ("controller.core.facts.membership", "return members.present == 0 or 0 < members.suspects == members.alive", "0 < members.suspects == members.alive: LtE"),
     ),
     "what is the very object is the same text": (
         ("controller.core.dump.freeze", "if known != record and repr(known) != repr(record):  # by text where they differ: a skipped step's norm is NaN", "known != record and repr(known) != repr(record): without known != record"),
