@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ttp.config import identity_socket, tls_files
+from ttp.config import host_name, identity_socket, tls, tls_files
 from ttp.errors import ConfigError, ControllerError
 from ttp.identity import own
 from ttp.identity.role import Identity, Role
@@ -112,8 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = settings_of(options)
     try:
         if files := tls_files():
-            own.use_site(*files)
-        else:
+            own.use_site(files, host_name())
+        elif tls():
             own.use_agents(identity_socket(), Identity(settings.job_id, Role.CONTROLLER, term=settings.term))
         own.credentials()
     except (ConfigError, ControllerError) as error:

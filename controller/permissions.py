@@ -7,7 +7,7 @@ believed, as far as this host's loopback or the site's network lets it come.
 from __future__ import annotations
 
 from ttp.identity.role import Identity, Role
-from ttp.proto.messages import AgentHello, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, FaultReport, Upward, Vouch, WorkerExit
 
 
 def stream_refusal(peer: Identity | None, job_id: str) -> str:
@@ -27,6 +27,8 @@ def message_refusal(peer: Identity | None, message: Upward) -> str:
     if by_agent and peer.role is not Role.AGENT:
         return f"got {type(message).__name__} from {peer}, expected it from an agent"
     said = message.ranks if isinstance(message, AgentHello | Vouch) else (message.rank,)
+    if isinstance(message, FaultReport):
+        said = (*said, *message.cause.ranks)
     if foreign := sorted(set(said) - set(peer.ranks)):
         return (
             f"got {type(message).__name__} for rank {foreign[0]} from {peer}, expected it from that rank or its agent"

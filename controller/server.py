@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -111,7 +111,7 @@ class ControlService(ControlServicer):
         self._mailroom = Outbox(self._loop)
         self._links: set[StreamLink] = set()
         shown = own.credentials()
-        self._roles = shown is not None and not shown.by_site
+        self._roles = shown is not None and not shown.site_host
 
     def finish_streams(self) -> None:
         """Let every stream deliver what is queued and end."""
@@ -212,9 +212,8 @@ class ControlService(ControlServicer):
             return certified(context.auth_context().get("x509_subject_alternative_name", ()))
         except ValueError as error:
             await self._refuse(context, str(error))
-            raise
 
-    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], refusal: str) -> None:
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], refusal: str) -> NoReturn:
         self._driver.put(
             NotAllowed(f"{context.peer().rpartition(':')[0]}: {refusal}")
         )  # without the port, new each time

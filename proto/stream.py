@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import Joiner, split
 from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_upward
@@ -99,6 +100,8 @@ class ControlStream:
             reason = _describe(error)
             self._nothing_listens = _NOTHING_LISTENS in reason.lower()
         except CodecError as error:
+            reason = str(error)
+        except ControllerError as error:  # this process has no certificate
             reason = str(error)
         except Exception as error:  # the caller's address function; a stream must always say that it has ended
             reason = f"the controller's address cannot be found: {type(error).__name__}: {error}"

@@ -36,6 +36,8 @@ Options = tuple[tuple[str, int | str], ...]
 MAX_MESSAGE_BYTES = 16 << 20
 """A larger message is refused on both sides; a larger table is sent in chunks (`chunks.py`)."""
 
+_LOOPBACK = ("127.", "[::1]", "localhost:")
+
 _BOTH: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -70,7 +72,9 @@ def open_channel(address: str) -> grpc.Channel:
     if credentials is None:
         return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
     name = controller_name(term) if term else ANY_CONTROLLER
-    expected: Options = () if credentials.by_site else (("grpc.ssl_target_name_override", name),)
+    if credentials.site_host:  # one that listens on this host's loopback has its name
+        name = credentials.site_host if target.startswith(_LOOPBACK) else ""
+    expected: Options = (("grpc.ssl_target_name_override", name),) if name else ()
     secure = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
     return grpc.secure_channel(target, secure, options=(*CLIENT_OPTIONS, *expected))
 

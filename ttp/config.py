@@ -172,7 +172,7 @@ class Settings:
             chaos=_text(environ, "TTP_CHAOS"),
             attempt_dir=_text(environ, "TTP_ATTEMPT_DIR"),
             fork_server=_text(environ, "TTP_FORK_SERVER"),
-            tls=_flag(environ, "TTP_TLS", True),
+            tls=tls(environ),
             tls_files=tls_files(environ),
             identity=identity_socket(environ),
             require_secret=_flag(environ, "TTP_REQUIRE_SECRET", False),
@@ -230,6 +230,11 @@ def warm_start(environ: Mapping[str, str] = os.environ) -> bool:
 def identity_socket(environ: Mapping[str, str] = os.environ) -> str:
     """Return where this process asks its agent for a certificate; empty: nowhere."""
     return _text(environ, "TTP_IDENTITY")
+
+
+def tls(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether connections to controllers are TLS (default: yes). Raises ConfigError."""
+    return _flag(environ, "TTP_TLS", True)
 
 
 def tls_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ MOST_AT_ONCE = 64
 """Workers that one request has forked: three descriptors each."""
 MOST_NAMES = 8
 PREFIX = "ttp_fork_server_"
-BACKLOG = 16
+BACKLOG = 1024
+"""A node's processes may all ask at once."""
 _ROOM = 8192
 """Bytes beyond the agent's own arguments and variables for those of a worker, which `ps` shows."""
 

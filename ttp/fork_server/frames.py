@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -26,11 +27,16 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Wait for one message. Raises EOFError when the other side is closed, OSError (TimeoutError when the socket has a timeout; or
     what comes is not a message)."""
     header, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, MOST_DESCRIPTORS)
-    header += _exactly(channel, _LENGTH.size - len(header))
-    (size,) = _LENGTH.unpack(header)
-    if size > MOST_BYTES:
-        raise OSError(f"got a message of {size} bytes, expected at most {MOST_BYTES}")
-    message: dict[str, Any] = json.loads(_exactly(channel, size))
+    try:
+        header += _exactly(channel, _LENGTH.size - len(header))
+        (size,) = _LENGTH.unpack(header)
+        if size > MOST_BYTES:
+            raise OSError(f"got a message of {size} bytes, expected at most {MOST_BYTES}")
+        message: dict[str, Any] = json.loads(_exactly(channel, size))
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
     return message, descriptors
 
 

@@ -26,7 +26,7 @@ from ttp.identity.secret import Secret
 LIFETIME_S = 86_400.0
 """Of a leaf certificate. A connection that is open stays so: certificates are looked at when one is made."""
 SKEW_S = 300.0
-"""So far the clocks of two nodes may be apart."""
+"""A certificate is valid for so much longer: so far another node's clock may be ahead."""
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of P-256's group (SEC 2, 2.4.2)."""
@@ -78,7 +78,7 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(_moment(now - SKEW_S))
+            .not_valid_before(_FROM)  # the attempt begins it: a clock that is set back must not end it
             .not_valid_after(_moment(now + LIFETIME_S + SKEW_S))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)

@@ -26,6 +26,7 @@ log = logging.getLogger("ttp.launch")
 WORKERS_S = 8.0
 """A worker may ask before the agent knows which processes its workers are."""
 REQUEST_S = 2.0
+RETRY_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
 _MOST_ANCESTORS = 64
 
@@ -48,6 +49,7 @@ class Issuer:
         self._controllers: dict[int, int] = {}
         """The process that has a term's certificate."""
         self._refusals: set[str] = set()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ttp-issuer", daemon=True)
         self._thread.start()
 
@@ -68,18 +70,26 @@ class Issuer:
             self._known.notify_all()
 
     def close(self) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(REQUEST_S)
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        """Take requests until `close`: one that cannot be taken, as descriptors or threads are used up, does not end it."""
+        while not self._closing.is_set():
             try:
                 channel, _ = self._listener.socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(channel,), name="ttp-issue", daemon=True).start()
+            except OSError as error:
+                if not self._closing.wait(RETRY_S):
+                    self._log(f"a request for a certificate could not be taken: {error}")
+                continue
+            try:
+                threading.Thread(target=self._answer, args=(channel,), name="ttp-issue", daemon=True).start()
+            except RuntimeError as error:
+                channel.close()
+                self._log(f"a request for a certificate could not be answered: {error}")
 
     def _answer(self, channel: socket.socket) -> None:
         with channel, contextlib.suppress(EOFError, OSError):
@@ -127,14 +137,17 @@ class Issuer:
             raise Refused(f"got ranks {list(ranks)}, expected one of this node's {sorted(workers)}")
         if not belongs_to(pid, workers[ranks[0]]):
             raise Refused(
-                f"process {pid} is not rank {ranks[0]}'s worker (process {workers[ranks[0]]}), nor started by it, nor in its session"
+                f"process {pid} is not rank {ranks[0]}'s worker (process {workers[ranks[0]]}), nor started by it, nor in its session. Start the"
+                " rank below its worker, or set TTP_TLS=False on a network that is closed to others"
             )
 
     def _check_controller(self, term: int, pid: int) -> None:
         if term not in self._terms:
             raise Refused(f"got term {term}, expected {self._terms.start} to {self._terms.stop - 1}")
-        if (owner := self._controllers.setdefault(term, pid)) != pid:
+        owner = self._controllers.get(term, pid)
+        if owner != pid and os.path.exists(f"/proc/{owner}"):
             raise Refused(f"process {owner} is the controller of term {term}")
+        self._controllers[term] = pid
 
     def _log(self, text: str) -> None:
         with self._known:

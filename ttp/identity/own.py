@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ttp.inputs.input_file import read_text
 
 ANSWER_S = 10.0
 """The agent's time to answer; it waits until it knows its workers."""
+BUSY_S = 0.02
 SITE_READ_S = 3600.0
 """The site's files are read again after so long: they may have been renewed."""
 _MOST_PEM = 1 << 20
@@ -53,7 +54,7 @@ def ask(path: str, peer: Identity) -> Credentials:
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(ANSWER_S)
-            channel.connect(path)
+            _connect(channel, path)
             frames.send(channel, request)
             answer, _ = frames.receive(channel)
     except EOFError as error:
@@ -63,9 +64,22 @@ def ask(path: str, peer: Identity) -> Credentials:
     return Credentials.decode(answer["credentials"])
 
 
-def use_site(certificate: str, key: str, authority: str) -> None:
-    """Use the certificate of the site's own authority (three PEM files). Raises ConfigError."""
-    obtain = Renewed(partial(_read_site, certificate, key, authority))
+def _connect(channel: socket.socket, path: str) -> None:
+    """Connect, also where many others do at this moment: the kernel refuses one more (EAGAIN) than it can queue. Raises OSError."""
+    deadline = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            channel.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(BUSY_S)
+
+
+def use_site(paths: Sequence[str], host: str) -> None:
+    """Use the certificate of the site's own authority. `paths`: certificate, key and authority, PEM each. `host`: this node, as its certificate names it. Raises ConfigError."""
+    obtain = Renewed(partial(_read_site, paths, host))
     try:
         obtain()
     except (OSError, ValueError) as error:
@@ -73,9 +87,9 @@ def use_site(certificate: str, key: str, authority: str) -> None:
     use(obtain)
 
 
-def _read_site(certificate: str, key: str, authority: str) -> Credentials:
-    shown, own_key, believed = (_read_pem(path) for path in (certificate, key, authority))
-    return Credentials(own_key, shown, believed, renew_unix_s=time.time() + SITE_READ_S, by_site=True)
+def _read_site(paths: Sequence[str], host: str) -> Credentials:
+    shown, own_key, believed = map(_read_pem, paths)
+    return Credentials(own_key, shown, believed, renew_unix_s=time.time() + SITE_READ_S, site_host=host)
 
 
 def _read_pem(path: str) -> bytes:

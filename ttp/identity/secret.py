@@ -40,7 +40,7 @@ class Secret:
 
     def key(self, purpose: str, length: int = 32) -> bytes:
         """Return a key for one purpose (HKDF-SHA256, RFC 5869): nothing is learned from it about the secret or another key."""
-        return HKDF(SHA256(), length, salt=b"ttp 1", info=purpose.encode()).derive(self.value)
+        return HKDF(SHA256(), length, salt=b"ttp 1", info=purpose.encode(errors="surrogateescape")).derive(self.value)
 
 
 def make_secret() -> Secret:

@@ -117,7 +117,7 @@ def make_identities(settings: Settings) -> Identities | None:
     """Return what gives this node's processes their certificates; None, with a warning where that is not safe: connections need none of the
     job's. Raises ConfigError."""
     if settings.tls_files:
-        own.use_site(*settings.tls_files)
+        own.use_site(settings.tls_files, settings.host)
         return None
     if settings.tls:
         return Identities(settings.host)

@@ -14,7 +14,7 @@ def identify(settings: Settings, rank: int) -> str:
     Raises ConfigError: connections to other nodes would be plain, and TTP_TLS does not allow that.
     """
     if settings.tls_files:
-        own.use_site(*settings.tls_files)
+        own.use_site(settings.tls_files, settings.host)
         return ""
     if not settings.tls:
         own.use(None)

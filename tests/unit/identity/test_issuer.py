@@ -178,3 +178,44 @@ def test_the_socket_is_in_a_folder_that_only_this_user_can_enter(issuer: Issuer)
 def test_who_cannot_reach_the_agent_gets_an_error(issuer: Issuer) -> None:
     with pytest.raises(OSError):
         ask(issuer.address + "_other", Identity(JOB, Role.RANK, (0,)))
+
+
+def test_a_new_attempt_knows_neither_the_last_ones_workers_nor_its_controllers(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttp.identity.issuer.WORKERS_S", 0.01)
+    issuer.workers({0: os.getpid()})
+    assert asked_by_another_process(issuer, Role.CONTROLLER, [], 7) == "given"
+    issuer.begin(Authority(make_secret(), JOB), range(1, 100))
+    with pytest.raises(ValueError, match=r"expected one of this node's \[\]"):
+        ask(issuer.address, Identity(JOB, Role.RANK, (0,)))
+    assert ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7)).certificate
+
+
+def test_a_term_whose_process_has_ended_may_have_another_one(issuer: Issuer) -> None:
+    assert asked_by_another_process(issuer, Role.CONTROLLER, [], 7) == "given"
+    assert ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7)).certificate
+
+
+def test_a_controllers_certificate_speaks_for_no_rank(issuer: Issuer) -> None:
+    issuer.workers({0: os.getpid()})
+    issued = ask(issuer.address, Identity(JOB, Role.CONTROLLER, (0,), term=7))
+    assert certified(names_of(issued.certificate)) == Identity(JOB, Role.CONTROLLER, term=7, node="host")
+
+
+def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    issuer.workers({0: os.getpid()})
+    real = issuer._listener.socket
+    failures = [OSError(24, "Too many open files"), OSError(24, "Too many open files")]
+
+    class Scarce:
+        def accept(self) -> object:
+            if failures:
+                raise failures.pop()
+            return real.accept()
+
+    monkeypatch.setattr(issuer._listener, "socket", Scarce())
+    ask(issuer.address, Identity(JOB, Role.RANK, (0,)))  # taken by the call that waited before
+    assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
+    assert not failures
+    monkeypatch.setattr(issuer._listener, "socket", real)

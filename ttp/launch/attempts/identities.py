@@ -37,7 +37,7 @@ class Identities:
         authority = Authority(secret, job_id)
         peer = Identity(job_id, Role.AGENT, tuple(sorted(ranks)), node=self._node)
         own.use(Renewed(partial(authority.issue, peer)))
-        self._issuer.begin(authority, range(term_of(number), last_term_of(number) + 1))
+        self._issuer.begin(authority, range(term_of(number), last_term_of(number)))
         return self._issuer.address
 
     def started(self, pids: Mapping[int, int]) -> None:
