@@ -48,6 +48,8 @@ _FIELDS = {
     "received_at": "heard",
 }
 """Fields that had another name then."""
+_LEFT_OUT = frozenset({"digest"})
+"""Fields that came later, where they are empty: journals without signatures are as older versions read them."""
 _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}
 _FIELDS_READ = {written: name for name, written in _FIELDS.items()}
@@ -73,7 +75,8 @@ def to_json(value: Any) -> Any:
     if _field_names(kind) is not None:
         encoded = {TYPE_KEY: _name(kind)}
         for name, item in _fields(value).items() if kind is not StateAt else _flat(value).items():
-            encoded[_FIELDS.get(name, name)] = to_json(item)
+            if item != "" or name not in _LEFT_OUT:
+                encoded[_FIELDS.get(name, name)] = to_json(item)
         return encoded
     if isinstance(value, Mapping):
         return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
