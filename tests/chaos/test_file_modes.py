@@ -47,7 +47,7 @@ def test_a_job_leaves_private_files_and_checkpoints_by_the_umask(
     assert sockets and {stat.S_IMODE(live[name]) for name in sockets} == {0o600}
     made = ("ttp_attempt_", "ttp_fork_server_", "torchelastic_")
     folders = [name for name in live if name.startswith(made) and "/" not in name]
-    assert len({name.rpartition("_")[0] for name in folders}) == len(made), folders
+    assert {next((each for each in made if name.startswith(each)), name) for name in folders} == set(made), folders
     assert {stat.S_IMODE(live[name]) for name in folders} == {0o700}
     found = {name: mode for name, mode in modes(output).items() if OWN.fullmatch(name) or not RESULTS.fullmatch(name)}
     names = {Path(name).name for name in found}

@@ -41,6 +41,7 @@ MOST_AT_ONCE = 64
 """Workers that one request has forked: three descriptors each."""
 MOST_NAMES = 8
 PREFIX = "ttp_fork_server_"
+SHORT_PARENTS = ("/tmp", "/dev/shm")
 BACKLOG = 1024
 """A node's processes may all ask at once."""
 _ROOM = 8192
@@ -51,8 +52,18 @@ class Listener:
     """A socket in a directory that only this user can enter, where a server takes requests of other processes than its agent."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
-        self._directory = files.make_temporary(PREFIX)
+        """Raises OSError: no folder for temporary files takes a socket."""
+        try:
+            self._listen(None)
+        except OSError as error:  # TMPDIR cannot be written, or its path is too long for a socket's
+            for parent in SHORT_PARENTS:
+                with contextlib.suppress(OSError):
+                    self._listen(parent)
+                    return
+            raise error
+
+    def _listen(self, parent: str | None) -> None:
+        self._directory = files.make_temporary(PREFIX, parent)
         self.path = self._directory / "socket"
         self.socket = socket.socket(socket.AF_UNIX)
         try:

@@ -219,3 +219,17 @@ def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch:
     assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
     assert not failures
     monkeypatch.setattr(issuer._listener, "socket", real)
+
+
+def test_a_folder_for_temporary_files_whose_path_is_too_long_for_a_socket_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    made = Issuer("host")
+    made.begin(Authority(make_secret(), JOB), range(1, 100))
+    made.workers({0: os.getpid()})
+    assert ask(made.address, Identity(JOB, Role.RANK, (0,))).certificate
+    made.close()
+    assert not list(long.iterdir()) and not Path(made.address).parent.exists()
