@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.unit.launch.test_fresh_store import FixedNodes, join_all
-from tests.unit.launch.test_multi_endpoint import free_place, quick
+from tests.unit.launch.test_multi_endpoint import Handler, free_place, quick
 from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.identity.secret import Secret
@@ -26,7 +26,7 @@ from ttp.launch.rendezvous.choose import make_rendezvous
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.job_secret import JobSecret, OtherSecret, Read
 from ttp.launch.rendezvous.listening import serve
-from ttp.launch.rendezvous.multi_endpoint import Endpoint, epoch_key
+from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores, epoch_key
 from ttp.launch.rendezvous.sealed_state import StateRefused
 from ttp.launch.rendezvous.spare_nodes import read_agents
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
@@ -271,6 +271,30 @@ def test_without_a_secret_torch_unpickles_what_anybody_has_written(place: Endpoi
     with pytest.raises(Exception):  # noqa: B017  # whatever torch makes of such an object
         agent.next_rendezvous()
     assert (tmp_path / "created").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError("invalid literal for int()"), RendezvousStateError("not base64")])
+def test_what_torch_cannot_read_in_the_store_is_as_a_lost_store(
+    error: Exception, place: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another program has written there, under one of torch's own keys: the agent joins again."""
+    made: list[Handler] = []
+
+    class Garbled(Handler):
+        def __init__(self, place: Endpoint) -> None:
+            super().__init__(place)
+            self.joined.set()
+            made.append(self)
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if len(made) == 1:
+                raise error
+            return super().next_rendezvous()
+
+    rendezvous = FailoverRendezvous(Stores((place,), hosting=False), Garbled, "job", join_timeout_s=60.0)
+    assert rendezvous.next_rendezvous().world_size == 1 and len(made) == 2
+    assert f"the rendezvous at {place} failed: {error}" in caplog.text
+    rendezvous.shutdown()
 
 
 def test_a_stranger_moves_no_agent_and_ends_no_job(place: Endpoint, caplog: pytest.LogCaptureFixture) -> None:

@@ -144,6 +144,7 @@ def test_a_count_that_another_program_has_set_delays_at_most(monkeypatch: pytest
     first = Entry("job", "node-a")
     first.renew(store, place, JOINING)
     store.set("ttp/agents/job", str(2**62))
+    store.set("ttp/agents/job/51", store.get("ttp/agents/job/1").decode())
     assert [agent.node for agent in read_agents(store, "job")] == ["node-a"]
     store.set("ttp/agents/job", "0")
     first.renew(store, place, JOINING)
