@@ -40,7 +40,6 @@ class Authority:
     def __init__(self, secret: Secret, job_id: str, clock: Callable[[], float] = time.time) -> None:
         """`job_id`: the attempt's name."""
         self.job_id = job_id
-        self.secret_name = secret.name
         self.store_key = secret.key(f"store {job_id}")
         self._clock = clock
         number = int.from_bytes(secret.key(f"authority {job_id}", 48)) % (_ORDER - 1) + 1

@@ -19,7 +19,7 @@ from ttp.chaos.observed.recorder import Record, ReportedStep, Resumed, Seen
 from ttp.chaos.report.html_page import page
 from ttp.chaos.report.result_json import result_of, write_result
 from ttp.chaos.run.campaign import Campaign, JobRun, comparable, read_baseline, write_baseline
-from ttp.chaos.verdict.fault_outcome import NOT_REACHED, OVERDUE, FaultOutcome, Firing, settle
+from ttp.chaos.verdict.fault_outcome import ENDED, NOT_REACHED, OVERDUE, FaultOutcome, Firing, of_ended_job, settle
 from ttp.chaos.verdict.invariants import HELD, UNSEEN, VIOLATED, Run, judge
 from ttp.errors import ConfigError
 
@@ -245,6 +245,22 @@ def test_one_thing_wrong_is_found(change: Callable[[Record], None], violated: se
     """Each verdict looks at what it says that it looks at."""
     found = {name for name, state in states(good_run(change)).items() if state == VIOLATED}
     assert found == violated
+
+
+@pytest.mark.parametrize(
+    ("status", "finished", "became"), [(0, True, NOT_REACHED), (0, False, ENDED), (1, True, ENDED)]
+)
+def test_a_fault_in_whose_course_the_job_ended_is_excused_where_all_ranks_had_finished(
+    status: int, finished: bool, became: str
+) -> None:
+    """A job that ends with status 0 and never said so has lost what was to come."""
+    run = good_run()
+    run.record.journal += [line("finished", 106.0, ranks=2)] if finished else []
+    incident = copy.deepcopy(run.incidents[0])
+    settle(incident, run.record, of_ended_job(status, run.record))
+    verdicts = states(Run(run.record, (incident,), status, (), (), run.baseline, ()))
+    assert incident.outcome == became
+    assert (verdicts["I11"], verdicts["outcomes"]) == ((HELD, HELD) if became == NOT_REACHED else (VIOLATED, VIOLATED))
 
 
 def test_what_is_left_behind_a_bad_end_and_a_late_one_are_found() -> None:

@@ -21,7 +21,7 @@ from ttp.chaos.observed.recorder import Key, Record, Recorder
 from ttp.chaos.observed.target import Target
 from ttp.chaos.observed.training_job import JobError
 from ttp.chaos.run.environment import staged
-from ttp.chaos.verdict.fault_outcome import ENDED, NOT_REACHED, OVERDUE, FaultOutcome, Firing, settle
+from ttp.chaos.verdict.fault_outcome import NOT_REACHED, OVERDUE, FaultOutcome, Firing, of_ended_job, settle
 
 POLL_S = 0.005
 LOOK_S = 0.5
@@ -221,7 +221,7 @@ class Harness:
             return "relaunched" if relaunched else ""
         if (status := self.target.ended()) is None:
             return OVERDUE
-        return ENDED if status else NOT_REACHED  # it came as the job ended well
+        return of_ended_job(status, self.record)
 
     def _choose(self, fault: FaultSpec, others: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks; random ones differ from others of the same incident, while there are enough."""

@@ -93,8 +93,17 @@ class FaultOutcome:
         return max((firing.unix_s for firing in self.firings), default=0.0)
 
     @property
+    def happened(self) -> bool:
+        return self.fired and self.outcome != NOT_REACHED
+
+    @property
     def as_expected(self) -> bool:
         return self.outcome in self.expected
+
+
+def of_ended_job(status: int, record: Record) -> str:
+    """Return what became of a fault in whose course the job ended: one that came when all ranks had finished was not reached."""
+    return NOT_REACHED if status == 0 and record.lines(0.0, "finished") else ENDED
 
 
 def named(text: str, whom: str) -> str:

@@ -52,7 +52,7 @@ class Run:
 
 def judge(run: Run) -> list[Verdict]:
     """Return the verdicts, invariants first."""
-    fired = [incident for incident in run.incidents if incident.fired and incident.outcome != NOT_REACHED]
+    fired = [incident for incident in run.incidents if incident.happened]
     problems = _sorted_by_name([problem for incident in run.incidents for problem in incident.problems])
     return [
         _verdict("I1 complete", _broken(run), f"{len(run.record.checkpoints)} published checkpoints verified", problems),
@@ -302,7 +302,7 @@ def _outcomes(incidents: Sequence[FaultOutcome]) -> Verdict:
     wrong = [
         f"{incident.text}: {incident.outcome}, expected {' or '.join(incident.expected)}"
         for incident in incidents
-        if incident.fired and incident.outcome != NOT_REACHED and not incident.as_expected
+        if incident.happened and not incident.as_expected
     ]
     skipped = sum(incident.outcome == NOT_REACHED for incident in incidents)
     text = f"{len(incidents) - skipped} faults had an outcome that was expected"
