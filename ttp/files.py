@@ -63,10 +63,9 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
-def make_temporary(prefix: str, parent: str | None = None) -> Path:
-    """Make a folder for temporary files that this user alone can enter, whatever TTP_FILE_MODE says. `parent`: where; None: where TMPDIR says.
-    Raises OSError."""
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+def make_temporary(prefix: str) -> Path:
+    """Make a folder for temporary files that this user alone can enter, whatever TTP_FILE_MODE says. Raises OSError."""
+    path = Path(tempfile.mkdtemp(prefix=prefix))
     _set_mode(path, _FOLDER_MODE)
     return path
 

@@ -41,9 +41,7 @@ MOST_AT_ONCE = 64
 """Workers that one request has forked: three descriptors each."""
 MOST_NAMES = 8
 PREFIX = "ttp_fork_server_"
-SHORT_PARENTS = ("/tmp", "/dev/shm")
-BACKLOG = 1024
-"""A node's processes may all ask at once."""
+BACKLOG = 16
 _ROOM = 8192
 """Bytes beyond the agent's own arguments and variables for those of a worker, which `ps` shows."""
 
@@ -52,18 +50,8 @@ class Listener:
     """A socket in a directory that only this user can enter, where a server takes requests of other processes than its agent."""
 
     def __init__(self) -> None:
-        """Raises OSError: no folder for temporary files takes a socket."""
-        try:
-            self._listen(None)
-        except OSError as error:  # TMPDIR cannot be written, or its path is too long for a socket's
-            for parent in SHORT_PARENTS:
-                with contextlib.suppress(OSError):
-                    self._listen(parent)
-                    return
-            raise error
-
-    def _listen(self, parent: str | None) -> None:
-        self._directory = files.make_temporary(PREFIX, parent)
+        """Raises OSError."""
+        self._directory = files.make_temporary(PREFIX)
         self.path = self._directory / "socket"
         self.socket = socket.socket(socket.AF_UNIX)
         try:

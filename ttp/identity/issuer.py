@@ -1,7 +1,8 @@
 """The agent's side of its processes' identities: a socket at which each asks for its certificate.
 
 The kernel says which process asks (SO_PEERCRED): a rank's certificate goes to that rank's worker or a process below it, a controller's for one
-term to one process. Owns the socket, in a directory that only this user can enter, and one thread. The authority's key never leaves this process.
+term to one process. Owns the socket, of Linux's abstract names: nothing of it remains on a disk however this process ends. The authority's key
+never leaves this process.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
-import struct
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from ttp.fork_server import frames
-from ttp.fork_server.client import Listener
 from ttp.identity.authority import Authority
+from ttp.identity.own import process_behind, socket_name
 from ttp.identity.role import Identity, Role
 from ttp.inputs import checked
 
@@ -27,7 +28,8 @@ WORKERS_S = 8.0
 """A worker may ask before the agent knows which processes its workers are."""
 REQUEST_S = 2.0
 RETRY_S = 0.05
-_CREDENTIALS = struct.Struct("3i")
+BACKLOG = 1024
+"""A node's processes may all ask at once."""
 _MOST_ANCESTORS = 64
 
 
@@ -41,7 +43,15 @@ class Issuer:
     def __init__(self, node: str) -> None:
         """`node`: this host. Raises OSError: no socket can be made."""
         self._node = node
-        self._listener = Listener()
+        self.address = f"@ttp-{secrets.token_hex(16)}"
+        """What processes of this node are to have as TTP_IDENTITY."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(socket_name(self.address))
+            self._listener.listen(BACKLOG)
+        except OSError:
+            self._listener.close()
+            raise
         self._known = threading.Condition()  # guards all below
         self._authority: Authority | None = None
         self._terms = range(0)
@@ -52,11 +62,6 @@ class Issuer:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ttp-issuer", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """What processes of this node are to have as TTP_IDENTITY."""
-        return str(self._listener.path)
 
     def begin(self, authority: Authority, terms: range) -> None:
         """Issue for another attempt from now on. `terms`: those that its controllers can have."""
@@ -72,7 +77,7 @@ class Issuer:
     def close(self) -> None:
         self._closing.set()
         with contextlib.suppress(OSError):
-            self._listener.socket.shutdown(socket.SHUT_RDWR)
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(REQUEST_S)
         self._listener.close()
 
@@ -80,35 +85,38 @@ class Issuer:
         """Take requests until `close`: one that cannot be taken, as descriptors or threads are used up, does not end it."""
         while not self._closing.is_set():
             try:
-                channel, _ = self._listener.socket.accept()
+                channel, _ = self._listener.accept()
+                pid, uid = process_behind(channel)
             except OSError as error:
                 if not self._closing.wait(RETRY_S):
                     self._log(f"a request for a certificate could not be taken: {error}")
                 continue
+            if uid != os.geteuid():
+                channel.close()
+                self._log(
+                    f"process {pid} of user {uid} asked for a certificate and was refused: expected user {os.geteuid()}"
+                )
+                continue
             try:
-                threading.Thread(target=self._answer, args=(channel,), name="ttp-issue", daemon=True).start()
+                threading.Thread(target=self._answer, args=(channel, pid), name="ttp-issue", daemon=True).start()
             except RuntimeError as error:
                 channel.close()
                 self._log(f"a request for a certificate could not be answered: {error}")
 
-    def _answer(self, channel: socket.socket) -> None:
+    def _answer(self, channel: socket.socket, pid: int) -> None:
         with channel, contextlib.suppress(EOFError, OSError):
             channel.settimeout(REQUEST_S)
-            asking = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _ = _CREDENTIALS.unpack(asking)
             try:
                 request, descriptors = frames.receive(channel)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                answer: dict[str, Any] = {"credentials": self._issue(request, pid, uid)}
+                answer: dict[str, Any] = {"credentials": self._issue(request, pid)}
             except (Refused, ValueError) as error:
                 self._log(f"process {pid} asked for a certificate and was refused: {error}")
                 answer = {"error": str(error)}
             frames.send(channel, answer)
 
-    def _issue(self, request: object, pid: int, uid: int) -> dict[str, Any]:
-        if uid != os.geteuid():
-            raise Refused(f"got user {uid}, expected {os.geteuid()}")
+    def _issue(self, request: object, pid: int) -> dict[str, Any]:
         fields = checked.mapping(request, "request")
         role = Role(checked.string(*checked.field(fields, "role", "")))
         job_id = checked.string(*checked.field(fields, "job_id", ""))

@@ -6,7 +6,9 @@ they come from: the agent (`issuer.py`), this agent itself, or the site's files.
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +26,7 @@ BUSY_S = 0.02
 SITE_READ_S = 3600.0
 """The site's files are read again after so long: they may have been renewed."""
 _MOST_PEM = 1 << 20
+_CREDENTIALS = struct.Struct("3i")
 
 Obtain = Callable[[], Credentials]
 _obtain: Obtain | None = None
@@ -54,7 +57,12 @@ def ask(path: str, peer: Identity) -> Credentials:
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(ANSWER_S)
-            _connect(channel, path)
+            _connect(channel, socket_name(path))
+            pid, uid = process_behind(channel)
+            if uid != os.geteuid():
+                raise ValueError(
+                    f"the process behind {path} (pid {pid}) is of user {uid}, expected an agent of user {os.geteuid()}"
+                )
             frames.send(channel, request)
             answer, _ = frames.receive(channel)
     except EOFError as error:
@@ -62,6 +70,17 @@ def ask(path: str, peer: Identity) -> Credentials:
     if "credentials" not in answer:
         raise ValueError(str(answer.get("error")))
     return Credentials.decode(answer["credentials"])
+
+
+def socket_name(address: str) -> str:
+    """Return an address as the kernel has it: `@name` is one of its abstract names, without a file."""
+    return f"\0{address[1:]}" if address.startswith("@") else address
+
+
+def process_behind(channel: socket.socket) -> tuple[int, int]:
+    """Return pid and user of the process at the other end, as the kernel knows them. Raises OSError."""
+    pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def _connect(channel: socket.socket, path: str) -> None:

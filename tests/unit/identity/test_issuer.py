@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import pytest
 from ttp.fork_server import frames
 from ttp.identity.authority import Authority
 from ttp.identity.issuer import Issuer, belongs_to
-from ttp.identity.own import ask
+from ttp.identity.own import ask, socket_name
 from ttp.identity.role import Identity, Role
 from ttp.identity.secret import make_secret
 from ttp.proto.transport import certified
@@ -24,7 +23,7 @@ from ttp.proto.transport import certified
 JOB = "job/0"
 ASKS = """
 import json, sys
-from ttp.identity.own import ask
+from ttp.identity.own import ask, socket_name
 from ttp.identity.role import Identity, Role
 try:
     ask(sys.argv[1], Identity("job/0", Role(sys.argv[2]), tuple(json.loads(sys.argv[3])), int(sys.argv[4])))
@@ -40,7 +39,7 @@ def issuer() -> Iterator[Issuer]:
     made.begin(Authority(make_secret(), JOB), range(1, 100))
     yield made
     made.close()
-    assert not Path(made.address).parent.exists()
+    assert made.address not in Path("/proc/net/unix").read_text()
 
 
 def asked_by_another_process(issuer: Issuer, role: Role, ranks: list[int], term: int = 0) -> str:
@@ -154,7 +153,7 @@ def test_no_process_is_given_an_agents_certificate(issuer: Issuer) -> None:
 def test_a_request_that_is_none_is_refused_and_the_next_is_answered(issuer: Issuer, request_: object) -> None:
     issuer.workers({0: os.getpid()})
     with socket.socket(socket.AF_UNIX) as channel:
-        channel.connect(issuer.address)
+        channel.connect(socket_name(issuer.address))
         frames.send(channel, request_)  # type: ignore[arg-type]
         answer, _ = frames.receive(channel)
     assert set(answer) == {"error"}
@@ -164,15 +163,69 @@ def test_a_request_that_is_none_is_refused_and_the_next_is_answered(issuer: Issu
 def test_garbage_and_silence_do_not_keep_others_waiting(issuer: Issuer) -> None:
     issuer.workers({0: os.getpid()})
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as garbage:
-        silent.connect(issuer.address)
-        garbage.connect(issuer.address)
+        silent.connect(socket_name(issuer.address))
+        garbage.connect(socket_name(issuer.address))
         garbage.sendall(os.urandom(4096))
         assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
 
 
-def test_the_socket_is_in_a_folder_that_only_this_user_can_enter(issuer: Issuer) -> None:
-    folder = Path(issuer.address).parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+AS_ANOTHER_USER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+name = "\\0" + sys.argv[2][1:]
+channel = socket.socket(socket.AF_UNIX)
+if sys.argv[1] == "asks":
+    channel.connect(name)
+    print(channel.recv(1))
+else:
+    channel.bind(name)
+    channel.listen()
+    print("listening", flush=True)
+    sys.stdin.read()
+"""
+another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@another_user
+def test_another_user_gets_no_answer(issuer: Issuer, caplog: pytest.LogCaptureFixture) -> None:
+    issuer.workers({0: os.getpid()})
+    command = [sys.executable, "-c", AS_ANOTHER_USER, "asks", issuer.address]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "b''\n"
+    assert "of user 65534 asked for a certificate and was refused" in caplog.text
+    assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
+
+
+@another_user
+def test_another_user_that_has_taken_the_agents_name_is_not_believed() -> None:
+    """It could when the agent has ended, and would give out an authority of its own."""
+    name = f"@ttp-test-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", AS_ANOTHER_USER, "listens", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as listener:
+        assert listener.stdout is not None and listener.stdin is not None
+        assert listener.stdout.readline() == "listening\n"
+        with pytest.raises(ValueError, match="is of user 65534, expected an agent of user 0"):
+            ask(name, Identity(JOB, Role.RANK, (0,)))
+        listener.stdin.close()
+
+
+def test_an_agent_that_is_killed_leaves_no_socket(tmp_path: Path) -> None:
+    code = "from ttp.identity.issuer import Issuer; print(Issuer('host').address, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as agent:
+        assert agent.stdout is not None
+        address = agent.stdout.readline().strip()
+        assert address in Path("/proc/net/unix").read_text()
+        agent.kill()
+    assert address not in Path("/proc/net/unix").read_text() and not list(tmp_path.iterdir())
 
 
 def test_who_cannot_reach_the_agent_gets_an_error(issuer: Issuer) -> None:
@@ -205,7 +258,7 @@ def test_a_controllers_certificate_speaks_for_no_rank(issuer: Issuer) -> None:
 
 def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     issuer.workers({0: os.getpid()})
-    real = issuer._listener.socket
+    real = issuer._listener
     failures = [OSError(24, "Too many open files"), OSError(24, "Too many open files")]
 
     class Scarce:
@@ -214,22 +267,8 @@ def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch:
                 raise failures.pop()
             return real.accept()
 
-    monkeypatch.setattr(issuer._listener, "socket", Scarce())
+    monkeypatch.setattr(issuer, "_listener", Scarce())
     ask(issuer.address, Identity(JOB, Role.RANK, (0,)))  # taken by the call that waited before
     assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
     assert not failures
-    monkeypatch.setattr(issuer._listener, "socket", real)
-
-
-def test_a_folder_for_temporary_files_whose_path_is_too_long_for_a_socket_is_not_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / ("long" * 30)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    made = Issuer("host")
-    made.begin(Authority(make_secret(), JOB), range(1, 100))
-    made.workers({0: os.getpid()})
-    assert ask(made.address, Identity(JOB, Role.RANK, (0,))).certificate
-    made.close()
-    assert not list(long.iterdir()) and not Path(made.address).parent.exists()
+    monkeypatch.setattr(issuer, "_listener", real)

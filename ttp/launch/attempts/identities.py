@@ -28,8 +28,8 @@ class Identities:
             self._issuer = Issuer(node)
         except OSError as error:
             raise ConfigError(
-                f"no socket can be made in the folder for temporary files ({error.strerror or error}), expected one at which the ranks get their"
-                " certificates. Free space there, set TMPDIR to a short path, or set TTP_TLS=False on a network that is closed to others"
+                f"no socket can be made ({error.strerror or error}), expected one at which the ranks get their certificates. Raise the limit of"
+                " open files (ulimit -n), or set TTP_TLS=False on a network that is closed to others"
             ) from error
 
     def begin(self, secret: Secret, job_id: str, number: int, ranks: Iterable[int]) -> str:
