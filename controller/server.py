@@ -180,7 +180,6 @@ class ControlService(ControlServicer):
         self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[pb.StatusRequest, pb.JobStatus]
     ) -> pb.JobStatus:
         await self._check_job(request.job_id, context)
-        await self._peer(context)
         answer: asyncio.Future[JobStatus] = self._loop.create_future()
 
         def reply(status: JobStatus) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ttp.controller.agent_link import request_shutdown, request_status
 from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.permissions import shutdown_refusal
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.errors import ControllerError
 from ttp.identity import own
@@ -180,9 +181,9 @@ def test_a_rank_cannot_send(live: Live, what: str) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        AgentHello("host", (0, 1), (100, 101)),
+        AgentHello("host", (1, 0), (101, 100)),
         WorkerExit(0, 100, "signal SIGKILL", 0.0),
-        Vouch((0,), (100,)),
+        Vouch((1, 0), (101, 100)),
         registration(0),
     ],
 )
@@ -217,6 +218,18 @@ def test_a_controller_ends_only_for_an_agent_or_a_controller_of_a_higher_term(
 ) -> None:
     with live.speaking_as(peer), pytest.raises(ControllerError, match=r"PERMISSION_DENIED|FAILED_PRECONDITION"):
         request_shutdown(live.controller.address, term=term)
+
+
+def test_an_operator_does_not_even_see_the_greeting_of_a_stream(live: Live) -> None:
+    with live.speaking_as(Identity(JOB, Role.OPERATOR)), open_channel(live.controller.address) as channel:
+        stream = Stream(channel)
+        code, text = stream.refusal()
+    assert code is DENIED and "expected a rank's or an agent's" in text
+
+
+@pytest.mark.parametrize(("world_size", "allowed"), [(1, True), (2, False)])
+def test_a_rank_ends_the_controller_that_it_has_to_itself_alone(world_size: int, allowed: bool) -> None:
+    assert (shutdown_refusal(rank(0), JOB, 0, world_size) == "") == allowed
 
 
 def test_without_a_certificate_nothing_is_answered(live: Live) -> None:
