@@ -217,6 +217,9 @@ def test_a_rank_leaves_although_its_farewell_hangs(monkeypatch: pytest.MonkeyPat
         assert rank.exits == [75]
     finally:
         go_on.set()
+        for thread in threading.enumerate():  # what it still flushes would be another test's
+            if thread.name == "ttp-farewell":
+                thread.join(LONG_S)
 
 
 def test_a_closed_output_keeps_the_others_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
