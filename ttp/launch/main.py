@@ -70,7 +70,6 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         source = SecretSource.take(os.environ)
         if args.secret_file:
             source = SecretSource(file=args.secret_file)
-        source.read()
         read_keys(settings)
         _log_to_stderr()
         if use_ttp:

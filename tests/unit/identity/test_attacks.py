@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +29,7 @@ from ttp.identity.issuer import Issuer
 from ttp.identity.role import Identity, Role
 from ttp.identity.secret import make_secret
 from ttp.proto import control_pb2 as pb
+from ttp.proto import transport
 from ttp.proto.codec import decode_downward, encode_upward
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.messages import (
@@ -232,6 +234,23 @@ def test_a_rank_ends_the_controller_that_it_has_to_itself_alone(world_size: int,
     assert (shutdown_refusal(rank(0), JOB, 0, world_size) == "") == allowed
 
 
+def test_a_controller_shows_a_renewed_certificate_at_the_next_handshake(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(transport.grpc, "dynamic_ssl_server_credentials", lambda *of: given.extend(of))
+    monkeypatch.setattr(transport.grpc, "ssl_server_certificate_configuration", lambda pairs, believed: pairs[0][1])
+    controller = Identity(JOB, Role.CONTROLLER, term=50)
+    first, second = live.authority.issue(controller), live.authority.issue(controller)
+    shown = [first]
+    monkeypatch.setattr(own, "_obtain", lambda: shown[0])
+    transport.server_credentials()
+    configuration, renewed, client_must_show_one = given
+    assert (configuration, renewed(), client_must_show_one) == (first.certificate, None, True)
+    shown[0] = second
+    assert (renewed(), renewed()) == (second.certificate, None)
+
+
 def test_without_a_certificate_nothing_is_answered(live: Live) -> None:
     with live.speaking_as(None), pytest.raises(ControllerError, match="UNAVAILABLE"):
         request_status(live.controller.address)
@@ -347,4 +366,6 @@ def test_refused_messages_are_counted_and_logged_once(live: Live) -> None:
     for _ in range(9):
         with live.speaking_as(rank(0)):
             assert attach_refusal(live, WorkerExit(0, 4711, "signal SIGKILL", 0.0))[0] is DENIED
-    assert len(live.refusals()) - before <= 1
+            with pytest.raises(ControllerError):  # from another port each time
+                request_shutdown(live.controller.address)
+    assert len(live.refusals()) - before <= 2

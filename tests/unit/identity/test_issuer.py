@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -238,11 +239,11 @@ def test_a_new_attempt_knows_neither_the_last_ones_workers_nor_its_controllers(
 ) -> None:
     monkeypatch.setattr("ttp.identity.issuer.WORKERS_S", 0.01)
     issuer.workers({0: os.getpid()})
-    assert asked_by_another_process(issuer, Role.CONTROLLER, [], 7) == "given"
+    assert ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7)).certificate
     issuer.begin(Authority(make_secret(), JOB), range(1, 100))
     with pytest.raises(ValueError, match=r"expected one of this node's \[\]"):
         ask(issuer.address, Identity(JOB, Role.RANK, (0,)))
-    assert ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7)).certificate
+    assert asked_by_another_process(issuer, Role.CONTROLLER, [], 7) == "given"
 
 
 def test_a_term_whose_process_has_ended_may_have_another_one(issuer: Issuer) -> None:
@@ -254,6 +255,25 @@ def test_a_controllers_certificate_speaks_for_no_rank(issuer: Issuer) -> None:
     issuer.workers({0: os.getpid()})
     issued = ask(issuer.address, Identity(JOB, Role.CONTROLLER, (0,), term=7))
     assert certified(names_of(issued.certificate)) == Identity(JOB, Role.CONTROLLER, term=7, node="host")
+
+
+def test_neither_descriptors_nor_silence_pile_up(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    issuer.workers({0: os.getpid()})
+    monkeypatch.setattr("ttp.identity.issuer.REQUEST_S", 0.05)
+    before = len(os.listdir("/proc/self/fd"))
+    request = {"role": "rank", "job_id": JOB, "ranks": [0], "term": 0}
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(socket_name(issuer.address))
+        frames.send(channel, request, (0, 1, 2))
+        assert "credentials" in frames.receive(channel)[0]
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(socket_name(issuer.address))
+        silent.settimeout(10.0)
+        assert silent.recv(1) == b""  # it is not waited for
+    for thread in threading.enumerate():
+        if thread.name == "ttp-issue":
+            thread.join(10.0)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

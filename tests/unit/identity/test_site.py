@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def test_a_controller_on_the_loopback_has_the_name_of_its_host(tmp_path: Path, m
             request_status(controller.address)
         use_site(paths, "node-7.cluster")
         assert request_status(controller.address).stage == "assembling"
+        shown = own.credentials()
+        assert shown is not None and 0 < shown.renew_unix_s - time.time() <= own.SITE_READ_S
     finally:
         use_site(paths, "node-7.cluster")
         request_shutdown(controller.address)
