@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +22,23 @@ RESULTS = re.compile(r"(checkpoints|text_cache)(/.*)?|metrics\.jsonl|final\.json
 OWN = re.compile(r"checkpoints/\.ttp_.*")
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Return a folder for temporary files with a short path: that of a socket has 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("mask", "given", "private"),
     [(0, "", (0o600, 0o700)), (0o077, "0640", (0o640, 0o750))],
     ids=["umask 0", "umask 077"],
 )
 def test_a_job_leaves_private_files_and_checkpoints_by_the_umask(
-    mask: int, given: str, private: tuple[int, int], tmp_path: Path
+    mask: int, given: str, private: tuple[int, int], tmp_path: Path, temporary: Path
 ) -> None:
     """A kill and a hang: journals, their logs, stacks, reports. While it runs: sockets and directories for temporary files."""
-    temporary, output = tmp_path / "tmp", tmp_path / "output"
-    temporary.mkdir()
+    output = tmp_path / "output"
     live: dict[str, int] = {}
 
     def look(job: TrainingJob) -> None:
