@@ -19,21 +19,34 @@ def stream_refusal(peer: Identity | None, job_id: str) -> str:
     return "" if peer.role in (Role.RANK, Role.AGENT) else f"got a stream of {peer}, expected a rank's or an agent's"
 
 
-def message_refusal(peer: Identity | None, message: Upward) -> str:
-    """Return why a process may not say this; empty: it may."""
-    if peer is None:
+class Sender:
+    """The process at the other end of one stream."""
+
+    def __init__(self, peer: Identity | None) -> None:
+        self._peer = peer
+        self._ranks = frozenset(peer.ranks) if peer is not None else frozenset()
+
+    def refusal(self, message: Upward) -> str:
+        """Return why it may not say this; empty: it may. Called for every message of every rank."""
+        if self._peer is None:
+            return ""
+        said: tuple[int, ...]
+        match message:
+            case AgentHello(ranks=said) | Vouch(ranks=said):
+                by_agent = True
+            case WorkerExit(rank=rank):
+                said, by_agent = (rank,), True
+            case FaultReport(rank=rank, cause=cause):
+                said, by_agent = (rank, *cause.ranks), False
+            case _:
+                said, by_agent = (message.rank,), False
+        name = type(message).__name__
+        if by_agent and self._peer.role is not Role.AGENT:
+            return f"got {name} from {self._peer}, expected it from an agent"
+        if not self._ranks.issuperset(said):
+            foreign = min(set(said) - self._ranks)
+            return f"got {name} for rank {foreign} from {self._peer}, expected it from that rank or its agent"
         return ""
-    by_agent = isinstance(message, AgentHello | WorkerExit | Vouch)
-    if by_agent and peer.role is not Role.AGENT:
-        return f"got {type(message).__name__} from {peer}, expected it from an agent"
-    said = message.ranks if isinstance(message, AgentHello | Vouch) else (message.rank,)
-    if isinstance(message, FaultReport):
-        said = (*said, *message.cause.ranks)
-    if foreign := sorted(set(said) - set(peer.ranks)):
-        return (
-            f"got {type(message).__name__} for rank {foreign[0]} from {peer}, expected it from that rank or its agent"
-        )
-    return ""
 
 
 def shutdown_refusal(peer: Identity | None, job_id: str, term: int, world_size: int) -> str:

@@ -33,7 +33,7 @@ from ttp.proto.transport import SERVER_OPTIONS, certified, grpc, server_credenti
 from .core.facts.events import ControllerSettings
 from .driver import Driver
 from .handler import Addressed, NotAllowed, StatusAsked, StopAsked, StreamEnded, StreamMessage
-from .permissions import message_refusal, shutdown_refusal, stream_refusal
+from .permissions import Sender, shutdown_refusal, stream_refusal
 
 GRACE_S = 2.0
 """How long streams may take to deliver what was queued before the server ends."""
@@ -140,14 +140,13 @@ class ControlService(ControlServicer):
         self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink, peer: Identity | None
     ) -> None:
         try:
-            joiner = Joiner[pb.UpwardEnvelope]()
+            joiner, sender = Joiner[pb.UpwardEnvelope](), Sender(peer)
             async for envelope in request_iterator:
                 if not self._accepts(envelope, link):  # before anything else of it is read
                     return
                 if (whole := joiner.take(envelope)) is not None:
                     parcel = decode_upward(whole)
-                    refusals = (message_refusal(peer, message) for message in parcel.messages)
-                    if refusal := next(filter(None, refusals), ""):
+                    if refusal := next(filter(None, map(sender.refusal, parcel.messages)), ""):
                         self._driver.put(NotAllowed(refusal))
                         link.refuse(grpc.StatusCode.PERMISSION_DENIED, refusal)
                         return
