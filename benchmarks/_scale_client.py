@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -63,21 +65,32 @@ class Arrivals:
     event: str
     expected: int
     first: float = 0.0
-    count: int = 0
+    ranks: set[int] = field(default_factory=set)
 
-    def note(self, ranks: int) -> None:
+    def note(self, ranks: tuple[int, ...]) -> None:
+        """A rank may have it twice: a Freeze is repeated to one whose heartbeat was sent before it was frozen."""
         self.first = self.first or time.monotonic()
-        self.count += ranks
-        if self.count == self.expected:
-            tell(self.event, first=self.first, count=self.count)
+        new = not self.ranks.issuperset(ranks)
+        self.ranks.update(ranks)
+        if new and len(self.ranks) == self.expected:
+            tell(self.event, first=self.first, count=len(self.ranks))
 
 
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """As `ttp.proto.transport.open_channel`, with the certificate that SCALE_CREDENTIALS has; plain without it."""
+@functools.cache
+def certificates() -> dict[int, Credentials] | None:
+    """Return the agents' credentials by the first rank of each, which SCALE_CREDENTIALS names a file of; None: connections are plain."""
+    if not (path := os.environ.get("SCALE_CREDENTIALS")):
+        return None
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    return {int(rank): Credentials.decode(one) for rank, one in content.items()}
+
+
+def open_aio_channel(address: str, first_rank: int) -> grpc.aio.Channel:
+    """As `ttp.proto.transport.open_channel`, with the certificate of the agent whose first rank this is."""
     target, term = split_address(address)
-    if not (text := os.environ.get("SCALE_CREDENTIALS")):
+    if (agents := certificates()) is None:
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
-    own = Credentials.decode(json.loads(text))
+    own = agents[first_rank]
     secure = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
     expected = ("grpc.ssl_target_name_override", controller_name(term))
     return grpc.aio.secure_channel(target, secure, options=(*CLIENT_OPTIONS, expected))
@@ -96,7 +109,7 @@ class Stream:
     async def open(self) -> None:
         """Attach; a connection that breaks before the greeting (an overloaded machine) is tried again, and counted."""
         while True:
-            self._channel = open_aio_channel(self.client.address)
+            self._channel = open_aio_channel(self.client.address, self.ranks[0])
             self._call: Any = ControlStub(self._channel).Attach()
             try:
                 greeting = decode_downward(await self._call.read())
@@ -120,10 +133,13 @@ class Stream:
                 await self._call.write(envelope)
 
     async def _read(self) -> None:
-        while (envelope := await self._call.read()) is not grpc.aio.EOF:
-            for parcel in decode_parcels(envelope):
-                if parcel.message is not None:
-                    await self.client.take(self, parcel.ranks, parcel.message, envelope.ByteSize())
+        try:
+            while (envelope := await self._call.read()) is not grpc.aio.EOF:
+                for parcel in decode_parcels(envelope):
+                    if parcel.message is not None:
+                        await self.client.take(self, parcel.ranks, parcel.message, envelope.ByteSize())
+        except grpc.aio.AioRpcError as error:
+            print(f"the stream of ranks {self.ranks} broke: {error.code()}: {error.details()}", file=sys.stderr)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -225,13 +241,12 @@ class Client:
         await stream.say(Published(rank, order.freeze_id, order.step, f"{order.directory}/iter_{order.step:07d}"))
 
     async def take(self, stream: Stream, ranks: tuple[int, ...], message: Downward, nbytes: int) -> None:
-        mine = len(ranks)
         if isinstance(message, StandbyList):
             tell("ponged")
-        if not mine:
+        if not ranks:
             return
         if type(message) in self.arrivals:
-            self.arrivals[type(message)].note(mine)
+            self.arrivals[type(message)].note(ranks)
         match message:
             case Freeze(freeze_id):
                 reports = [report(self.world, rank, freeze_id) for rank in ranks]

@@ -14,11 +14,12 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
 from benchmarks._scale_world import World
-from benchmarks.scale import assemble, job, one_fault, settle, shares_of_a_core
+from benchmarks.scale import Usage, assemble, job, one_fault, settle, shares_of_a_core
 from ttp.identity.authority import Authority
 from ttp.identity.issuer import Issuer
 from ttp.identity.role import Identity, Role
@@ -30,14 +31,20 @@ Way = Callable[[World], contextlib.AbstractContextManager[dict[str, str]]]
 
 @contextlib.contextmanager
 def certificates(world: World) -> Iterator[dict[str, str]]:
-    """Let controllers that are started meanwhile have certificates; yield the variables of the agents that come to them."""
+    """Let controllers that are started meanwhile have certificates; yield the variables of the agents that come to them, each with its own."""
     authority = Authority(make_secret(), world.job_id)
     issuer = Issuer("bench")
     issuer.begin(authority, range(1, 100))
     os.environ["TTP_IDENTITY"] = issuer.address
+    agents = {}
+    for first in range(0, world.size, world.ranks_per_stream):
+        ranks = tuple(range(first, min(first + world.ranks_per_stream, world.size)))
+        agents[first] = authority.issue(Identity(world.job_id, Role.AGENT, ranks, node=f"node{first}")).encode()
     try:
-        agent = authority.issue(Identity(world.job_id, Role.AGENT, tuple(range(world.size)), node="bench"))
-        yield {"SCALE_CREDENTIALS": json.dumps(agent.encode())}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(agents, file)
+            file.flush()
+            yield {"SCALE_CREDENTIALS": file.name}
     finally:
         del os.environ["TTP_IDENTITY"]
         issuer.close()
@@ -49,17 +56,20 @@ def plain(world: World) -> Iterator[dict[str, str]]:
 
 
 def turn(world: World, clients: int, seconds: float, way: Way) -> dict[str, list[float]]:
-    begun = time.monotonic()
-    with way(world) as environ, job(world, clients, environ) as (controller, players, _):
-        attached = time.monotonic() - begun
-        assemble(players)
-        settle(players)
-        shares = shares_of_a_core(controller.pid, seconds)
+    with way(world) as environ:
+        begun = time.monotonic()
+        with job(world, clients, environ) as (controller, players, _):
+            attached = time.monotonic() - begun
+            assemble(players)
+            settle(players)
+            shares = shares_of_a_core(controller.pid, seconds)
+            memory = Usage(controller.pid).mib()
     with way(world) as environ:  # anew: a term's certificate is for one process
         fault = one_fault(world, clients, 3, environ)
     return {
         "started and all attached, s": [attached],
         "heartbeats, % of a core": [100 * share for share in shares],
+        "controller's memory, MiB": [memory],
         "death report to the last Freeze, ms": [fault["freeze_all"]],
         "controller's time for the fault, ms": [fault["cpu_ms"]],
     }
