@@ -14,7 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch.distributed import run as torchrun
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.elastic.events.handlers import get_logging_handler
 
 from ttp import files
@@ -27,6 +29,9 @@ MOST_RESTARTS = 2**31 - 1
 LEAST_MONITOR_S = 1e-3
 MOST_MONITOR_S = 3600.0
 """Of `--monitor-interval`."""
+
+GLOO_TLS_FILES = tuple(f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{name}" for name in ("PKEY", "CERT", "CA_FILE"))
+"""torch's own names."""
 
 
 def check_arguments(args: Namespace) -> None:
@@ -55,10 +60,30 @@ def check_arguments(args: Namespace) -> None:
             )
     if args.log_dir and args.log_dir != os.devnull:
         _check_directory("--log-dir", Path(args.log_dir), files.make_folder)
+    _check_gloo_transport()
     if args.ttp_story is not None:
         if args.ttp_story.is_dir():
             raise ConfigError(f"invalid --ttp-story: got the directory {str(args.ttp_story)!r}, expected a file")
         _check_directory("--ttp-story", args.ttp_story.resolve().parent, partial(os.makedirs, exist_ok=True))
+
+
+def _check_gloo_transport() -> None:
+    """Check that this build of torch has the transport that gloo is asked for, and TLS its files: torch would refuse it in each worker."""
+    if (transport := os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP")) == "TCP":
+        return
+    if transport == "TCP_TLS":
+        for name in GLOO_TLS_FILES:
+            if not os.access(path := os.environ.get(name, ""), os.R_OK):
+                raise ConfigError(
+                    f"invalid {name}: got {path!r}, expected a file that can be read. TLS of gloo needs it"
+                )
+    try:
+        ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"invalid GLOO_DEVICE_TRANSPORT: got {transport!r}, which torch {torch.__version__} refuses ({str(error).splitlines()[0]}). Install a build of"
+            " torch that has it, or unset the variable: gloo's traffic is plain then"
+        ) from None
 
 
 def check_node_rank(args: Namespace) -> None:

@@ -17,6 +17,7 @@ from tests.unit.checkpoint.signing import make_keys
 from ttp.errors import ConfigError
 from ttp.exchange import discovery
 from ttp.launch.arguments import hides_stderr, make_parser
+from ttp.launch.checks import GLOO_TLS_FILES, check_arguments
 from ttp.launch.main import main
 from ttp.launch.rendezvous import choose, topology
 from ttp.launch.rendezvous.choose import store_host
@@ -437,3 +438,28 @@ def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.Capture
 def test_it_is_known_whether_the_console_has_the_workers_errors(options: tuple[str, ...], hidden: bool) -> None:
     """Else the launcher quotes the traceback of the root cause."""
     assert hides_stderr(make_parser().parse_args([*options, "train.py"])) is hidden
+
+
+@pytest.mark.parametrize("transport", ["TCP_TLS", "UV"])
+def test_a_transport_of_gloo_that_torch_lacks_is_refused_before_a_worker_starts(
+    transport: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "some.pem").touch()
+    for name in GLOO_TLS_FILES:
+        monkeypatch.setenv(name, str(tmp_path / "some.pem"))
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", transport)
+    with pytest.raises(
+        ConfigError, match=rf"invalid GLOO_DEVICE_TRANSPORT: got '{transport}', which torch .* unset the variable"
+    ):
+        check_arguments(make_parser().parse_args(["x.py"]))
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP")
+    check_arguments(make_parser().parse_args(["x.py"]))
+
+
+def test_tls_of_gloo_needs_files_that_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    for name in GLOO_TLS_FILES:
+        with pytest.raises(ConfigError, match=f"invalid {name}: got '', expected a file that can be read"):
+            check_arguments(make_parser().parse_args(["x.py"]))
+        (tmp_path / name).touch()
+        monkeypatch.setenv(name, str(tmp_path / name))
