@@ -145,9 +145,19 @@ class Attacker:
         elif self._takes_part and messages is None:
             assert code is INVALID, (code, wire)
         else:
-            assert code is DENIED, (code, wire)
+            if code is grpc.StatusCode.INTERNAL and not self._takes_part:  # it was refused while it still wrote
+                text = await self._attach_in_silence()
+                self.controller.refusal(PEER + text)
+            else:
+                assert code is DENIED, (code, wire)
             self.controller.refusal(text if self._takes_part else PEER + text)
         assert await self.controller.status() == before, wire
+
+    async def _attach_in_silence(self) -> str:
+        """Return why this process may not attach, whatever it says."""
+        stream = LiveStream(self.channel)
+        assert await stream.end() is DENIED
+        return await stream.details()
 
     @property
     def _takes_part(self) -> bool:
