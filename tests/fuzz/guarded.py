@@ -138,7 +138,8 @@ class GuardedController:
         def found() -> bool:
             return self.resources()[0] <= self.descriptors + open_connections + SPARE_DESCRIPTORS
 
-        gc.collect()  # a channel of gRPC's that is closed here may still be open, until then
+        if not found():
+            gc.collect()  # a channel of gRPC's that is closed here may still be open, until then
         await until(found, f"descriptors: {self.resources()[0]}, at first {self.descriptors}")
         assert self.resources()[1] <= self.memory + MOST_GROWTH, "its memory has grown"
 
