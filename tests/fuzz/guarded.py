@@ -8,7 +8,7 @@ import gc
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,6 +105,13 @@ class GuardedController:
 
     async def status(self) -> pb.JobStatus:
         return await call_status(self._operator)
+
+    async def until_status(self, condition: Callable[[pb.JobStatus], bool]) -> pb.JobStatus:
+        """Return the first status that meets it: messages of other streams may come later than a question."""
+        deadline = asyncio.get_running_loop().time() + LONG_S
+        while not condition(status := await self.status()):
+            assert asyncio.get_running_loop().time() < deadline, f"an honest message had no effect: {status}"
+        return status
 
     async def say(self, *messages: Upward) -> None:
         """Say it as the job's own agent."""
@@ -229,7 +236,7 @@ async def call_status(channel: Any) -> pb.JobStatus:
     return answer
 
 
-async def until(condition: Any, what: str) -> None:
+async def until(condition: Callable[[], bool], what: str) -> None:
     deadline = asyncio.get_running_loop().time() + LONG_S
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"waited in vain: {what}"
@@ -245,8 +252,7 @@ async def guarded_controller(
     try:
         for message in said:
             await controller.say(message)
-        while (await controller.status()).stage != stage:
-            pass
+        await controller.until_status(lambda status: status.stage == stage)
         yield controller
     finally:
         await controller.close()

@@ -156,8 +156,7 @@ class Port:
         """An honest rank is heard, and answered, and nothing else has changed."""
         self.step += 1
         await self.controller.say(m.Heartbeat(0, m.Phase.COMPUTE, self.step))
-        while (status := await self.controller.status()).ranks[0].step != self.step:
-            pass
+        status = await self.controller.until_status(lambda status: status.ranks[0].step == self.step)
         assert status.stage == Stage.RUNNING.value and all(rank.attached and not rank.dead for rank in status.ranks)
         await self.controller.check_resources(len(self.held))
 
