@@ -7,7 +7,7 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -113,6 +113,12 @@ def store_of(jobs: Sequence[Launch]) -> int:
     return port
 
 
+def still_runs_until(job: Launch, condition: Callable[[str], bool]) -> None:
+    """Wait for what its launcher's text has; it must not have ended before."""
+    job.until(lambda: condition(job.text) or job.process.poll() is not None, "refusal, or second attempt")
+    assert job.process.poll() is None, job.text
+
+
 def test_who_writes_into_the_workers_store_harms_neither_a_job_nor_what_it_saves(
     tmp_path: Path, whole_job: RunJob
 ) -> None:
@@ -136,9 +142,9 @@ def test_who_writes_into_the_workers_store_harms_neither_a_job_nor_what_it_saves
         both[0].await_notes("protected-0-0", "protected-1-0")
         stranger = stack.enter_context(attacker(store_of(both), tmp_path))
         for job in both:
-            job.says("'ttp/nodes/failed' is refused, and counts as absent")
+            still_runs_until(job, lambda text: "'ttp/nodes/failed' is refused, and counts as absent" in text)
         (tmp_path / "go-0").touch()
-        both[0].await_notes("protected-0-1", "protected-1-1")
+        still_runs_until(both[0], lambda _: len(both[0].notes("protected")) == 4)
         assert stranger.stdout is not None and stranger.stdout.readline().endswith(" rounds\n")
         (tmp_path / "go-1").touch()
         assert [job.wait() for job in both] == [0, 0], "".join(job.text for job in both)
