@@ -152,7 +152,9 @@ def test_who_writes_into_the_workers_store_harms_neither_a_job_nor_what_it_saves
             job.assert_nothing_left()
             assert "forged" not in job.text and "Traceback" not in job.text
     assert not (tmp_path / "created").exists()
-    begun = [line["from_step"] for line in read_jsonl(output / "metrics.jsonl") if line.get("event") == "start"]
+    begun = [
+        line["from_step"] for line in read_jsonl(output / "metrics.jsonl") if line.get("event") in ("start", "resume")
+    ]
     assert begun == [0, 8], "the rank died in step 9"
     final, baseline = (json.loads((folder / "final.json").read_text()) for folder in (output, whole_job(2).output_dir))
     assert final == baseline
