@@ -119,7 +119,7 @@ class GuardedController:
         assert await self.honest.put(envelope(messages))
 
     async def check_hello(self) -> None:
-        """It hears an agent on a new stream: the first one ends when all its ranks have gone to others."""
+        """It receives an agent's hello on a new stream: the first one ends when all its ranks have gone to others."""
         hello = AgentHello("host-of-the-test", (0,), (100,))
         self.expect((hello,))
         stream = LiveStream(self._agent)

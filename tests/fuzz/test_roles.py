@@ -96,7 +96,7 @@ def may_end(process: Process, term: int) -> bool:
 
 def some_messages(process: Process, state: ControllerState, rng: random.Random, kind: str) -> pb.UpwardEnvelope:
     """Return a message of this kind, and sometimes more of any: about the process's own ranks, or about any. Half of them follow a
-    registration of one of its ranks, without which no more of a rank is heard."""
+    registration of one of its ranks, without which no more of a rank is received."""
     wire = pb.UpwardEnvelope(job_id=JOB, term=TERM)
     own = process.identity.ranks if process.identity is not None else ()
     likely = {**pools(state), **({"rank": own, "ranks": own} if own and rng.random() < 0.5 else {})}

@@ -32,7 +32,7 @@ END_STREAM, END_HEADERS = 1, 4
 MOST_OPEN = 20
 """Connections that stay open, and say nothing more, while others come."""
 DEATH = envelope([m.WorkerExit(2, 102, "signal SIGKILL", 0.0)])
-"""What would change the controller's stage if it were heard."""
+"""What would change the controller's stage if it were received."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
@@ -153,7 +153,7 @@ class Port:
         return got
 
     async def check(self) -> None:
-        """An honest rank is heard, and answered, and nothing else has changed."""
+        """An honest rank is received, and answered, and nothing else has changed."""
         self.step += 1
         await self.controller.say(m.Heartbeat(0, m.Phase.COMPUTE, self.step))
         status = await self.controller.until_status(lambda status: status.ranks[0].step == self.step)
@@ -162,7 +162,7 @@ class Port:
 
 
 def garbage(port: Port, rng: random.Random) -> None:
-    """Bytes that are no TLS, or only begin like it."""
+    """Bytes that are not TLS, or only begin like it."""
     start = rng.choice(
         (b"", b"\x16\x03\x01", b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\x02\x00\x01\xff\xff\xff", b"GET / HTTP/1.1\r\n")
     )
@@ -256,7 +256,7 @@ def test_bytes_at_the_port_change_nothing(name: str, runner: asyncio.Runner, por
     runner.run(port.check())
 
 
-def test_a_right_call_in_a_session_of_the_job_is_heard(runner: asyncio.Runner, port: Port) -> None:
+def test_a_right_call_in_a_session_of_the_job_is_received(runner: asyncio.Runner, port: Port) -> None:
     """So the attacks come as far as they are meant to."""
     right = PREFACE + frame(SETTINGS, 0, 0, b"") + call("/ttp.control.v1.Control/Attach", DEATH)
     with port.connect() as plain, port.own.wrap_socket(plain, server_hostname=controller_name(TERM)) as secured:
