@@ -25,7 +25,7 @@ from ttp.proto.transport import CLIENT_OPTIONS
 LONG_S = 30.0
 """Nothing here should take it: a wait that does is a failure."""
 
-_SERVICE = "/ttp.control.v1.Control"
+SERVICE = "/ttp.control.v1.Control"
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
@@ -33,7 +33,7 @@ class LiveStream:
     """One stream of raw envelopes. What comes back is read and dropped, so that the controller is never held up."""
 
     def __init__(self, channel: Any) -> None:
-        self._call: Any = channel.stream_stream(f"{_SERVICE}/Attach")()
+        self._call: Any = channel.stream_stream(f"{SERVICE}/Attach")()
         self._reader = asyncio.create_task(self._read())
         self.received = 0
 
@@ -60,6 +60,10 @@ class LiveStream:
         await asyncio.wait_for(self._reader, LONG_S)
         code: grpc.StatusCode = await asyncio.wait_for(self._call.code(), LONG_S)
         return code
+
+    async def details(self) -> str:
+        """Return what the controller's status says, after the end."""
+        return await self._call.details() or ""
 
 
 class LiveController:
@@ -88,7 +92,7 @@ class LiveController:
 
     async def status(self) -> pb.JobStatus:
         ask: Any = self.channel.unary_unary(
-            f"{_SERVICE}/Status",
+            f"{SERVICE}/Status",
             request_serializer=pb.StatusRequest.SerializeToString,
             response_deserializer=pb.JobStatus.FromString,
         )
