@@ -57,6 +57,7 @@ from ttp.runtime.periodic import PeriodicSaves
 from ttp.runtime.rank_runtime import Protection, show
 from ttp.runtime.retention import Retention, check_keep
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
+from ttp.runtime.step_copies import NO_COPIES, CopyOptions, StepCopies
 
 log = logging.getLogger("ttp")
 
@@ -92,6 +93,7 @@ def start(
     settings: Settings | None = None,
     publisher: Publisher | None = None,
     keep_checkpoint_max: int | None = None,
+    copies: CopyOptions = NO_COPIES,
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
@@ -103,6 +105,8 @@ def start(
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
     keep_checkpoint_max: after a save the newest so many valid checkpoints of each directory stay, and older ones are removed beside
     training, as `ttp ckpt prune` does it; None: all stay.
+    copies: `CopyOptions("memory")` keeps copies of what this rank holds in its agent's memory and, of what has no replica on another node, in the
+    next node's: see `ttp.runtime.step_copies.CopyOptions`.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
     is not a process group).
     """
@@ -116,7 +120,14 @@ def start(
     with refusals_in_one_line():
         check_joined("ttp.start")
         _current = Session(
-            optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher, keep_checkpoint_max
+            optimizer,
+            save_dirs,
+            layout or {},
+            log_dir,
+            settings or Settings.from_env(),
+            publisher,
+            keep_checkpoint_max,
+            copies,
         )
     return _current
 
@@ -163,6 +174,7 @@ class Session:
         settings: Settings,
         publisher: Publisher | None,
         keep_checkpoint_max: int | None = None,
+        copies: CopyOptions = NO_COPIES,
     ) -> None:
         check_keep(keep_checkpoint_max, settings.shared_dirs)
         self.optimizer = optimizer
@@ -226,9 +238,26 @@ class Session:
             if settings.enable
             else None
         )
+        self._copies = self._begin_copies(copies, publisher)
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
+
+    def _begin_copies(self, options: CopyOptions, publisher: Publisher | None) -> StepCopies | None:
+        """Raises ConfigError where copies are wanted and cannot be had."""
+        if not options.wanted or self._protection is None:
+            return None
+        why = ""
+        if publisher is not None:
+            why = "checkpoints in a form of the trainer's own, which a copy cannot be written in"
+        elif not self.optimizer.spans_job:
+            why = "no collective that every rank of the job enters in each step"
+        elif not self.settings.shared_dirs:
+            why = "TTP_SHARED_DIRS=False, and copies are saved in directories that all nodes share"
+        if why:
+            self._protection.close()
+            raise ConfigError(f"copies='memory': got {why}. Do without copies, or change that")
+        return StepCopies(self.holder, self.settings, options, self.save_dirs, self._protection.gate)
 
     @property
     def protected(self) -> bool:
@@ -437,6 +466,8 @@ class Session:
                 self._over = True
                 self._protection.part(self.exception_on_its_way())
             self._protection.close()
+        if self._copies is not None:
+            self._copies.close()
         self._report_end()
         if self._retention is not None:
             self._retention.close()

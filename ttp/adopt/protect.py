@@ -41,6 +41,7 @@ from ttp.exchange.json_collectives import check_joined
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
 from ttp.runtime.rank_runtime import show
+from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
 
 T = TypeVar("T")
@@ -72,6 +73,9 @@ def protect(
     reseed: bool = True,
     on_data_mismatch: str = "error",
     resume: str = "auto",
+    copies: str | None = None,
+    copy_budget: float = BUDGET,
+    copy_every: int | None = None,
     layout: Mapping[str, Any] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
@@ -89,10 +93,14 @@ def protect(
     on_nonfinite: what follows a step whose loss or gradient is NaN or infinite on some rank: "warn" (once, by that rank), "skip"
     (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks, before the update).
     on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
+    copies: "memory" keeps copies of what each rank holds in its node's memory and, of what has no replica on another node, in the next node's: a
+    fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many
+    steps; None: as often as copies take at most the part `copy_budget` of the time.
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     check_joined("ttp.protect")
+    wanted_copies = CopyOptions(copies, copy_budget, copy_every)
     options = GuardOptions(resume, save_interval, compare_every, reseed, on_data_mismatch)
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip: got {clip!r}, expected ttp.ClipNorm(max_norm), or None")
@@ -109,7 +117,9 @@ def protect(
     adopted = AdoptedOptimizer(model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite)
     try:
         host = HostObjects(schedulers, state or {})
-        session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
+        session = start(
+            adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings, copies=wanted_copies
+        )
         try:
             return Guard(model, adopted, host, session, options)
         except BaseException:
