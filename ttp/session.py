@@ -57,7 +57,7 @@ from ttp.runtime.periodic import PeriodicSaves
 from ttp.runtime.rank_runtime import Protection, show
 from ttp.runtime.retention import Retention, check_keep
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
-from ttp.runtime.step_copies import NO_COPIES, CopyOptions, StepCopies
+from ttp.runtime.step_copies import NO_COPIES, CopyOptions, begin_copies
 
 log = logging.getLogger("ttp")
 
@@ -209,6 +209,7 @@ class Session:
             groups=optimizer.shard_groups(),
             state_step=0,
             save_dirs=tuple(self.save_dirs),
+            copies=copies.wanted,
             layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
@@ -238,26 +239,11 @@ class Session:
             if settings.enable
             else None
         )
-        self._copies = self._begin_copies(copies, publisher)
+        gate = self._protection.gate if self._protection is not None else None
+        self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
-
-    def _begin_copies(self, options: CopyOptions, publisher: Publisher | None) -> StepCopies | None:
-        """Raises ConfigError where copies are wanted and cannot be had."""
-        if not options.wanted or self._protection is None:
-            return None
-        why = ""
-        if publisher is not None:
-            why = "checkpoints in a form of the trainer's own, which a copy cannot be written in"
-        elif not self.optimizer.spans_job:
-            why = "no collective that every rank of the job enters in each step"
-        elif not self.settings.shared_dirs:
-            why = "TTP_SHARED_DIRS=False, and copies are saved in directories that all nodes share"
-        if why:
-            self._protection.close()
-            raise ConfigError(f"copies='memory': got {why}. Do without copies, or change that")
-        return StepCopies(self.holder, self.settings, options, self.save_dirs, self._protection.gate)
 
     @property
     def protected(self) -> bool:

@@ -235,3 +235,28 @@ class StepCopies:
     def close(self) -> None:
         self._gate.before_ready = self._gate.after_update = None
         self._memory.close()
+
+
+def begin_copies(
+    options: CopyOptions,
+    holder: OptimizerStateProvider,
+    settings: Settings,
+    directories: Sequence[str],
+    gate: Gate | None,
+    *,
+    own_form: bool,
+) -> StepCopies | None:
+    """Return this rank's copies; None: none are wanted, or nothing is protected. All ranks call. gate: this rank's; None: it is not protected.
+    own_form: the trainer's checkpoints have a form of their own. Raises ConfigError where copies are wanted and cannot be had."""
+    if not options.wanted or gate is None:
+        return None
+    why = ""
+    if own_form:
+        why = "checkpoints in a form of the trainer's own, in which a copy cannot be written"
+    elif not holder.optimizer.spans_job:
+        why = "no collective that every rank of the job enters in each step"
+    elif not settings.shared_dirs:
+        why = "TTP_SHARED_DIRS=False: copies are saved in directories that all nodes share"
+    if why:
+        raise ConfigError(f"copies='memory': got {why}. Do without copies, or change that")
+    return StepCopies(holder, settings, options, directories, gate)

@@ -41,5 +41,7 @@ def begin_attempt(
         )
         if saved:
             log.warning("%s", saved)
+            if launching.reporter is not None:
+                launching.reporter.saved_from_copies(number, saved.step, saved.path)
         sockets["TTP_COPIES"] = copies.address
     set_variables(number, start_id, attempt_dir, launching.fork_servers, sockets)

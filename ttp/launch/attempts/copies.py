@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -43,6 +44,20 @@ ORDER_S = 600.0
 BACKLOG = 1024
 LOOK_S = 0.01
 ARGUMENTS = ("-u", "-m", "ttp.copies")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCopies:
+    """A checkpoint that was made of copies."""
+
+    step: int
+    path: str
+    nodes: int
+    took_s: float
+
+    def __str__(self) -> str:
+        where = counted(self.nodes, "node")
+        return f"saved step {self.step} from copies in the memory of {where} as {self.path}, in {self.took_s:.2f} s"
 
 
 class KeeperLost(Exception):
@@ -162,14 +177,14 @@ class Copies:
         host: str,
         secret: Secret | None,
         ranks: Sequence[int],
-    ) -> str:
+    ) -> SavedCopies | None:
         """Begin an attempt, before its workers start: have the newest step saved of copies where no checkpoint has it.
 
         store: the attempt's; node, nodes: this node's place. host: this node's address for the others. secret: the job's; None: transfers are
-        plain. ranks: of this node. Returns what was saved, in a line; empty: nothing was to be saved.
+        plain. ranks: of this node. Returns what was saved; None: nothing was to be.
         """
         self._node, self._nodes, self._store, self._peer = node, nodes, store, ""
-        said = self._recover(number, store) if number else ""
+        saved = self._recover(number, store) if number else None
         credentials = None
         if secret is not None and nodes > 1:
             credentials = Authority(secret, job_id).issue(Identity(job_id, Role.KEEPER, node=host)).encode()
@@ -180,9 +195,9 @@ class Copies:
         if self._orders is not None:
             with contextlib.suppress(KeeperLost):
                 self._begin_keeper()
-        return said
+        return saved
 
-    def _recover(self, number: int, store: Store) -> str:
+    def _recover(self, number: int, store: Store) -> SavedCopies | None:
         begun = time.monotonic()
         mine: dict[str, Any] = {"offers": [], "groups": [], "directories": [], "newest": 0}
         if self._orders is None and self._owner.all():
@@ -199,19 +214,17 @@ class Copies:
             for turn in range(len(names) + 1):
                 choice = choose([offer for offer in names if offer not in damaged], groups, newest)
                 if choice is None:
-                    return ""
+                    return None
                 path, bad = self._save(store, f"{number}.{turn}", choice, names, directories)
                 if path:
-                    return (
-                        f"saved step {choice.step} from copies in the memory of {counted(len({o.node for o in choice.sources}), 'node')} as {path},"
-                        f" in {time.monotonic() - begun:.2f} s"
-                    )
+                    nodes = len({offer.node for offer in choice.sources})
+                    return SavedCopies(choice.step, path, nodes, time.monotonic() - begun)
                 if not bad:
                     break
                 damaged |= bad
         except (OSError, RuntimeError, ValueError) as error:  # torch's DistError
             log.error("copies in memory are there, and were not saved: %s", error)
-        return ""
+        return None
 
     def _save(
         self, store: Store, turn: str, choice: Choice, names: Mapping[Offer, str], directories: Sequence[str]
