@@ -30,9 +30,10 @@ OOM_SCORE = 200
 class CopyMemory:
     """One rank's. Used by the training thread."""
 
-    def __init__(self, address: str, description: Description) -> None:
-        """`address`: the agent's socket (TTP_COPIES). Raises ConfigError: the node has no memory for it."""
+    def __init__(self, address: str, description: Description, use: str = "copies") -> None:
+        """`address`: the agent's socket (TTP_COPIES). `use`: `copies`, or `save`. Raises ConfigError: the node has no memory for it."""
         self._address = address
+        self._use = use
         self._description = description
         self._channel: socket.socket | None = None
         self._region: Region | None = None
@@ -44,7 +45,7 @@ class CopyMemory:
         try:
             channel.settimeout(START_S)
             channel.connect(socket_name(self._address))
-            frames.send(channel, {"rank": self._description.rank, "nbytes": size, "written": written})
+            frames.send(channel, {"rank": self._description.rank, "use": self._use, "nbytes": size, "written": written})
             answer, descriptors = frames.receive(channel)
             if "error" in answer:
                 raise ConfigError(

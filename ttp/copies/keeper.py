@@ -14,22 +14,23 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ttp.checkpoint.format.durable import newest_step
+from ttp.checkpoint.format.durable import fsync_directory, newest_step, write_durably
 from ttp.checkpoint.format.keys import param_group_blobs
 from ttp.checkpoint.format.signature import keys_at
 from ttp.checkpoint.publish import publish
-from ttp.checkpoint.staging import discard_staging
+from ttp.checkpoint.staging import discard_staging, make_staging
 from ttp.checkpoint.write import merge_results, write_share
 from ttp.copies import transfer
 from ttp.copies.memory import NoRoom
 from ttp.copies.region import Description, Region, data_bytes, region_bytes
-from ttp.copies.rules import SLOTS
 from ttp.errors import CheckpointError
 from ttp.fork_server import frames
 from ttp.fork_server.linux import end_with_parent
@@ -43,6 +44,9 @@ PEER_S = 60.0
 """How long a copy waits for the next node's address."""
 NICE = 19
 BACKLOG = 128
+SHARES_S = 3600.0
+"""Until all ranks' shares of a save are written, by processes of low priority."""
+LOOK_S = 0.05
 _CHUNK = 16 << 20
 
 
@@ -54,6 +58,11 @@ def own(rank: int) -> str:
 def received(rank: int) -> str:
     """Return the name of the memory for a rank of another node."""
     return f"rank {rank} of another node"
+
+
+def of_save(rank: int) -> str:
+    """Return the name of the memory for what a rank of this node saves."""
+    return f"save of rank {rank}"
 
 
 class Damaged(CheckpointError):
@@ -108,7 +117,8 @@ class Keeper:
             if uid != os.geteuid():
                 return
             request, _ = frames.receive(channel)
-            name, saying = own(int(request["rank"])), threading.Lock()
+            rank, saying = int(request["rank"]), threading.Lock()
+            name = of_save(rank) if request["use"] == "save" else own(rank)
             try:
                 region, descriptor = self._open(name, int(request["nbytes"]), int(request["written"]))
             except (NoRoom, OSError) as error:
@@ -275,13 +285,11 @@ class Keeper:
         with self._lock:
             regions = dict(self._regions)
         for name, region in sorted(regions.items()):
-            if (what := region.description) is None:
+            if (what := region.description) is None or name == of_save(what.rank):
                 continue
             directories = what.facts["directories"]
             groups |= set(what.groups)
             for copy in region.copies():
-                if copy.slot >= SLOTS:
-                    continue  # of a save
                 held = sorted({place.group for place in what.slots[copy.slot]})
                 offers.append(
                     {
@@ -343,16 +351,56 @@ class Keeper:
     # --- saves that stop nobody ---
 
     def _save(self, name: str, request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-        """Write one rank's share of a save; the rank is told when it is durable."""
+        """Write one rank's share of a save and tell it when that is durable; for the rank that asks for it, publish all ranks' shares."""
+        folder, step = Path(request["directory"]) / request["tmp_name"], request["step"]
+        mine: dict[str, Any] = {}
         try:
-            region = self._region(name, int(request["slot"]), int(request["step"]))
-            what = region.description
-            assert what is not None
-            groups = sorted({place.group for place in what.slots[int(request["slot"])]})
-            result = self._write_one(region, int(request["slot"]), groups, request, "s")
-            say({"written": request["step"], "files": [asdict(file) for file in result.files]})
+            region = self._region(name, 0, step)
+            assert region.description is not None
+            groups = sorted({place.group for place in region.description.slots[0]})
+            result = self._write_one(region, 0, groups, request, "s")
+            mine["files"] = [asdict(file) for file in result.files]
         except (CheckpointError, OSError) as error:
-            say({"written": request["step"], "error": str(error)})
+            mine["error"] = str(error)
+        try:
+            make_staging(folder.parent, folder.name)
+            write_durably(folder / share_name(request["rank"]), json.dumps(mine).encode())
+            fsync_directory(folder)
+        except (CheckpointError, OSError) as error:
+            mine.setdefault("error", str(error))
+        if request["publishes"]:
+            try:
+                shares = self._shares(folder, request["ranks"], mine)
+                cause = Cause(CauseKind(request["cause"]), (), f"{request['cause']} checkpoint of step {step}")
+                mine = {"path": publish_copy(region, 0, request, cause, shares)}
+            except (CheckpointError, OSError, ValueError) as error:
+                with contextlib.suppress(CheckpointError, OSError):
+                    discard_staging(folder.parent, folder.name)
+                mine = {"error": str(error)}
+        say({"saved": step, "path": mine.get("path", ""), "error": mine.get("error", "")})
+
+    def _shares(self, folder: Path, ranks: int, mine: Mapping[str, Any]) -> list[ShareResult]:
+        """Wait for the shares of all ranks. Raises CheckpointError."""
+        attempt, shares = self._attempt, {0: dict(mine)}
+        until_s = time.monotonic() + SHARES_S
+        while "error" not in (last := shares[max(shares)]) and len(shares) < ranks:
+            path = folder / share_name(len(shares))
+            if path.exists():
+                shares[len(shares)] = json.loads(path.read_bytes())
+            elif self._attempt != attempt:
+                raise CheckpointError("the attempt has ended before all ranks' shares were written")
+            elif time.monotonic() > until_s:
+                raise CheckpointError(f"rank {len(shares)} has written no share within {SHARES_S:.0f} s")
+            else:
+                time.sleep(LOOK_S)
+        if "error" in last:
+            raise CheckpointError(last["error"])
+        return [ShareResult(tuple(FileEntry(**file) for file in share["files"])) for share in shares.values()]
+
+
+def share_name(rank: int) -> str:
+    """Return the name of the file in which one rank's keeper says what it has written."""
+    return f"share_{rank}.json"
 
 
 def publish_copy(

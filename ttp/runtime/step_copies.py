@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from ttp.config import Settings
 from ttp.copies.client import CopyMemory, be_ended_first
@@ -92,15 +93,7 @@ class StepCopies:
         self._hosts = len({one["host"] for one in everyone})
         self._send = self._hosts > 1 and any(len(hosts_of[group]) == 1 for group in held)
         places = places_of(held)
-        group_count = len(optimizer.host_state(optimizer.current_step)["param_groups"])
-        facts = {
-            "layout": holder.layout,
-            "expected": optimizer.expected_tensors(),
-            "param_names": [optimizer.param_names(index) for index in range(group_count)],
-            "directories": list(directories),
-            "sign_key": settings.sign_key,
-            "verify_key": settings.verify_key,
-        }
+        facts = facts_of(holder, settings, directories)
         description = Description(
             self._rank, settings.round_number, len(everyone), tuple(sorted(hosts_of)), (places,) * SLOTS, facts
         )
@@ -235,6 +228,20 @@ class StepCopies:
     def close(self) -> None:
         self._gate.before_ready = self._gate.after_update = None
         self._memory.close()
+
+
+def facts_of(holder: OptimizerStateProvider, settings: Settings, directories: Sequence[str]) -> dict[str, Any]:
+    """Return what whoever writes a checkpoint of copies needs besides them."""
+    optimizer = holder.optimizer
+    group_count = len(optimizer.host_state(optimizer.current_step)["param_groups"])
+    return {
+        "layout": holder.layout,
+        "expected": optimizer.expected_tensors(),
+        "param_names": [optimizer.param_names(index) for index in range(group_count)],
+        "directories": list(directories),
+        "sign_key": settings.sign_key,
+        "verify_key": settings.verify_key,
+    }
 
 
 def begin_copies(
