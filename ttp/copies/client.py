@@ -76,9 +76,9 @@ class CopyMemory:
             raise OSError("there is no copy keeper")
         try:
             frames.send(self._channel, message)
-        except OSError:
+        except OSError as error:
             self.close()
-            raise
+            raise OSError(f"the copy keeper was lost: {error}") from error
 
     def hear(self, timeout_s: float | None) -> dict[str, Any] | None:
         """Return the keeper's next message; None: there was none in time. Raises OSError: there will be none."""
