@@ -68,6 +68,10 @@ def of_save(rank: int) -> str:
 class Damaged(CheckpointError):
     """A copy is not what it was when it was taken."""
 
+    def __init__(self, name: str, step: int, what: str) -> None:
+        super().__init__(f"the copy of {name} at step {step} is {what}")
+        self.name = name
+
 
 class Keeper:
     """One node's. A thread for each connection: of a rank, of another keeper, of the agent's orders."""
@@ -138,6 +142,7 @@ class Keeper:
                     match request["do"]:
                         case "described":
                             region.load()
+                            self._forget_sums(name)
                         case "copied":
                             say({"safe": request["step"], "why": self._secure(name, region, request, peer)})
                         case "save":
@@ -175,6 +180,11 @@ class Keeper:
     def _note(self, name: str, slot: int, sequence: int, checksum: str) -> None:
         with self._lock:
             self._sums[name, slot] = sequence, checksum
+
+    def _forget_sums(self, name: str) -> None:
+        """A rank begins to use its memory: its sequence numbers of an earlier attempt come again."""
+        with self._lock:
+            self._sums = {place: found for place, found in self._sums.items() if place[0] != name}
 
     # --- other keepers ---
 
@@ -252,7 +262,7 @@ class Keeper:
             try:
                 answer = orders[request["do"]](request)
             except (CheckpointError, OSError, ValueError) as error:
-                answer = {"error": str(error), "damaged": isinstance(error, Damaged)}
+                answer = {"error": str(error), "damaged": error.name if isinstance(error, Damaged) else ""}
             frames.send(channel, answer)
 
     def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +276,7 @@ class Keeper:
             self._regions = {name: region for name, region in self._regions.items() if name in kept}
             self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
         if self._listener is None and request["host"]:
-            family = socket.AF_INET6 if ":" in request["host"] else socket.AF_INET
-            self._listener = socket.create_server((request["host"], 0), family=family, backlog=BACKLOG)
+            self._listener = listen(request["host"], request["port"])
             threading.Thread(target=self.serve_keepers, args=(self._listener,), daemon=True).start()
         port = self._listener.getsockname()[1] if self._listener is not None else 0
         return {"address": f"{request['host']}:{port}" if port else ""}
@@ -280,7 +289,7 @@ class Keeper:
 
     def _offers(self, request: dict[str, Any]) -> dict[str, Any]:
         offers: list[dict[str, Any]] = []
-        groups: set[str] = set()
+        groups: dict[int, set[str]] = {}
         directories: list[str] = []
         with self._lock:
             regions = dict(self._regions)
@@ -288,7 +297,7 @@ class Keeper:
             if (what := region.description) is None or name == of_save(what.rank):
                 continue
             directories = what.facts["directories"]
-            groups |= set(what.groups)
+            groups.setdefault(what.attempt, set()).update(what.groups)
             for copy in region.copies():
                 held = sorted({place.group for place in what.slots[copy.slot]})
                 offers.append(
@@ -302,7 +311,12 @@ class Keeper:
                     }
                 )
         newest = newest_step(directories) if directories else 0
-        return {"offers": offers, "groups": sorted(groups), "directories": directories, "newest": newest}
+        return {
+            "offers": offers,
+            "groups": {attempt: sorted(names) for attempt, names in groups.items()},
+            "directories": directories,
+            "newest": newest,
+        }
 
     def _region(self, name: str, slot: int, step: int) -> Region:
         """Return a region whose slot has this step as it was copied. Raises Damaged."""
@@ -310,9 +324,9 @@ class Keeper:
             region, noted = self._regions[name], self._sums.get((name, slot))
         copy = region.read(slot)
         if copy is None or copy.step != step:
-            raise Damaged(f"the copy of {name} at step {step} is gone")
+            raise Damaged(name, step, "gone")
         if noted is not None and noted[0] == copy.sequence and noted[1] and checksum_of(region, slot) != noted[1]:
-            raise Damaged(f"the copy of {name} at step {step} is not what it was when it was taken")
+            raise Damaged(name, step, "not what it was when it was taken")
         return region
 
     def _write(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -398,6 +412,14 @@ class Keeper:
         return [ShareResult(tuple(FileEntry(**file) for file in share["files"])) for share in shares.values()]
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Listen where the keeper before did, so that other nodes' keepers find this one; where that cannot be, or 0, at any port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError):
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+
+
 def share_name(rank: int) -> str:
     """Return the name of the file in which one rank's keeper says what it has written."""
     return f"share_{rank}.json"
@@ -409,7 +431,7 @@ def publish_copy(
     """Make shares of a step a checkpoint, with the host state of one copy of it; return its path. Raises CheckpointError."""
     copy, what = region.read(slot), region.description
     if copy is None or what is None:
-        raise Damaged(f"the copy of step {place['step']} is gone")
+        raise CheckpointError(f"the copy of step {place['step']} is gone")
     facts, kept = what.facts, json.loads(copy.state)
     record = kept["record"]
     groups = [dict(group) for group in kept["state"]["optimizer"]["param_groups"]]

@@ -107,10 +107,19 @@ def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 def _above(folder: Path, top: Path, limit: str, used: str) -> Iterator[Limit]:
     while True:
         with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-            yield Limit(int((folder / limit).read_text()), int((folder / used).read_text()), f"{folder / limit}")
+            taken = int((folder / used).read_text()) - _reclaimable(folder)
+            yield Limit(int((folder / limit).read_text()), max(0, taken), f"{folder / limit}")
         if folder == top or top not in folder.parents:
             return
         folder = folder.parent
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return how much of what a cgroup has taken are cached files that the kernel gives back when memory is short."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
+    return 0
 
 
 def _of_host(proc: Path) -> Limit:

@@ -162,14 +162,16 @@ class Region:
         self._starts: list[int] = []
 
     def describe(self, description: Description) -> None:
-        """Begin an attempt: every slot is empty."""
+        """Begin an attempt: every slot is empty. Where the memory has this very description, its slots are this attempt's and stay."""
         content = description.encode()
         if len(content) > DESCRIPTION_BYTES:
             raise CheckpointError(
                 f"the state's description has {len(content):,} bytes, expected at most {DESCRIPTION_BYTES:,}"
             )
-        self._put(0, bytes(_LENGTH.size))
         self._take(description)
+        if self._content() == content:
+            return
+        self._put(0, bytes(_LENGTH.size))
         for slot in range(len(description.slots)):
             self.clear(slot)
         self._put(PAGE, content)
@@ -177,12 +179,15 @@ class Region:
 
     def load(self) -> bool:
         """Read the description; False: there is none, so no slot holds anything."""
+        if content := self._content():
+            self._take(Description.decode(content))
+        return bool(content)
+
+    def _content(self) -> bytes:
+        """Return the description as it is encoded; empty: there is none."""
         size, check = _LENGTH.unpack(self._memory[: _LENGTH.size])
         content = bytes(self._memory[PAGE : PAGE + min(size, DESCRIPTION_BYTES)])
-        if not size or zlib.crc32(content) != check:
-            return False
-        self._take(Description.decode(content))
-        return True
+        return content if zlib.crc32(content) == check else b""
 
     def _take(self, description: Description) -> None:
         self.description = description

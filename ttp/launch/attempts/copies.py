@@ -82,6 +82,8 @@ class Copies:
         self._store: Store | None = None
         self._node, self._nodes = 0, 1
         self._peer = ""
+        self._port = 0
+        """Where this node's keepers listen for the others."""
 
     # --- the keeper ---
 
@@ -161,8 +163,9 @@ class Copies:
         self._peer = ""
 
     def _begin_keeper(self) -> None:
-        answer = self._order({"do": "begin", **self._attempt})
+        answer = self._order({"do": "begin", "port": self._port, **self._attempt})
         if answer.get("address") and self._store is not None:
+            self._port = int(answer["address"].rpartition(":")[2])
             self._store.set(f"ttp/copies/address/{self._node}", answer["address"])
 
     # --- attempts ---
@@ -199,15 +202,18 @@ class Copies:
 
     def _recover(self, number: int, store: Store) -> SavedCopies | None:
         begun = time.monotonic()
-        mine: dict[str, Any] = {"offers": [], "groups": [], "directories": [], "newest": 0}
-        if self._orders is None and self._owner.all():
-            self._start(None)  # the keeper was lost, its copies are here
-        with contextlib.suppress(KeeperLost):
-            mine = self._order({"do": "offers"})
+        mine: dict[str, Any] = {"offers": [], "groups": {}, "directories": [], "newest": 0}
+        for _ in range(2):
+            if self._orders is None and self._owner.all():
+                self._start(None)  # the keeper was lost, its copies are here
+            with contextlib.suppress(KeeperLost):
+                mine = self._order({"do": "offers"})
+                break
         try:
             everyone = self._exchange(store, "offers", mine)
             names = {offer: name for node, said in enumerate(everyone) for offer, name in _offers(node, said)}
-            groups = frozenset(group for said in everyone for group in said["groups"])
+            attempt = max((offer.attempt for offer in names), default=-1)
+            groups = frozenset(group for said in everyone for group in said["groups"].get(str(attempt), ()))
             newest = max(said["newest"] for said in everyone)
             directories: list[str] = next((said["directories"] for said in everyone if said["directories"]), [])
             damaged: set[Offer] = set()
@@ -243,7 +249,7 @@ class Copies:
                 answer = self._carry_out({"do": "write", "sources": sources, **place})
             everyone = self._exchange(store, f"{turn}/{number}/written", answer)
             errors = [f"{said['error']}" for said in everyone if "error" in said]
-            damaged = {o for o in choice.sources if everyone[o.node].get("damaged")}
+            damaged = {o for o in choice.sources if everyone[o.node].get("damaged") == names[o]}
             path = ""
             if not errors:
                 first = next(iter(choice.sources))
@@ -271,7 +277,7 @@ class Copies:
         try:
             return self._order(order)
         except KeeperLost as error:
-            return {"error": str(error), "damaged": False}
+            return {"error": str(error), "damaged": ""}
 
     def _exchange(self, store: Store, what: str, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return every node's table. Raises RuntimeError (torch's DistError), ValueError."""
