@@ -209,7 +209,7 @@ class Session:
             groups=optimizer.shard_groups(),
             state_step=0,
             save_dirs=tuple(self.save_dirs),
-            copies=copies.wanted,
+            copies=copies.enabled,
             layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.conftest import JOB_S
 from tests.chaos.launching import Launch
+from tests.chaos.test_commands import ROOT
+from tests.chaos.test_other_trainers import steps_of
 from tests.ports import free_port
 from ttp.checkpoint.compare import compare
 from ttp.checkpoint.find import list_checkpoints
@@ -105,6 +110,21 @@ def test_full_shards_survive_the_death_of_ranks(tmp_path: Path, untouched: Path,
         assert_goes_on(job, tmp_path, untouched)
         assert "saved   step 12 from copies in memory: " in job.text
         assert len(victims) == 4 or re.search(r"lost +0 steps;", job.text), job.text
+
+
+def test_the_example_goes_on_a_few_steps_back(tmp_path: Path) -> None:
+    """Under the budget, which decides after two copies how often there is another one."""
+    example = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", "4", str(ROOT / "examples/hsdp/train.py")]
+    options = ["--replicate", "1", "--copies", "--steps", "30", "--save-dir", str(tmp_path)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": "kill:rank=2,step=21,point=updating"}
+    done = subprocess.run([*example, *options], env=environ, capture_output=True, text=True, timeout=JOB_S, check=False)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    (saved,) = saved_steps(text)
+    steps = steps_of(text)
+    assert 0 < saved < 21 and f"step {saved} from copies in memory: " in text
+    assert sorted(steps) == list(range(1, 31))
+    assert all(len(lines) == 1 for lines in steps.values()), "a step that was trained again has other bits"
 
 
 def test_a_lone_rank_survives_its_own_death(tmp_path: Path) -> None:

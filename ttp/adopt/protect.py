@@ -97,12 +97,12 @@ def protect(
     on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
     copies: "memory" keeps copies of what each rank holds in its node's memory and, of what has no replica on another node, in the next node's: a
     fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many
-    steps; None: as often as copies take at most the part `copy_budget` of the time.
+    steps; None: as often as the budget lets. copy_budget: copies take at most this part of the steps' time.
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     check_joined("ttp.protect")
-    wanted_copies = CopyOptions(copies, copy_budget, copy_every)
+    copy_options = CopyOptions(copies, copy_budget, copy_every)
     options = GuardOptions(resume, save_interval, bool(save_wait), compare_every, reseed, on_data_mismatch)
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip: got {clip!r}, expected ttp.ClipNorm(max_norm), or None")
@@ -120,7 +120,7 @@ def protect(
     try:
         host = HostObjects(schedulers, state or {})
         session = start(
-            adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings, copies=wanted_copies
+            adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings, copies=copy_options
         )
         try:
             return Guard(model, adopted, host, session, options)

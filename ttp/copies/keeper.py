@@ -1,6 +1,6 @@
 """The copy keeper of a node: takes its ranks' copies, sends them to the next node, keeps another node's, and writes checkpoints of them.
 
-A process of low priority below the agent (`python -m ttp.copies`). The memory is the agent's, so a keeper that dies loses no copy; the next one finds
+A process of low priority below the agent (`__main__.py`). The memory is the agent's, so a keeper that dies loses no copy; the next one finds
 them by their records. Decides nothing: which step is saved is for the agents (`rules.choose`).
 """
 
@@ -159,6 +159,8 @@ class Keeper:
             self._note(name, slot, sequence, checksum)
             return "" if checksum else "the copy is not whole"
         try:
+            if self._listener is None:
+                raise OSError("there is no other node, or the site's certificates name no keeper")
             described = bool(peer)
             if not peer:
                 with self._lock:
@@ -362,7 +364,7 @@ class Keeper:
             discard_staging(request["directory"], request["tmp_name"])
         return {}
 
-    # --- saves that stop nobody ---
+    # --- saves that training does not wait for ---
 
     def _save(self, name: str, request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
         """Write one rank's share of a save and tell it when that is durable; for the rank that asks for it, publish all ranks' shares."""

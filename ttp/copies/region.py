@@ -23,7 +23,7 @@ from ttp.errors import CheckpointError
 
 PAGE = mmap.PAGESIZE
 DESCRIPTION_BYTES = 64 << 20
-"""Room for the description. Pages that nobody writes take no memory."""
+"""Room for the description. Pages that are never written take no memory."""
 STATE_BYTES = 16 << 20
 """Room for the host state of one step."""
 _ALIGNED = 64

@@ -113,7 +113,7 @@ def receive(
 ) -> tuple[Region, int, int, str] | None:
     """Take one copy; return where it is: region, slot, sequence, checksum. None: the other side has closed.
 
-    `room(header, description)` returns the region for it. Raises OSError, ValueError; ValueError and NoRoom are told to the other side.
+    `room(header, description)` returns the region for it. Raises OSError, ValueError; `refuse` has the other side know of ValueError and NoRoom.
     """
     try:
         header = _hear(channel)
@@ -157,7 +157,7 @@ def _hear(channel: socket.socket) -> dict[str, Any]:
         raise ValueError(f"got a message of {size} bytes, expected at most {_MOST_HEADER}")
     message = json.loads(_bytes(channel, size))
     if not isinstance(message, dict):
-        raise ValueError("got a message that is no table")
+        raise ValueError("got a message that is not a table")
     return message
 
 

@@ -49,7 +49,7 @@ class CopyOptions:
             )
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ConfigError(f"invalid copy_every: got {checked.shown(every)}, expected a number of steps, or None")
-        self.wanted = copies is not None
+        self.enabled = copies is not None
         self.budget = float(budget)
         self.every = every
 
@@ -253,9 +253,9 @@ def begin_copies(
     *,
     own_form: bool,
 ) -> StepCopies | None:
-    """Return this rank's copies; None: none are wanted, or nothing is protected. All ranks call. gate: this rank's; None: it is not protected.
-    own_form: the trainer's checkpoints have a form of their own. Raises ConfigError where copies are wanted and cannot be had."""
-    if not options.wanted or gate is None:
+    """Return this rank's copies; None: none were asked for, or nothing is protected. All ranks call. gate: this rank's; None: it is not protected.
+    own_form: the trainer's checkpoints have a form of their own. Raises ConfigError where copies were asked for and cannot be had."""
+    if not options.enabled or gate is None:
         return None
     why = ""
     if own_form:

@@ -25,6 +25,7 @@ def begin_attempt(
     number = rendezvous.job_store.round_number
     ranks = [worker.global_rank for worker in worker_group.workers]
     identities, copies = launching.identities, launching.copies
+    by_site = identities is None and launching.secret is not None  # its certificates name no keeper
     sockets = {"TTP_IDENTITY": "", "TTP_COPIES": ""}
     if identities is not None:
         sockets["TTP_IDENTITY"] = identities.begin(rendezvous.secret, job_id, number, ranks)
@@ -35,7 +36,7 @@ def begin_attempt(
             worker_group.store,  # type: ignore[arg-type]  # torch has it None before a rendezvous
             node=worker_group.group_rank or 0,
             nodes=worker_group.group_world_size or 1,
-            host=rendezvous.host,
+            host="" if by_site else rendezvous.host,
             secret=rendezvous.secret if identities is not None else None,
             ranks=ranks,
         )

@@ -1,6 +1,6 @@
 """The agent's part in copies: it owns their memory, has a keeper where a rank asks for one, and has a step saved of copies before an attempt.
 
-All agents of the job take the same decision: each tells the others what its keeper has, in the attempt's store, and all apply `rules.choose`.
+All agents of the job take the same decision: they exchange what their keepers have, in the attempt's store, and all apply `rules.choose`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Copies:
         self._process: subprocess.Popen[bytes] | ForkedChild | None = None
         self._orders: socket.socket | None = None
         self._attempt: dict[str, Any] = {}
-        """What the keeper is told when it begins."""
+        """What the keeper gets when it begins."""
         self._store: Store | None = None
         self._node, self._nodes = 0, 1
         self._peer = ""
