@@ -211,7 +211,7 @@ class Keeper:
             while True:
                 try:
                     taken = transfer.receive(channel, self._room)
-                except (ValueError, NoRoom) as error:
+                except (ValueError, KeyError, TypeError, CheckpointError, NoRoom) as error:
                     transfer.refuse(channel, str(error))
                     return
                 if taken is None:

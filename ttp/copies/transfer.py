@@ -91,6 +91,7 @@ def send(
     }
     _say(channel, header)
     channel.sendall(description)
+    _accepted(channel)
     channel.sendall(copy.state)
     digest = xxhash.xxh3_128(copy.state)
     begun, total = time.monotonic(), max(1, len(data))
@@ -101,10 +102,8 @@ def send(
         time.sleep(max(0.0, within_s * (start + len(chunk)) / total - (time.monotonic() - begun)))
     now = region.read(slot)
     whole = now is not None and now.sequence == sequence
-    _say(channel, {"checksum": digest.hexdigest() if whole else ""})
-    answer = _hear(channel)
-    if answer.get("error"):
-        raise OSError(str(answer["error"]))
+    _say(channel, {"checksum": digest.hexdigest() if whole else "", "header": _checksum_of(header, description)})
+    _accepted(channel)
     return digest.hexdigest(), whole
 
 
@@ -122,16 +121,19 @@ def receive(
     description = _bytes(channel, _size(header, "description", _MOST_HEADER))
     region = room(header, description)
     slot, sequence = int(header["slot"]), int(header["sequence"])
-    region.clear(slot)
     state, data = region.state(slot), region.data(slot)
+    parts = (state[: _size(header, "state", len(state))], data[: _size(header, "data", len(data))])
+    region.clear(slot)
+    _say(channel, {})
     digest = xxhash.xxh3_128()
-    for part in (state[: _size(header, "state", len(state))], data[: _size(header, "data", len(data))]):
+    for part in parts:
         for start in range(0, len(part), CHUNK_BYTES):
             chunk = part[start : start + CHUNK_BYTES]
             _fill(channel, chunk)
             digest.update(chunk)
-    checksum = str(_hear(channel).get("checksum", ""))
-    if checksum and checksum != digest.hexdigest():
+    closing = _hear(channel)
+    checksum = str(closing.get("checksum", ""))
+    if checksum and (checksum, closing.get("header")) != (digest.hexdigest(), _checksum_of(header, description)):
         raise ValueError(
             f"rank {header['rank']}, step {header['step']}: the bytes that came are not those that were sent"
         )
@@ -139,6 +141,17 @@ def receive(
         region.commit(slot, int(header["step"]), sequence, int(header["state"]))
     _say(channel, {})
     return region, slot, sequence, checksum
+
+
+def _accepted(channel: socket.socket) -> None:
+    """Wait until the other side takes it: before the bytes of the copy, so that a refusal is not lost among them, and behind them."""
+    answer = _hear(channel)
+    if answer.get("error"):
+        raise OSError(str(answer["error"]))
+
+
+def _checksum_of(header: dict[str, Any], description: bytes) -> str:
+    return xxhash.xxh3_128(json.dumps(header).encode() + description).hexdigest()
 
 
 def refuse(channel: socket.socket, error: str) -> None:
