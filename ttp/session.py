@@ -403,9 +403,9 @@ class Session:
         cannot be written falls through to the next one.
         Raises CheckpointError on every rank when no directory took it.
         """
-        with self.pause(SAVE_AT_MOST_S):
-            kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
-            saved = self.optimizer.current_step if step is None else step
+        kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
+        saved = self.optimizer.current_step if step is None else step
+        with self.pause(SAVE_AT_MOST_S) if wait or self._saves.under_way else contextlib.nullcontext():
             return self._saves.save(saved, kind, wait=wait)
 
     # --- the end of train ---

@@ -87,6 +87,12 @@ class Saves:
         if self._background is not None:
             self._background.look()
 
+    @property
+    def under_way(self) -> bool:
+        """A save that is not waited for has not ended, as far as this rank knows."""
+        self.look()
+        return self._background is not None and self._background.pending > 0
+
     def finish(self) -> None:
         """Wait until this rank's part of all saves is done."""
         if self._background is not None:
@@ -118,7 +124,7 @@ class BackgroundSaves:
         self._directory = directories[0]
         self._writers = writers
         self._count = 0
-        self._pending = 0
+        self.pending = 0
         """The step of the save that is under way; 0: none is."""
         places = places_of(self._share(holder.optimizer.current_step))
         world_size = max(rank for ranks in writers.values() for rank in ranks) + 1
@@ -175,7 +181,7 @@ class BackgroundSaves:
                     "tmp_name": f"iter_{step:07d}_tmp_{kind.value}_background_{self._number}_{self._count}",
                 }
             )  # fmt: skip
-            self._pending = step
+            self.pending = step
         except (OSError, EOFError) as error:
             raise CheckpointError(f"step {step} could not be copied for a save: {error}") from error
 
@@ -185,19 +191,19 @@ class BackgroundSaves:
 
     def finish(self) -> None:
         """Wait until this rank's share is written; on rank 0, until the checkpoint is published or has failed."""
-        while self._pending:
+        while self.pending:
             self._hear(None)
 
     def _hear(self, timeout_s: float | None) -> None:
-        if not self._pending:
+        if not self.pending:
             return
         try:
             answer = self._memory.hear(timeout_s)
         except OSError as error:
-            answer = {"saved": self._pending, "path": "", "error": str(error)}
-        if answer is None or answer.get("saved") != self._pending:
+            answer = {"saved": self.pending, "path": "", "error": str(error)}
+        if answer is None or answer.get("saved") != self.pending:
             return
-        step, self._pending = self._pending, 0
+        step, self.pending = self.pending, 0
         if answer["path"]:
             self._saved(step, answer["path"])
         elif self._rank == 0 or answer["error"]:
