@@ -52,6 +52,19 @@ guard.save()
 guard.close()
 dist.destroy_process_group()
 """
+PARTITIONED = TRAINS.replace(
+    """if dist.get_world_size() > 1:
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+""",
+    """from torch.distributed.optim import ZeroRedundancyOptimizer
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+""",
+)
+"""The optimizer's state in parts, one on each rank; the weights on all."""
 EVERY_STEP = {"OPTIONS": '{"copies": "memory", "copy_every": 1}'}
 
 
@@ -125,6 +138,19 @@ def test_the_example_goes_on_a_few_steps_back(tmp_path: Path) -> None:
     assert 0 < saved < 21 and f"step {saved} from copies in memory: " in text
     assert sorted(steps) == list(range(1, 31))
     assert all(len(lines) == 1 for lines in steps.values()), "a step that was trained again has other bits"
+
+
+def test_a_part_of_the_optimizers_state_survives_its_rank(tmp_path: Path) -> None:
+    whole, faulted = tmp_path / "whole", tmp_path / "faulted"
+    whole.mkdir()
+    faulted.mkdir()
+    (whole / "go").touch()
+    with Launch(whole, PARTITIONED, "--nproc-per-node", "2", environ=EVERY_STEP, name="whole") as job:
+        assert job.process.wait(240) == 0, job.text
+    with Launch(faulted, PARTITIONED, "--nproc-per-node", "2", "--max-restarts", "1", environ=EVERY_STEP) as job:
+        os.kill(stopped(job, 2)[1], signal.SIGKILL)
+        job.says("restarting (1 of 1 restarts)")
+        assert_goes_on(job, faulted, last_of(whole))
 
 
 def test_a_lone_rank_survives_its_own_death(tmp_path: Path) -> None:

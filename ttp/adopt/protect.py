@@ -116,7 +116,9 @@ def protect(
         raise ConfigError(f"schedulers: got a {type(schedulers).__name__}, expected a list of schedulers, [scheduler]")
     # The chaos harness judges by the bits of each step: in barrier mode there are no others.
     judged = bool((settings or Settings.from_env()).chaos)
-    adopted = AdoptedOptimizer(model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite)
+    adopted = AdoptedOptimizer(
+        model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite, copied=copy_options.enabled
+    )
     try:
         host = HostObjects(schedulers, state or {})
         session = start(
