@@ -57,11 +57,16 @@ class Node:
 
         asking = threading.Thread(target=ask)
         asking.start()
-        until(lambda: self.copies.look(None) or found)
+        until(lambda: self.look() or found)
         asking.join()
         if isinstance(found[0], BaseException):
             raise found[0]
         return found[0]  # type: ignore[no-any-return]
+
+    def look(self) -> bool:
+        """Look as the agent does in each round; False, for conditions."""
+        self.copies.look(None)
+        return False
 
     def kill_keeper(self) -> None:
         keeper = self.copies._process
@@ -146,7 +151,7 @@ def test_a_rank_that_has_lost_its_keeper_is_given_the_same_memory_and_its_older_
         first.hear(0.0)
     again = threading.Thread(target=first.take, args=(0, 4, 2, state(4), values(4, ("a", "b"))))
     again.start()
-    until(lambda: node.copies.look(None) or not again.is_alive())
+    until(lambda: node.look() or not again.is_alive())
     again.join()
     offers = node.copies._order({"do": "offers"})
     assert [(offer["step"], offer["slot"]) for offer in offers["offers"]] == [(4, 0), (3, 1)]
@@ -188,7 +193,9 @@ def test_checksums_of_an_earlier_attempt_do_not_damn_its_successors_copies(node:
     check(node.begin(2, [0], store=HashStore()), 5)
 
 
-def test_groups_that_only_an_earlier_attempt_had_are_not_waited_for(node: Node) -> None:
+def test_groups_that_only_an_earlier_attempt_had_are_not_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = node.attach(0, ("a", "b"))
     copy(first, 3, 1, ("a", "b"))
     first.close()
@@ -203,7 +210,7 @@ def test_groups_that_only_an_earlier_attempt_had_are_not_waited_for(node: Node) 
         answer = real(request)
         return answer | of_earlier if request["do"] == "offers" else answer
 
-    node.copies._order = order  # type: ignore[method-assign]
+    monkeypatch.setattr(node.copies, "_order", order)
     check(node.begin(3, [0, 1], store=HashStore()), 4)
     second.close()
 
@@ -285,14 +292,14 @@ def test_the_copy_of_a_lost_node_is_saved_by_the_next_one_also_after_that_ones_k
         for number, of in enumerate(nodes):
             of.begin(0, [number], secured)
         lost, other = nodes[0].attach(0, ("a",)), nodes[1].attach(1, ("b",))
-        until(lambda: [of.copies.look(None) for of in nodes] and all(of.copies._peer for of in nodes))
+        until(lambda: not any(of.look() for of in nodes) and all(of.copies._peer for of in nodes))
         assert copy(lost, 3, 1, ("a",), send=True) == {"safe": 3, "why": ""}
         nodes[1].kill_keeper()
         with pytest.raises(OSError, match="the copy keeper was lost"):
             other.hear(LONG_S)
         again = threading.Thread(target=other.take, args=(1, 3, 1, state(3), values(3, ("b",))))
         again.start()
-        until(lambda: nodes[1].copies.look(None) or not again.is_alive())
+        until(lambda: nodes[1].look() or not again.is_alive())
         again.join()
         # the connection broke with the keeper; the next one listens where that did
         answers = [copy(lost, step, step - 2, ("a",), send=True) for step in (4, 5)]

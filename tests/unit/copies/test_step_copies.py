@@ -343,7 +343,7 @@ def test_an_interval_follows_from_what_copies_and_steps_take(job: Job) -> None:
         job.now += 0.5
         return take(*args)
 
-    memory.take = slow  # type: ignore[method-assign]
+    memory.take = slow  # type: ignore[method-assign, assignment]
     for step in (1, 2):
         job.trains(step)
     assert job.asked[-1] == 5
