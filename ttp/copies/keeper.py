@@ -128,6 +128,7 @@ class Keeper:
             except (NoRoom, OSError) as error:
                 frames.send(channel, {"error": str(error)})
                 return
+            self._forget_sums(name)
             frames.send(channel, {}, [descriptor])
             os.close(descriptor)
             peer: list[socket.socket] = []
@@ -142,7 +143,6 @@ class Keeper:
                     match request["do"]:
                         case "described":
                             region.load()
-                            self._forget_sums(name)
                         case "copied":
                             say({"safe": request["step"], "why": self._secure(name, region, request, peer)})
                         case "save":
@@ -296,6 +296,7 @@ class Keeper:
         with self._lock:
             regions = dict(self._regions)
         for name, region in sorted(regions.items()):
+            region.load()  # its rank may have ended just when it had described it
             if (what := region.description) is None or name == of_save(what.rank):
                 continue
             directories = what.facts["directories"]

@@ -43,11 +43,11 @@ class CopyOptions:
     def __init__(self, copies: str | None, budget: float = BUDGET, every: int | None = None) -> None:
         if copies not in (None, "memory"):
             raise ConfigError(f"invalid copies: got {checked.shown(copies)}, expected 'memory', or None for none")
-        if not isinstance(budget, int | float) or not 0 < budget <= 1:
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
             raise ConfigError(
                 f"invalid copy_budget: got {checked.shown(budget)}, expected a part of the time above 0, up to 1: 0.01 is one percent"
             )
-        if every is not None and (not isinstance(every, int) or every < 1):
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ConfigError(f"invalid copy_every: got {checked.shown(every)}, expected a number of steps, or None")
         self.enabled = copies is not None
         self.budget = float(budget)

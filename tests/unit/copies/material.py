@@ -21,7 +21,7 @@ def described(
     attempt: int, rank: int = 0, facts: dict[str, Any] | None = None, groups: tuple[str, ...] = GROUPS
 ) -> Description:
     """Return what describes two slots of four floats of group a, and two of b; only what `groups` names."""
-    tensors = {"a": [held("x", torch.zeros(4))], "b": [held("y", torch.zeros(2))]}
+    tensors = {"a": [held("model.x", torch.zeros(4))], "b": [held("model.y", torch.zeros(2))]}
     places = places_of({group: tensors[group] for group in groups})
     return Description(rank, attempt, 2, GROUPS, (places, places), facts or {"directories": []})
 
