@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("<QI")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where one run of a tensor's elements lies in a slot: everything of a HeldTensor but its values."""
 
     group: str
@@ -50,16 +50,16 @@ class Place:
         return self.numel * _dtype(self.dtype).itemsize
 
 
-def places_of(holdings: dict[str, list[HeldTensor]]) -> tuple[Place, ...]:
+def places_of(holdings: dict[str, list[HeldTensor]]) -> tuple[TensorPlace, ...]:
     """Lay out what a rank holds, by group."""
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     offset = 0
     for group, tensors in sorted(holdings.items()):
         for held in tensors:
             block = None if held.block is None else (tuple(held.block.offsets), tuple(held.block.sizes))
             values = held.values
             places.append(
-                Place(
+                TensorPlace(
                     group,
                     held.key,
                     tuple(held.shape),
@@ -91,7 +91,7 @@ class Description:
     world_size: int
     groups: tuple[str, ...]
     """The shard groups of the whole job."""
-    slots: tuple[tuple[Place, ...], ...]
+    slots: tuple[tuple[TensorPlace, ...], ...]
     """What each slot holds."""
     facts: dict[str, Any]
     """For the manifest, and for whoever writes: layout, shapes of all tensors, directories, keys."""
@@ -104,7 +104,7 @@ class Description:
                 "world_size": self.world_size,
                 "groups": self.groups,
                 "slots": [
-                    [[getattr(place, name) for name in Place.__slots__] for place in slot] for slot in self.slots
+                    [[getattr(place, name) for name in TensorPlace.__slots__] for place in slot] for slot in self.slots
                 ],
                 "facts": self.facts,
             }
@@ -119,23 +119,23 @@ class Description:
         )
 
 
-def _place(values: Sequence[Any]) -> Place:
+def _place(values: Sequence[Any]) -> TensorPlace:
     group, key, shape, start, dtype, numel, block, offset = values
     cut = None if block is None else (tuple(block[0]), tuple(block[1]))
-    return Place(group, key, tuple(shape), start, dtype, numel, cut, offset)
+    return TensorPlace(group, key, tuple(shape), start, dtype, numel, cut, offset)
 
 
-def slot_bytes(places: Sequence[Place]) -> int:
+def slot_bytes(places: Sequence[TensorPlace]) -> int:
     """Return the size of a slot: its record, its state's room, its data."""
     data = places[-1].offset + places[-1].nbytes if places else 0
     return PAGE + STATE_BYTES + -(-data // PAGE) * PAGE
 
 
-def region_bytes(slots: Sequence[Sequence[Place]]) -> int:
+def region_bytes(slots: Sequence[Sequence[TensorPlace]]) -> int:
     return PAGE + DESCRIPTION_BYTES + sum(map(slot_bytes, slots))
 
 
-def data_bytes(slots: Sequence[Sequence[Place]]) -> int:
+def data_bytes(slots: Sequence[Sequence[TensorPlace]]) -> int:
     """Return how much of it is written for sure: what has to fit into memory."""
     return sum(slot_bytes(slot) - STATE_BYTES for slot in slots)
 
@@ -212,7 +212,7 @@ class Region:
                 self._values(data, place).copy_(values)
         self.commit(slot, step, sequence, len(state))
 
-    def _values(self, data: int, place: Place) -> torch.Tensor:
+    def _values(self, data: int, place: TensorPlace) -> torch.Tensor:
         part = self._memory[data + place.offset : data + place.offset + place.nbytes]
         return torch.frombuffer(part, dtype=_dtype(place.dtype))
 

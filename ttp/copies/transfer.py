@@ -115,7 +115,7 @@ def receive(
     `room(header, description)` returns the region for it. Raises OSError, ValueError; `refuse` has the other side know of ValueError and NoRoom.
     """
     try:
-        header = _hear(channel)
+        header = _next_message(channel)
     except EOFError:
         return None
     description = _bytes(channel, _size(header, "description", _MOST_HEADER))
@@ -131,7 +131,7 @@ def receive(
             chunk = part[start : start + CHUNK_BYTES]
             _fill(channel, chunk)
             digest.update(chunk)
-    closing = _hear(channel)
+    closing = _next_message(channel)
     checksum = str(closing.get("checksum", ""))
     if checksum and (checksum, closing.get("header")) != (digest.hexdigest(), _checksum_of(header, description)):
         raise ValueError(
@@ -145,7 +145,7 @@ def receive(
 
 def _accepted(channel: socket.socket) -> None:
     """Wait until the other side takes it: before the bytes of the copy, so that a refusal is not lost among them, and behind them."""
-    answer = _hear(channel)
+    answer = _next_message(channel)
     if answer.get("error"):
         raise OSError(str(answer["error"]))
 
@@ -164,7 +164,7 @@ def _say(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def _hear(channel: socket.socket) -> dict[str, Any]:
+def _next_message(channel: socket.socket) -> dict[str, Any]:
     (size,) = _LENGTH.unpack(_bytes(channel, _LENGTH.size))
     if size > _MOST_HEADER:
         raise ValueError(f"got a message of {size} bytes, expected at most {_MOST_HEADER}")

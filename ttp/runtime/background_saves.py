@@ -14,7 +14,7 @@ from dataclasses import asdict
 from ttp.checkpoint.format import tiling
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.config import Settings
-from ttp.copies.client import CopyMemory
+from ttp.copies.copy_memory import CopyMemory
 from ttp.copies.region import Description, places_of
 from ttp.errors import CheckpointError, ConfigError
 from ttp.exchange.json_collectives import exchange_json
@@ -187,18 +187,18 @@ class BackgroundSaves:
 
     def look(self) -> None:
         """Learn, without waiting, whether the save that is under way has ended."""
-        self._hear(0.0)
+        self._next_message(0.0)
 
     def finish(self) -> None:
         """Wait until this rank's share is written; on rank 0, until the checkpoint is published or has failed."""
         while self.pending:
-            self._hear(None)
+            self._next_message(None)
 
-    def _hear(self, timeout_s: float | None) -> None:
+    def _next_message(self, timeout_s: float | None) -> None:
         if not self.pending:
             return
         try:
-            answer = self._memory.hear(timeout_s)
+            answer = self._memory.next_message(timeout_s)
         except OSError as error:
             answer = {"saved": self.pending, "path": "", "error": str(error)}
         if answer is None or answer.get("saved") != self.pending:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ttp.config import Settings
-from ttp.copies.client import CopyMemory, be_ended_first
+from ttp.copies.copy_memory import CopyMemory, be_ended_first
 from ttp.copies.region import Description, places_of
 from ttp.copies.rules import SLOTS, interval, most_lost, slot_of, waits_before
 from ttp.errors import CheckpointError, ConfigError
@@ -190,7 +190,7 @@ class StepCopies:
         """Wait until the last copy is safe, or is known not to become so."""
         try:
             while self._pending:
-                answer = self._memory.hear(None)
+                answer = self._memory.next_message(None)
                 if answer is not None and answer.get("safe") == self._pending:
                     self._pending = 0
                     if answer["why"]:

@@ -18,7 +18,7 @@ import ttp
 from tests.unit.copies.conftest import HOST, SECRET
 from tests.unit.copies.material import described
 from tests.waiting import LONG_S, until
-from ttp.copies.client import CopyMemory
+from ttp.copies.copy_memory import CopyMemory
 from ttp.copies.keeper import listen
 from ttp.copies.memory import Limit
 from ttp.errors import ConfigError
@@ -91,7 +91,7 @@ def copy(memory: CopyMemory, step: int, sequence: int, groups: tuple[str, ...], 
     memory.say(
         {"do": "copied", "slot": sequence % 2, "step": step, "sequence": sequence, "send": send, "within_s": 0.0}
     )
-    answer = memory.hear(LONG_S)
+    answer = memory.next_message(LONG_S)
     assert answer is not None
     return answer
 
@@ -134,7 +134,7 @@ def test_a_keeper_that_was_killed_costs_no_copy(node: Node) -> None:
     assert copy(first, 3, 1, ("a", "b"))["why"] == ""
     node.kill_keeper()
     with pytest.raises(OSError, match="the copy keeper was lost"):
-        first.hear(LONG_S)
+        first.next_message(LONG_S)
     # its agent has not looked yet: the next attempt begins at once
     check(node.begin(1, [0], store=HashStore()), 3)
 
@@ -144,11 +144,11 @@ def test_a_rank_that_has_lost_its_keeper_is_given_the_same_memory_and_its_older_
     assert copy(first, 3, 1, ("a", "b"))["why"] == ""
     node.kill_keeper()
     with pytest.raises(OSError, match="the copy keeper was lost"):
-        first.hear(LONG_S)
+        first.next_message(LONG_S)
     with pytest.raises(OSError, match="there is no copy keeper"):
         first.say({})
     with pytest.raises(OSError, match="there is no copy keeper"):
-        first.hear(0.0)
+        first.next_message(0.0)
     again = threading.Thread(target=first.take, args=(0, 4, 2, state(4), values(4, ("a", "b"))))
     again.start()
     until(lambda: node.look() or not again.is_alive())
@@ -257,7 +257,7 @@ def test_what_a_rank_saves_is_published_by_the_keeper_and_is_no_copy(node: Node)
                 "cause": "periodic", "term": 1, "tmp_name": "iter_0000007_tmp_periodic_background_0_1",
             }
         )  # fmt: skip
-    answers = [memory.hear(LONG_S) for memory in saving]
+    answers = [memory.next_message(LONG_S) for memory in saving]
     path = str(node.folder / "iter_0000007")
     assert answers == [{"saved": 7, "path": path, "error": ""}, {"saved": 7, "path": "", "error": ""}]
     check(SavedCopies(7, path, 1, 0.0), 7)
@@ -296,7 +296,7 @@ def test_the_copy_of_a_lost_node_is_saved_by_the_next_one_also_after_that_ones_k
         assert copy(lost, 3, 1, ("a",), send=True) == {"safe": 3, "why": ""}
         nodes[1].kill_keeper()
         with pytest.raises(OSError, match="the copy keeper was lost"):
-            other.hear(LONG_S)
+            other.next_message(LONG_S)
         again = threading.Thread(target=other.take, args=(1, 3, 1, state(3), values(3, ("b",))))
         again.start()
         until(lambda: nodes[1].look() or not again.is_alive())

@@ -47,7 +47,7 @@ class Memory:
     def say(self, message: dict[str, Any]) -> None:
         self.said.append(message)
 
-    def hear(self, timeout_s: float | None) -> dict[str, Any] | None:
+    def next_message(self, timeout_s: float | None) -> dict[str, Any] | None:
         assert timeout_s is None
         self.waits += 1
         self.on_wait()
@@ -162,8 +162,8 @@ def test_options_that_cannot_be_are_refused_in_one_line(options: dict[str, Any],
 
 
 def test_options_without_copies_want_none() -> None:
-    assert not NO_COPIES.wanted
-    assert (CopyOptions("memory").wanted, CopyOptions("memory").budget, CopyOptions("memory").every) == (
+    assert not NO_COPIES.enabled
+    assert (CopyOptions("memory").enabled, CopyOptions("memory").budget, CopyOptions("memory").every) == (
         True, BUDGET, None,
     )  # fmt: skip
 

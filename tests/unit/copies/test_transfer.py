@@ -258,20 +258,20 @@ def test_a_copy_that_cannot_be_is_refused_in_one_line(change: dict[str, int], me
         assert sender._secure(own(0), of_rank(sender), ORDER, peer) == ""
         header = {"rank": 0, "attempt": 1, "slot": 1, "step": 6, "sequence": 4, "state": 0, "data": 0, "description": 0}
         transfer._say(peer[0], header | change)
-        assert re.search(message, transfer._hear(peer[0])["error"])
+        assert re.search(message, transfer._next_message(peer[0])["error"])
         peer[0].close()
 
 
 def test_a_header_that_is_no_table_is_refused() -> None:
     with keeper() as (_, address), transfer.connect(address, None) as channel:
         channel.sendall(transfer._LENGTH.pack(2) + b"[]")
-        assert transfer._hear(channel) == {"error": "got a message that is no table"}
+        assert transfer._next_message(channel) == {"error": "got a message that is not a table"}
 
 
 def test_a_message_too_long_is_refused_before_it_is_read() -> None:
     with keeper() as (_, address), transfer.connect(address, None) as channel:
         channel.sendall(transfer._LENGTH.pack(1 << 60))
-        assert "expected at most" in transfer._hear(channel)["error"]
+        assert "expected at most" in transfer._next_message(channel)["error"]
 
 
 def test_a_description_that_is_none_is_refused_and_the_keeper_goes_on() -> None:
@@ -280,6 +280,6 @@ def test_a_description_that_is_none_is_refused_and_the_keeper_goes_on() -> None:
             header = {"rank": 0, "attempt": 1, "description": 2}
             transfer._say(channel, header)
             channel.sendall(b"{}")
-            assert transfer._hear(channel) == {"error": "'slots'"}
+            assert transfer._next_message(channel) == {"error": "'slots'"}
         sender._set_peer({"address": address})
         assert secure(sender, of_rank(sender)) == ""

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.unit.copies.material import described
-from ttp.copies import client
-from ttp.copies.client import CopyMemory
+from ttp.copies import copy_memory
+from ttp.copies.copy_memory import CopyMemory
 from ttp.copies.region import Region, data_bytes, region_bytes
 from ttp.errors import ConfigError
 from ttp.fork_server import frames
@@ -66,8 +66,8 @@ def test_memory_is_asked_for_with_its_size_and_described_before_the_keeper_is_to
 
     with keeper(serve) as address:
         rank = CopyMemory(address, DESCRIPTION)
-        assert rank.hear(None) == {"safe": 1}
-        assert rank.hear(0.0) is None
+        assert rank.next_message(None) == {"safe": 1}
+        assert rank.next_message(0.0) is None
         rank.say({"do": "copied"})
         rank.close()
     asked = {"rank": 0, "use": "copies", "nbytes": SIZE, "written": data_bytes(DESCRIPTION.slots)}
@@ -108,7 +108,7 @@ def test_after_a_lost_keeper_the_next_copy_asks_for_the_memory_anew() -> None:
     with keeper(serve, ranks=2) as address:
         rank = CopyMemory(address, DESCRIPTION)
         with pytest.raises(OSError, match="the copy keeper was lost"):
-            rank.hear(None)
+            rank.next_message(None)
         took_s = rank.take(1, 5, 1, b"{}", [torch.ones(4), torch.ones(2)])
         rank.close()
     assert took_s > 0
@@ -134,11 +134,11 @@ def test_a_keeper_that_is_lost_while_it_is_told_something_is_not_told_again() ->
     os.close(memory)
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, client.OOM_SCORE), (900, 1000)])
+@pytest.mark.parametrize(("before", "after"), [(0, copy_memory.OOM_SCORE), (900, 1000)])
 def test_a_rank_is_ended_before_its_agent_when_memory_runs_out(before: int, after: int) -> None:
     code = (
         "from pathlib import Path; score = Path('/proc/self/oom_score_adj');"
         f"score.write_text('{before}');"
-        "from ttp.copies.client import be_ended_first; be_ended_first(); print(score.read_text())"
+        "from ttp.copies.copy_memory import be_ended_first; be_ended_first(); print(score.read_text())"
     )
     assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) == after

@@ -80,7 +80,7 @@ class CopyMemory:
             self.close()
             raise OSError(f"the copy keeper was lost: {error}") from error
 
-    def hear(self, timeout_s: float | None) -> dict[str, Any] | None:
+    def next_message(self, timeout_s: float | None) -> dict[str, Any] | None:
         """Return the keeper's next message; None: there was none in time. Raises OSError: there will be none."""
         if self._channel is None:
             raise OSError("there is no copy keeper")
