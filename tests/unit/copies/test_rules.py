@@ -53,6 +53,10 @@ def test_each_group_comes_from_one_copy_and_the_work_is_shared() -> None:
     assert sorted(map(sorted, choice.sources.values())) == [["a"], ["b"], ["c"]]
 
 
+def test_copies_of_an_earlier_attempt_fill_no_gap() -> None:
+    assert choose([offer(0, "a"), offer(1, "b", attempt=0)], frozenset("ab"), 0) is None
+
+
 def test_a_nodes_own_copy_is_taken_before_one_that_came_from_another() -> None:
     choice = choose([offer(0, "a", received=True), offer(1, "a")], frozenset("a"), 0)
     assert choice is not None

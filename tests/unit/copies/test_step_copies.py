@@ -258,6 +258,7 @@ def test_a_keeper_that_is_lost_costs_no_step_and_is_said_once(job: Job, caplog: 
     with caplog.at_level(logging.WARNING):
         for step in range(1, 8):
             job.trains(step)
+        assert memory.waits == 3, "once for each copy"
     assert job.gate.phase.name == "DONE"
     assert [step for _, step, _ in memory.taken] == [1, 3, 5, 7]
     assert [record.getMessage() for record in caplog.records] == ["rank 0: the copy keeper was lost: for the test"]
@@ -362,6 +363,20 @@ def test_a_wait_before_ready_counts_as_time_that_training_stops(job: Job) -> Non
         job.trains(step)
     # the first copy stopped training for 4 s behind it, the second for nothing yet: 2 s; steps took 1 s and those 4
     assert job.asked[-1] == 4
+
+
+def test_ranks_agree_anew_after_some_copies_and_then_after_each_so_many(job: Job) -> None:
+    job.options = CopyOptions("memory", budget=1.0)
+    job.begin()
+    for step in range(1, 97):
+        job.trains(step)
+    assert len([mine for mine in job.asked if isinstance(mine, int)]) == 5, "after 2, 8, 32, 64 and 96"
+
+
+def test_a_rank_with_copies_is_ended_first_when_memory_runs_out(job: Job) -> None:
+    with mock.patch.object(step_copies, "be_ended_first") as called:
+        job.begin()
+    called.assert_called_once_with()
 
 
 def test_a_fixed_interval_is_not_agreed_on(job: Job) -> None:

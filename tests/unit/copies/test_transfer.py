@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -141,6 +142,36 @@ def test_a_copy_of_another_attempt_is_refused() -> None:
         assert answer == "the next node has not got it: got a copy of attempt 1, expected one of 2"
         assert sender._sums[own(0), 1] == (3, checksum_of(region, 1)), "what the rank has is noted all the same"
         assert receiver._regions == {}
+
+
+def test_after_a_failure_the_next_copy_connects_anew_and_brings_the_description() -> None:
+    with keeper() as (sender, _), keeper() as (receiver, address):
+        sender._set_peer({"address": address})
+        region, peer = of_rank(sender), list[socket.socket]()
+        assert sender._secure(own(0), region, ORDER, peer) == ""
+        peer[0].shutdown(socket.SHUT_RDWR)
+        assert sender._secure(own(0), region, ORDER, peer) != ""
+        assert peer == []
+        receiver._begin({"attempt": 2, "job_id": "job/2", "host": "127.0.0.1", "port": 0, "credentials": None})
+        region.describe(described(2))
+        taken(region=region)
+        with (
+            transfer.connect(address, None) as channel,
+            pytest.raises(OSError, match="without its description"),
+        ):
+            transfer.send(channel, region, 1, 3, 0.0, described=True)
+        assert secure(sender, region) == ""
+
+
+def test_a_copy_is_spread_over_the_time_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for _ in range(2):
+            transfer._say(theirs, {})
+        transfer.send(ours, taken(), 1, 3, 1000.0, True)
+    assert 900 < sum(slept) <= 1000
 
 
 def test_a_next_node_that_cannot_be_reached_is_said() -> None:
