@@ -1,6 +1,6 @@
 """Every order of what a few ranks, their keepers and one lost node can do around copies in memory, over the shipped rules.
 
-Owns the situations and their judgement: after any of them, what is left is offered to `rules.choose`, which must find the newest step that is whole,
+Owns the situations and their judgement: after any of them, what remains is offered to `rules.choose`, which must find the newest step that is whole,
 and not more than `rules.most_lost` steps behind the newest that was committed.
 """
 
@@ -161,7 +161,7 @@ class Search:
         else:
             yield situation.having(number, replace(over, away=with_slot(rank.away, slot, rank.last)))
 
-    # --- what is left ---
+    # --- what remains ---
 
     def offers(self, situation: Situation) -> list[Offer]:
         found = list(self.shape.left_over)

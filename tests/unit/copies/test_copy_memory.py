@@ -50,7 +50,7 @@ def keeper(serve: Callable[[socket.socket], None], ranks: int = 1) -> Iterator[s
             serving.join()
 
 
-def test_memory_is_asked_for_with_its_size_and_described_before_the_keeper_is_told() -> None:
+def test_memory_is_asked_for_with_its_size_and_described_before_the_keeper_reads_it() -> None:
     seen: list[Any] = []
     memory = os.memfd_create("test")
     os.ftruncate(memory, SIZE)
@@ -90,7 +90,7 @@ def test_a_node_without_room_is_a_configuration_error_that_says_what_to_do() -> 
 
 def test_an_agent_that_is_not_there_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError, match="refused"):
-        CopyMemory("@ttp-test-nobody", DESCRIPTION)
+        CopyMemory("@ttp-test-unused", DESCRIPTION)
 
 
 def test_after_a_lost_keeper_the_next_copy_asks_for_the_memory_anew() -> None:
@@ -116,7 +116,7 @@ def test_after_a_lost_keeper_the_next_copy_asks_for_the_memory_anew() -> None:
     os.close(memory)
 
 
-def test_a_keeper_that_is_lost_while_it_is_told_something_is_not_told_again() -> None:
+def test_a_keeper_that_is_lost_in_a_message_gets_no_other() -> None:
     memory = os.memfd_create("test")
     os.ftruncate(memory, SIZE)
 

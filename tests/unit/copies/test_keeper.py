@@ -189,7 +189,7 @@ def test_checksums_of_an_earlier_attempt_do_not_damn_its_successors_copies(node:
     check(node.begin(1, [0], store=HashStore()), 3)
     again = node.attach(0, ("a", "b"))
     again.take(1, 5, 1, state(5), values(5, ("a", "b")))
-    again.close()  # before its keeper has heard of it
+    again.close()  # before its keeper knows of it
     check(node.begin(2, [0], store=HashStore()), 5)
 
 
@@ -247,7 +247,7 @@ def test_a_rank_without_room_is_refused_with_the_figures(node: Node) -> None:
         node.attach(0, ("a", "b"))
 
 
-def test_what_a_rank_saves_is_published_by_the_keeper_and_is_no_copy(node: Node) -> None:
+def test_what_a_rank_saves_is_published_by_the_keeper_and_is_not_a_copy(node: Node) -> None:
     saving = [node.attach(rank, (group,), "save") for rank, group in enumerate("ab")]
     for rank, memory in reversed(list(enumerate(saving))):
         memory.take(0, 7, 1, state(7), values(7, ("ab"[rank],)))

@@ -94,7 +94,7 @@ def held(key: str, value: float) -> HeldTensor:
 
 
 class Job:
-    """One rank between its gate and its keeper; the other ranks say what `others` makes of its word."""
+    """One rank between its gate and its keeper; the other ranks answer what `others` makes of its word."""
 
     def __init__(self, options: CopyOptions | None = None, settings: Settings | None = None) -> None:
         self.optimizer, self.gate, self.now = Optimizer(), Gate(0), 0.0
@@ -280,7 +280,7 @@ def test_a_copy_that_cannot_be_taken_costs_no_step_and_is_not_waited_for(
     assert [record.getMessage() for record in caplog.records] == [f"rank 0: no copy of step 1: {error}"]
 
 
-def test_a_copy_that_is_not_safe_is_said_and_training_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_is_not_safe_is_logged_and_training_continues(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.begin()
     [memory] = job.memories
     memory.answers = [{"safe": 1, "why": "the next node has not got it"}]
@@ -361,7 +361,7 @@ def test_a_wait_before_ready_counts_as_time_that_training_stops(job: Job) -> Non
     memory.on_wait = waits
     for step in (1, 2):
         job.trains(step)
-    # the first copy stopped training for 4 s behind it, the second for nothing yet: 2 s; steps took 1 s and those 4
+    # the first copy stopped training for 4 s behind it, the second not yet: 2 s; steps took 1 s and those 4
     assert job.asked[-1] == 4
 
 
@@ -387,7 +387,7 @@ def test_a_fixed_interval_is_not_agreed_on(job: Job) -> None:
     assert [mine for mine in job.asked if isinstance(mine, int)] == []
 
 
-def test_the_first_rank_says_what_is_kept_and_what_a_fault_costs(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_shows_what_is_kept_and_what_a_fault_costs(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         job.begin()
     assert [r.getMessage() for r in caplog.records] == [
