@@ -102,7 +102,7 @@ def test_a_damaged_description_is_none() -> None:
     assert not Region(region._memory).load()
 
 
-def test_memory_that_nobody_has_described_has_no_copies() -> None:
+def test_memory_without_a_description_has_no_copies() -> None:
     assert not empty_region(described(1)).load()
 
 
