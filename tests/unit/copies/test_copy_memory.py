@@ -50,7 +50,7 @@ def keeper(serve: Callable[[socket.socket], None], ranks: int = 1) -> Iterator[s
             serving.join()
 
 
-def test_memory_is_asked_for_with_its_size_and_described_before_the_keeper_reads_it() -> None:
+def test_memory_is_asked_for_with_its_size_and_described_before_the_keeper_uses_it() -> None:
     seen: list[Any] = []
     memory = os.memfd_create("test")
     os.ftruncate(memory, SIZE)
@@ -116,7 +116,7 @@ def test_after_a_lost_keeper_the_next_copy_asks_for_the_memory_anew() -> None:
     os.close(memory)
 
 
-def test_a_keeper_that_is_lost_in_a_message_gets_no_other() -> None:
+def test_a_keeper_that_is_lost_during_a_message_gets_no_other() -> None:
     memory = os.memfd_create("test")
     os.ftruncate(memory, SIZE)
 

@@ -247,7 +247,7 @@ def test_a_rank_without_room_is_refused_with_the_figures(node: Node) -> None:
         node.attach(0, ("a", "b"))
 
 
-def test_what_a_rank_saves_is_published_by_the_keeper_and_is_not_a_copy(node: Node) -> None:
+def test_what_a_rank_saves_is_published_by_the_keeper_and_not_offered(node: Node) -> None:
     saving = [node.attach(rank, (group,), "save") for rank, group in enumerate("ab")]
     for rank, memory in reversed(list(enumerate(saving))):
         memory.take(0, 7, 1, state(7), values(7, ("ab"[rank],)))

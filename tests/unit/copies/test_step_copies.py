@@ -251,7 +251,7 @@ def test_an_answer_about_an_earlier_copy_is_not_one_about_this(job: Job) -> None
     assert memory.waits == 2
 
 
-def test_a_keeper_that_is_lost_costs_no_step_and_is_said_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_keeper_that_is_lost_costs_no_step_and_is_reported_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.begin()
     [memory] = job.memories
     memory.lost = True
@@ -280,7 +280,7 @@ def test_a_copy_that_cannot_be_taken_costs_no_step_and_is_not_waited_for(
     assert [record.getMessage() for record in caplog.records] == [f"rank 0: no copy of step 1: {error}"]
 
 
-def test_a_copy_that_is_not_safe_is_logged_and_training_continues(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_is_not_safe_is_reported_and_training_continues(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.begin()
     [memory] = job.memories
     memory.answers = [{"safe": 1, "why": "the next node has not got it"}]
@@ -361,7 +361,7 @@ def test_a_wait_before_ready_counts_as_time_that_training_stops(job: Job) -> Non
     memory.on_wait = waits
     for step in (1, 2):
         job.trains(step)
-    # the first copy stopped training for 4 s behind it, the second not yet: 2 s; steps took 1 s and those 4
+    # the first copy stopped training for 4 s behind it, the second 0 s yet: 2 s; steps took 1 s and those 4
     assert job.asked[-1] == 4
 
 
@@ -387,7 +387,7 @@ def test_a_fixed_interval_is_not_agreed_on(job: Job) -> None:
     assert [mine for mine in job.asked if isinstance(mine, int)] == []
 
 
-def test_rank_0_shows_what_is_kept_and_what_a_fault_costs(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_rank_reports_what_is_kept_and_what_a_fault_costs(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         job.begin()
     assert [r.getMessage() for r in caplog.records] == [

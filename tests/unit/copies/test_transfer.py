@@ -57,7 +57,7 @@ ORDER = {"slot": 1, "step": 5, "sequence": 3, "send": True, "within_s": 0.0}
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "TLS"])
-def test_a_copy_is_in_the_next_nodes_memory_when_its_rank_learns_that_it_is_safe(secured: bool) -> None:
+def test_a_copy_is_in_the_next_nodes_memory_when_it_is_reported_as_safe(secured: bool) -> None:
     with keeper(secured) as (sender, _), keeper(secured) as (receiver, address):
         sender._set_peer({"address": address})
         region, peer = of_rank(sender), list[socket.socket]()
@@ -102,7 +102,7 @@ def refused(connected: Any) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.RANK, Role.CONTROLLER])
-def test_a_copy_is_not_given_to_a_process_that_is_not_a_keeper(role: Role) -> None:
+def test_a_copy_is_not_given_to_another_process_than_a_keeper(role: Role) -> None:
     server = transfer.context(Credentials.decode(credentials(role=role)), server=True)
     with socket.create_server(("127.0.0.1", 0)) as listener, keeper(secured=True) as (sender, _):
 
@@ -241,7 +241,7 @@ def test_bytes_that_were_changed_on_the_way_are_refused_wherever_they_are() -> N
         assert receiver.copies() == [], f"byte {place} of {len(content)}"
 
 
-def test_a_slot_that_was_written_anew_meanwhile_is_not_sent_and_not_taken() -> None:
+def test_a_slot_that_was_written_anew_meanwhile_is_not_taken() -> None:
     region, receiver = taken(), region_of(attempt=1)
     ours, theirs = socket.socketpair()
     ended: list[Any] = []
@@ -293,7 +293,7 @@ def test_a_copy_that_cannot_be_is_refused_in_one_line(change: dict[str, int], me
         peer[0].close()
 
 
-def test_a_header_that_is_not_a_table_is_refused() -> None:
+def test_a_header_of_another_type_is_refused() -> None:
     with keeper() as (_, address), transfer.connect(address, None) as channel:
         channel.sendall(transfer._LENGTH.pack(2) + b"[]")
         assert transfer._next_message(channel) == {"error": "got a message that is not a table"}
