@@ -113,7 +113,11 @@ def assert_goes_on(job: Launch, folder: Path, untouched: Path) -> None:
     job.until(lambda: not job.marked(), "end of all processes")
 
 
-@pytest.mark.parametrize("victims", [(2,), (0,), (0, 1, 2, 3)], ids=["rank 2", "rank 0", "all ranks"])
+@pytest.mark.parametrize(
+    "victims",
+    [(2,), pytest.param((0,), marks=pytest.mark.long), pytest.param((0, 1, 2, 3), marks=pytest.mark.long)],
+    ids=["rank 2", "rank 0", "all ranks"],
+)
 def test_full_shards_survive_the_death_of_ranks(tmp_path: Path, untouched: Path, victims: tuple[int, ...]) -> None:
     with Launch(tmp_path, TRAINS, "--nproc-per-node", "4", "--max-restarts", "1", environ=EVERY_STEP) as job:
         pids = stopped(job, 4)
@@ -153,6 +157,7 @@ def test_a_part_of_the_optimizers_state_survives_its_rank(tmp_path: Path) -> Non
         assert_goes_on(job, faulted, last_of(whole))
 
 
+@pytest.mark.long
 def test_a_lone_rank_survives_its_own_death(tmp_path: Path) -> None:
     with Launch(tmp_path, TRAINS, "--nproc-per-node", "1", "--max-restarts", "1", environ=EVERY_STEP) as job:
         os.kill(stopped(job, 1)[0], signal.SIGKILL)
@@ -163,6 +168,7 @@ def test_a_lone_rank_survives_its_own_death(tmp_path: Path) -> None:
         last_of(tmp_path)
 
 
+@pytest.mark.long
 def test_copies_outlive_the_keeper_and_then_the_ranks(tmp_path: Path, untouched: Path) -> None:
     with Launch(tmp_path, TRAINS, "--nproc-per-node", "4", "--max-restarts", "1", environ=EVERY_STEP) as job:
         pids = stopped(job, 4)
@@ -173,6 +179,7 @@ def test_copies_outlive_the_keeper_and_then_the_ranks(tmp_path: Path, untouched:
         assert_goes_on(job, tmp_path, untouched)
 
 
+@pytest.mark.long
 def test_a_lost_keeper_costs_no_step(tmp_path: Path, untouched: Path) -> None:
     with Launch(tmp_path, TRAINS, "--nproc-per-node", "4", environ=EVERY_STEP) as job:
         stopped(job, 4)
@@ -184,6 +191,7 @@ def test_a_lost_keeper_costs_no_step(tmp_path: Path, untouched: Path) -> None:
         assert "the copy keeper was lost" in job.text
 
 
+@pytest.mark.long
 def test_a_whole_node_is_lost_and_its_shards_are_in_the_next_ones_memory(tmp_path: Path, untouched: Path) -> None:
     port = free_port()
 
