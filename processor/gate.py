@@ -61,6 +61,8 @@ class Gate:
         "_state_step",
         "_step",
         "_waits",
+        "after_update",
+        "before_ready",
         "drain_error",
         "lets_go",
         "notice",
@@ -112,6 +114,10 @@ class Gate:
         """Called once, with the step, by the thread that has finished the first update or roll forward."""
         self.on_step: Callable[[], None] | None = None
         """Called on the training thread when it has finished an update."""
+        self.before_ready: Callable[[int], None] | None = None
+        """Called on the training thread, with the step, before it is READY: this rank waits for what must be so of all ranks by then."""
+        self.after_update: Callable[[], None] | None = None
+        """Called on the training thread behind `on_step`: what takes time."""
 
     # --- training thread ---
 
@@ -130,6 +136,8 @@ class Gate:
 
     def ready(self, step: int) -> None:
         """This rank's reduced gradients of `step` are final. Waits while closed."""
+        if self.before_ready is not None:
+            self.before_ready(step)
         self._pass()
         self._step = step
         self._phase = _READY
@@ -165,6 +173,8 @@ class Gate:
             self.on_step()
         if self.on_first_step is not None:
             self._tell_first_step(step)
+        if self.after_update is not None:
+            self.after_update()
 
     def fail_update(self, step: int) -> None:
         """The update raised half way: the state is torn, and no update begins any more."""

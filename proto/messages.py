@@ -135,6 +135,8 @@ class Registration:
     """`train` has returned: with the registration, so that this rank is never taken for one that trains."""
     steps: int = 0
     """Steps finished in this attempt; the last of `step_times_s` is the newest one's."""
+    copies: bool = False
+    """This rank's shards are copied into its agent's memory every few steps, and into another node's."""
 
 
 @dataclass(frozen=True, slots=True)

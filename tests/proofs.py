@@ -131,6 +131,8 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/ddp/shortest.py":
         Proof(f"{_OTHERS}::test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp"),
     "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),
+    "ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 1 --copies":
+        Proof("tests/chaos/test_copies.py::test_the_example_goes_on_a_few_steps_back"),
     "ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 2": Proof(f"{_OTHERS}::test_hsdp_survives_the_death_of_a_rank"),
     "ttprun --nproc-per-node 2 examples/huggingface/main_hf.py --model_name_or_path PATH --dataset_name_or_path FILE --batch_size 4":
         Proof(

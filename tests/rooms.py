@@ -46,6 +46,7 @@ ORDER = (
     "ttp.checkpoint",
     "ttp.checkpoint.node_local",
     "ttp.checkpoint.cli",
+    "ttp.copies",
     "ttp.exchange",
     "ttp.optim.shard_layout",
     "ttp.optim.step_agreement",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ttp.optim.replica_optimizer import TTPReplicaOptimizer as TTPReplicaOptimizer
     from ttp.optim.shard_layout.placement import replicas_apart as replicas_apart
     from ttp.persist import ttp_to_persist as ttp_to_persist
+    from ttp.runtime.step_copies import CopyOptions as CopyOptions
     from ttp.session import ResumePoint as ResumePoint
     from ttp.session import Session as Session
     from ttp.session import current_session as current_session
@@ -40,6 +41,7 @@ _HOMES = {
     "TTPReplicaOptimizer": "ttp.optim.replica_optimizer",
     "TTPOddReplicaOptimizer": "ttp.optim.replica_optimizer",
     "ttp_to_persist": "ttp.persist",
+    "CopyOptions": "ttp.runtime.step_copies",
     "ResumePoint": "ttp.session",
     "Session": "ttp.session",
     "Settings": "ttp.config",

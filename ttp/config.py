@@ -24,6 +24,7 @@
 | TTP_SECRET, TTP_SECRET_FILE | none | the job's secret, or a file with it: the same on every node; ttprun takes it out of the environment |
 | TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA | none | PEM files of the site's own authority, in place of certificates that are made of the job's secret |
 | TTP_IDENTITY | none | set by ttprun: the socket at which this node's processes get their certificates |
+| TTP_COPIES | none | set by ttprun: the socket at which this node's ranks get memory for copies |
 | TTP_FILE_MODE | 0600 | octal mode of journals, logs, reports and error files; their folders get an x for each r. Checkpoints and sockets do not follow it |
 | TTP_SIGN_KEY | none | a private Ed25519 key (PEM): checkpoints are signed with it; ttprun sets it by --sign-key |
 | TTP_VERIFY_KEY | none | a public Ed25519 key (PEM): only checkpoints that are signed with its private key are loaded; ttprun sets it by --verify-key |
@@ -55,7 +56,7 @@ VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
-    "TTP_IDENTITY", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -90,6 +91,7 @@ class Settings:
     tls_files: tuple[str, ...] = ()
     """The site's certificate, key and authority; empty: the job's own."""
     identity: str = ""
+    copies: str = ""
     require_secret: bool = False
     job_id: str = "ttp"
     host: str = "localhost"
@@ -175,6 +177,7 @@ class Settings:
             tls=tls(environ),
             tls_files=tls_files(environ),
             identity=identity_socket(environ),
+            copies=_text(environ, "TTP_COPIES"),
             require_secret=_flag(environ, "TTP_REQUIRE_SECRET", False),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),

@@ -49,14 +49,15 @@ from ttp.exchange.json_collectives import JobRanks, check_joined, exchange_json,
 from ttp.exchange.last_step import LastStep
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, Registration
+from ttp.proto.messages import CauseKind, CommitRecord, Registration
+from ttp.runtime.background_saves import Saves
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
-from ttp.runtime.periodic import PeriodicSaves
 from ttp.runtime.rank_runtime import Protection, show
-from ttp.runtime.retention import Retention, check_keep
+from ttp.runtime.retention import check_keep
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
+from ttp.runtime.step_copies import NO_COPIES, CopyOptions, begin_copies
 
 log = logging.getLogger("ttp")
 
@@ -92,6 +93,7 @@ def start(
     settings: Settings | None = None,
     publisher: Publisher | None = None,
     keep_checkpoint_max: int | None = None,
+    copies: CopyOptions = NO_COPIES,
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
@@ -103,6 +105,8 @@ def start(
     shares that the ranks write into save_dirs at a fault. Then `resume` and `save` are not used.
     keep_checkpoint_max: after a save the newest so many valid checkpoints of each directory stay, and older ones are removed beside
     training, as `ttp ckpt prune` does it; None: all stay.
+    copies: `CopyOptions("memory")` keeps copies of what this rank holds in its agent's memory and, of what has no replica on another node, in the
+    next node's: see `ttp.runtime.step_copies.CopyOptions`.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
     is not a process group).
     """
@@ -116,7 +120,14 @@ def start(
     with refusals_in_one_line():
         check_joined("ttp.start")
         _current = Session(
-            optimizer, save_dirs, layout or {}, log_dir, settings or Settings.from_env(), publisher, keep_checkpoint_max
+            optimizer,
+            save_dirs,
+            layout or {},
+            log_dir,
+            settings or Settings.from_env(),
+            publisher,
+            keep_checkpoint_max,
+            copies,
         )
     return _current
 
@@ -163,6 +174,7 @@ class Session:
         settings: Settings,
         publisher: Publisher | None,
         keep_checkpoint_max: int | None = None,
+        copies: CopyOptions = NO_COPIES,
     ) -> None:
         check_keep(keep_checkpoint_max, settings.shared_dirs)
         self.optimizer = optimizer
@@ -197,14 +209,12 @@ class Session:
             groups=optimizer.shard_groups(),
             state_step=0,
             save_dirs=tuple(self.save_dirs),
+            copies=copies.enabled,
             layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
-        self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         kept = keep_checkpoint_max if keep_checkpoint_max is not None and self._directories.keeps else None
-        self._retention = None if kept is None else Retention(kept, keys.verify)
-        self._saved_step = 0
-        """The newest step of which this run has written or loaded a checkpoint."""
+        self._saves = Saves(self.holder, self._directories, settings, self.rank, kept)
         self._first_step = optimizer.current_step
         self.warns_unsaved = publisher is None
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
@@ -213,7 +223,7 @@ class Session:
         self.raised = False
         """Training has raised on this rank."""
         account = saved_alone.path_of(self.log_dir, settings.round_number)
-        save_alone = BoundarySave(self._saves, self.holder, self.save_dirs, self.rank, account)
+        save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
             Protection(
                 self.holder,
@@ -226,6 +236,8 @@ class Session:
             if settings.enable
             else None
         )
+        gate = self._protection.gate if self._protection is not None else None
+        self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
@@ -332,7 +344,7 @@ class Session:
         self.optimizer.load_end(manifest.step, manifest.state["optimizer"])
         self.holder.step_states.put(manifest.step, manifest.state["trainer"])
         self.holder.trust(path)
-        self._saved_step = self._first_step = manifest.step
+        self._saves.newest = self._first_step = manifest.step
         self._directories.forget_superseded(manifest.step)
         if self._protection is not None:
             self._protection.resumed(manifest.step, manifest.record)
@@ -360,6 +372,7 @@ class Session:
     def set_step_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Say what step + 1 needs in order to go on, once `step` is committed (JSON values; called before its update)."""
         self.holder.step_states.put(step, state)
+        self._saves.look()
 
     @contextlib.contextmanager
     def pause(self, at_most_s: float = 3600.0) -> Iterator[None]:
@@ -376,21 +389,24 @@ class Session:
         finally:
             self._protection.processor.end_pause(before)
 
-    def save(self, step: int | None = None, *, periodic: bool = False) -> str:
+    def prepare_saves(self) -> None:
+        """Have memory for saves that are not waited for, before the first of them (all ranks call). Raises ConfigError."""
+        self._saves.prepare()
+
+    def save(self, step: int | None = None, *, periodic: bool = False, wait: bool = True) -> str:
         """Write a checkpoint of the current step (all ranks call, between two steps); return its path.
+
+        `wait`: False returns, without a path, when the state is copied into the agent's memory, and processes of low priority write it; a save
+        that fails then is logged. The share of the save before is waited for.
 
         `periodic`: because so many steps are over, as the manifest then says. Each shard's replicas share its bytes. A directory that
         cannot be written falls through to the next one.
         Raises CheckpointError on every rank when no directory took it.
         """
-        with self.pause(SAVE_AT_MOST_S):
-            kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
-            saved = self.optimizer.current_step if step is None else step
-            path = self._saves.save(saved, Cause(kind, (), f"{kind.value} checkpoint of step {saved}"))
-            self._saved_step = max(self._saved_step, saved)
-        if self._retention is not None:
-            self._retention.saved_in(self._directories.used)
-        return path
+        kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
+        saved = self.optimizer.current_step if step is None else step
+        with self.pause(SAVE_AT_MOST_S) if wait or self._saves.under_way else contextlib.nullcontext():
+            return self._saves.save(saved, kind, wait=wait)
 
     # --- the end of train ---
 
@@ -412,6 +428,7 @@ class Session:
     def hold_until_all_finish(self) -> None:
         """Keep this rank as a holder until every rank's `train` has returned."""
         self._over = True
+        self._saves.finish()
         self._write_last_step()
         if self._protection is not None:
             self._protection.finished()
@@ -432,14 +449,17 @@ class Session:
         global _current
         if self.pid != os.getpid():
             return
+        if self.exception_on_its_way() is None:
+            self._saves.finish()
         if self._protection is not None:
             if not self._over and threading.main_thread().is_alive():
                 self._over = True
                 self._protection.part(self.exception_on_its_way())
             self._protection.close()
+        if self._copies is not None:
+            self._copies.close()
         self._report_end()
-        if self._retention is not None:
-            self._retention.close()
+        self._saves.close()
         self._instrumentation.close()
         self._directories.release()
         if _current is self:
@@ -448,7 +468,7 @@ class Session:
     def _write_last_step(self) -> None:
         """Have the agent know which step was the last, and whether it is on disk (rank 0)."""
         if self.rank == 0 and self.protected and self.pid == os.getpid():
-            saved = None if self._saves_itself else max(self._saved_step, newest_step(self.save_dirs))
+            saved = None if self._saves_itself else max(self._saves.newest, newest_step(self.save_dirs))
             last_step.write(self.log_dir, self.settings.round_number, LastStep(self.optimizer.current_step, saved))
 
     def _report_end(self) -> None:
@@ -462,8 +482,8 @@ class Session:
             return
         self._write_last_step()
         step = self.optimizer.current_step
-        if warns and step > self._first_step and step > max(self._saved_step, newest_step(self.save_dirs)):
-            newest = f"the newest is of step {self._saved_step}" if self._saved_step else "none was written"
+        if warns and step > self._first_step and step > max(self._saves.newest, newest_step(self.save_dirs)):
+            newest = f"the newest is of step {self._saves.newest}" if self._saves.newest else "none was written"
             show(
                 logging.WARNING,
                 f"TTP has no checkpoint of step {step}, the last one: {newest}. Unless the trainer saves the weights itself, they are"

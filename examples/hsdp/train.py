@@ -2,7 +2,7 @@
 
     ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 2
 
-Each shard is stored on as many ranks as there are replicas; which, ttp finds out from the DTensors. Lines that end with `# TTP` are
+With `--replicate 1 --copies` every shard is on one rank, and copied into the memory of its node's agent and of the next node's. Else each shard is stored on as many ranks as there are replicas; which, ttp finds out from the DTensors. Lines that end with `# TTP` are
 all that differs from the trainer without TTP.
 """
 
@@ -69,6 +69,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--replicate", type=int, default=2, help="ranks that hold the same shard; 1: plain FSDP")
+    parser.add_argument(
+        "--copies", action="store_true", help="copies in memory, for shards that are stored on one rank"
+    )
     parser.add_argument("--save-dir", default="output/hsdp")
     args = parser.parse_args()
 
@@ -88,7 +91,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=args.steps + 1)
     guard = ttp.protect(  # TTP
-        model, optimizer, schedulers=[scheduler], clip=ttp.ClipNorm(1.0), save_dirs=[args.save_dir]
+        model,
+        optimizer,
+        schedulers=[scheduler],
+        clip=ttp.ClipNorm(1.0),
+        save_dirs=[args.save_dir],
+        copies="memory" if args.copies else None,
     )
 
     @ttp.ttp_to_persist  # TTP

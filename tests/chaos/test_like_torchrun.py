@@ -26,6 +26,7 @@ OWN_VARIABLES = {
     "TTP_START_ID": "by which the launcher knows this attempt's controllers among all processes",
     "TTP_ATTEMPT_DIR": "where the first rank of the node writes for its agent which controllers lead the ranks",
     "TTP_IDENTITY": "where processes get their certificates",
+    "TTP_COPIES": "where ranks get memory for copies",
     "TTP_FORK_SERVER": "where ranks have their controllers forked",
     "GRPC_ENABLE_FORK_SUPPORT": "0, else data loaders that fork crash or crawl once gRPC is loaded",
 }

@@ -24,7 +24,7 @@ from ttp.checkpoint.format.block import Block
 from ttp.checkpoint.format.keys import model_key, optim_state_key
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import ConfigError, LayoutError
-from ttp.exchange.json_collectives import exchange_json
+from ttp.exchange.json_collectives import exchange_json, world
 from ttp.optim.base_state import make_state
 from ttp.optim.shard_layout.split import block_of, local_of
 from ttp.optim.sums import mixed, sums_of
@@ -33,7 +33,9 @@ from ttp.proto.messages import ShardGroup
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts of a name that torch's wrappers of a module add."""
 
+_PARTITIONS = "ZeroRedundancyOptimizer"
 _WHOLE = "whole"
+_PART = "optimizer state of rank "
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,14 @@ class AdoptedState:
         """Give the optimizer its fresh state, so that it has the same keys at any step (a collective over WORLD: the ranks
         tell each other what they hold). Raises ConfigError for a model or optimizer that cannot be protected."""
         self._optimizer = optimizer
+        self._updating = updating = updating_optimizer(optimizer)
+        self.partitioned = updating is not optimizer
+        """Each rank updates a part of the parameters, and sends them to the others within its step."""
         self._module = unwrapped(model)
         self._params = {clean_name(name): param for name, param in self._module.named_parameters()}
         self._names = {id(param): name for name, param in self._params.items()}
         self._check_groups()
-        _create(optimizer)
+        _create(updating)
         first = next(iter(self._params.values()))
         self.device = local_of(first).device
         self._averages = Averages(averages or {}, self.device)
@@ -198,9 +203,9 @@ class AdoptedState:
             yield _Named(model_key(name), buffer, buffer)
         for key, tensor in self._averages.tensors().items():
             yield _Named(key, tensor, tensor)
-        for group in self._optimizer.param_groups:
+        for group in self._updating.param_groups:
             for param in group["params"]:
-                for key, value in self._optimizer.state[param].items():
+                for key, value in self._updating.state[param].items():
                     if value is not None:
                         yield _Named(optim_state_key(self._names[id(param)], key), value, param)
 
@@ -213,7 +218,8 @@ class AdoptedState:
             is_number = entry.tensor is not entry.owner and not isinstance(entry.tensor, DTensor)
             if is_number and isinstance(entry.owner, DTensor) and any(block_of(entry.owner)[1]):
                 continue
-            places.setdefault(_place(entry.owner), []).append(entry)
+            own = self.partitioned and entry.tensor is not entry.owner
+            places.setdefault(f"{_PART}{world()[0]}" if own else _place(entry.owner), []).append(entry)
         return places
 
     def _check_layout(self) -> None:
@@ -330,6 +336,8 @@ def _label(place: str, tensors: Sequence[HeldTensor]) -> str:
     """`all: embed.weight and 10 more` or `rows 0-127 of embed.weight and 10 more`, for people."""
     first = tensors[0]
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    if place.startswith(_PART):
+        return f"{place}: {first.key}{more}"
     if place == _WHOLE or first.block is None:
         return f"whole state: {first.key}{more}"
     at = ", ".join(f"{o}:{o + n}" for o, n in zip(first.block.offsets, first.block.sizes, strict=True))
@@ -350,8 +358,14 @@ def _copy_all(into: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tenso
             tensor.copy_(source[name])
 
 
-def check_optimizer(optimizer: Any, split: bool) -> None:
-    """Raise ConfigError for an optimizer whose update is not local maths on state that can be read in place."""
+def updating_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that updates this rank's part of the parameters: within ZeroRedundancyOptimizer another one, else itself."""
+    return optimizer.optim if type(optimizer).__name__ == _PARTITIONS else optimizer
+
+
+def check_optimizer(optimizer: Any, split: bool, copied: bool = False) -> None:
+    """Raise ConfigError for an optimizer whose update is not local maths on state that can be read in place. `copied`: the job has copies in
+    memory, so that no rank has to finish another one's update."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"the optimizer: got a {name}, expected a torch.optim.Optimizer")
@@ -365,10 +379,10 @@ def check_optimizer(optimizer: Any, split: bool) -> None:
             f"{name} cannot be protected: its update is not local maths on dense gradients, which another thread could finish;"
             " use AdamW, SGD, Adafactor or another of torch's"
         )
-    if name == "ZeroRedundancyOptimizer":
+    if name == _PARTITIONS and not (copied and hasattr(updating_optimizer(optimizer), "state")):
         raise ConfigError(
-            "ZeroRedundancyOptimizer sends parameters within its step and keeps each part of the state on one rank only:"
-            " use ttp.TTPReplicaOptimizer, which keeps it on two"
+            f"{name} sends parameters within its step and keeps each part of the state on one rank only: give ttp.protect"
+            " copies='memory' (without overlap_with_ddp), or use ttp.TTPReplicaOptimizer, which keeps it on two"
         )
     if split and name in ("Adafactor", "Muon"):
         raise ConfigError(

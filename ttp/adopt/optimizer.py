@@ -56,10 +56,11 @@ class AdoptedOptimizer:
         averages: Mapping[str, Average] | None = None,
         norm_needed: bool = False,
         on_nonfinite: str = "warn",
+        copied: bool = False,
     ) -> None:
-        """A collective over WORLD. `norm_needed`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
+        """A collective over WORLD. `copied`: the job has copies in memory. `norm_needed`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
         Raises ConfigError, LayoutError for what cannot be protected."""
-        check_optimizer(optimizer, split=any(hasattr(param, "device_mesh") for param in model.parameters()))
+        check_optimizer(optimizer, any(hasattr(param, "device_mesh") for param in model.parameters()), copied)
         self.optimizer = optimizer
         self.clip = clip
         self._on_nonfinite = on_nonfinite
@@ -328,6 +329,8 @@ class AdoptedOptimizer:
         self._steps.host_state = self._describe()
 
     def roll_forward(self, record: CommitRecord) -> int:
+        if self._state.partitioned:
+            raise CheckpointError(f"step {record.step}: {type(self.optimizer).__name__} needs all ranks to finish it")
         with self.lane.after_ready(), torch.no_grad():
             self._rolling = threading.get_ident()
             try:

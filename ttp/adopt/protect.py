@@ -41,6 +41,7 @@ from ttp.exchange.json_collectives import check_joined
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
 from ttp.runtime.rank_runtime import show
+from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
 
 T = TypeVar("T")
@@ -67,11 +68,15 @@ def protect(
     averages: Mapping[str, Average] | None = None,
     clip: ClipNorm | None = None,
     save_interval: int = 0,
+    save_wait: bool = True,
     compare_every: int = 100,
     on_nonfinite: str = "warn",
     reseed: bool = True,
     on_data_mismatch: str = "error",
     resume: str = "auto",
+    copies: str | None = None,
+    copy_budget: float = BUDGET,
+    copy_every: int | None = None,
     layout: Mapping[str, Any] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
@@ -84,16 +89,21 @@ def protect(
     averages: averages of the weights by name ({"ema": AveragedModel(...)}), saved with every step: ttp calls their
     `update_parameters(model)` at the end of each optimizer.step(), and the trainer does not.
     clip: let ttp clip by the global norm, in place of the trainer's own clipping: the collective for the norm then also is
-    the barrier. save_interval: a periodic checkpoint after so many steps (0: none). compare_every: after so many steps
+    the barrier. save_interval: a periodic checkpoint after so many steps (0: none). save_wait: False has training wait
+    only until the state is copied into the agent's memory, and processes of low priority write it. compare_every: after so many steps
     replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
     on_nonfinite: what follows a step whose loss or gradient is NaN or infinite on some rank: "warn" (once, by that rank), "skip"
     (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks, before the update).
     on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
+    copies: "memory" keeps copies of what each rank holds in its node's memory and, of what has no replica on another node, in the next node's: a
+    fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many
+    steps; None: as often as the budget lets. copy_budget: copies take at most this part of the steps' time.
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     check_joined("ttp.protect")
-    options = GuardOptions(resume, save_interval, compare_every, reseed, on_data_mismatch)
+    copy_options = CopyOptions(copies, copy_budget, copy_every)
+    options = GuardOptions(resume, save_interval, bool(save_wait), compare_every, reseed, on_data_mismatch)
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip: got {clip!r}, expected ttp.ClipNorm(max_norm), or None")
     if on_nonfinite not in ("warn", "skip", "stop"):
@@ -106,10 +116,14 @@ def protect(
         raise ConfigError(f"schedulers: got a {type(schedulers).__name__}, expected a list of schedulers, [scheduler]")
     # The chaos harness judges by the bits of each step: in barrier mode there are no others.
     judged = bool((settings or Settings.from_env()).chaos)
-    adopted = AdoptedOptimizer(model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite)
+    adopted = AdoptedOptimizer(
+        model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite, copied=copy_options.enabled
+    )
     try:
         host = HostObjects(schedulers, state or {})
-        session = start(adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings)
+        session = start(
+            adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings, copies=copy_options
+        )
         try:
             return Guard(model, adopted, host, session, options)
         except BaseException:
@@ -126,6 +140,7 @@ class GuardOptions:
 
     resume: str
     save_interval: int
+    save_wait: bool
     compare_every: int
     reseed: bool
     on_data_mismatch: str
@@ -161,6 +176,8 @@ class Guard:
         """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
+        if not options.save_wait:
+            session.prepare_saves()
         self._seeds = seeds = Seeds(adopted.device, enabled=options.reseed)
         self._seen = seen = SeenBatches(session.rank, session.world_size, options.on_data_mismatch)
         self._loader_states = LoaderStates(session.rank, session.world_size, adopted.exchange)
@@ -247,9 +264,9 @@ class Guard:
 
     # --- beside the steps ---
 
-    def save(self) -> str:
-        """Write a checkpoint of the current step (all ranks call, between two steps); return its path."""
-        return self.session.save()
+    def save(self, *, wait: bool = True) -> str:
+        """Write a checkpoint of the current step (all ranks call, between two steps); return its path. `wait`: see `Session.save`."""
+        return self.session.save(wait=wait)
 
     @contextlib.contextmanager
     def pause(self, at_most_s: float = 3600.0) -> Iterator[None]:
@@ -330,7 +347,7 @@ class Guard:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
         if self._options.save_interval and step % self._options.save_interval == 0:
             try:
-                self.session.save(periodic=True)
+                self.session.save(periodic=True, wait=self._options.save_wait)
             except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
                 if self.session.rank == 0:
                     show(logging.ERROR, f"{error}; training continues without this checkpoint")

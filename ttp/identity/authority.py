@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ttp.identity.credentials import Credentials
-from ttp.identity.role import ANY_CONTROLLER, Identity, Role, controller_name
+from ttp.identity.role import ANY_CONTROLLER, KEEPER_NAME, Identity, Role, controller_name
 from ttp.identity.secret import Secret
 
 LIFETIME_S = 86_400.0
@@ -63,12 +63,14 @@ class Authority:
         self.certificate = certificate.public_bytes(Encoding.PEM)
 
     def issue(self, peer: Identity) -> Credentials:
-        """Return a new key and its certificate for a process of this attempt. A controller's alone is good for a server."""
+        """Return a new key and its certificate for a process of this attempt. Only a controller's and a keeper's are good for a server."""
         now = self._clock()
         key = ec.generate_private_key(ec.SECP256R1())
-        serves = peer.role is Role.CONTROLLER
+        serves = peer.role in (Role.CONTROLLER, Role.KEEPER)
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(peer.uri)]
-        if serves:
+        if peer.role is Role.KEEPER:
+            names.append(x509.DNSName(KEEPER_NAME))
+        elif serves:
             names += [x509.DNSName(controller_name(peer.term)), x509.DNSName(ANY_CONTROLLER)]
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
         certificate = (

@@ -131,8 +131,8 @@ class Issuer:
                 self._check_rank(ranks, pid)
             elif role is Role.CONTROLLER:
                 self._check_controller(term, pid)
-            elif role is Role.AGENT:
-                raise Refused("got role 'agent', which no other process has")
+            elif role in (Role.AGENT, Role.KEEPER):
+                raise Refused(f"got role {role.value!r}, which is not given at this socket")
         peer = Identity(
             job_id, role, ranks if role is Role.RANK else (), term if role is Role.CONTROLLER else 0, self._node
         )

@@ -13,6 +13,8 @@ SCHEME = "ttp"
 MOST_URI = 4096
 ANY_CONTROLLER = "controller.ttp"
 """A name in the certificate of every controller of the job."""
+KEEPER_NAME = "keeper.ttp"
+"""The name in the certificate of every copy keeper."""
 
 
 def controller_name(term: int) -> str:
@@ -26,6 +28,7 @@ class Role(enum.Enum):
     AGENT = "agent"
     RANK = "rank"
     CONTROLLER = "controller"
+    KEEPER = "keeper"  # holds copies for other nodes, and talks to their keepers alone
     OPERATOR = "operator"  # looks at the job, and changes nothing
 
 

@@ -29,7 +29,8 @@ from ttp.fork_server.client import ForkServer
 from ttp.fork_server.preload import has_accelerator
 from ttp.launch.attempts.attempt import SHUTDOWN_S, Attempt
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
-from ttp.launch.attempts.context import LaunchContext, set_variables
+from ttp.launch.attempts.begin import begin_attempt
+from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.crash_loop import CrashLoop
 from ttp.launch.attempts.signals import ShutdownSignals
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
@@ -164,11 +165,7 @@ class HoldAgent(LocalElasticAgent):
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         job_id = start_name(self._rendezvous_handler.get_run_id(), job_store.round_number)
         attempt_dir = self._attempt_directory.make()
-        identities, socket_path = self._launching.identities, ""
-        if identities is not None:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            socket_path = identities.begin(self._rendezvous_handler.secret, job_id, job_store.round_number, ranks)
-        set_variables(job_store.round_number, start_id, attempt_dir, self._launching.fork_servers, socket_path)
+        begin_attempt(self._launching, self._rendezvous_handler, worker_group, job_id, start_id, attempt_dir)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see __main__; torch installs its own handler after this
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for name in replace_lost():
@@ -180,8 +177,8 @@ class HoldAgent(LocalElasticAgent):
             local_pids: dict[int, int] = self._start_processes(worker_group)
             pids = {worker.global_rank: local_pids[worker.local_rank] for worker in worker_group.workers}
             self._pids = pids
-            if identities is not None:
-                identities.started(pids)
+            if self._launching.identities is not None:
+                self._launching.identities.started(pids)
             self._attempt = Attempt(
                 self._launching,
                 job_id=job_id,
@@ -269,9 +266,12 @@ class HoldAgent(LocalElasticAgent):
         attempt = self._attempt
         if attempt is None:
             return self._ask_torch(worker_group)
-        if self._launching.fork_servers is not None:
-            self._launching.fork_servers.look()
-            self._learn_imports(self._launching.fork_servers.workers)
+        servers = self._launching.fork_servers
+        if servers is not None:
+            servers.look()
+            self._learn_imports(servers.workers)
+        if self._launching.copies is not None:
+            self._launching.copies.look(servers.workers if servers is not None else None)
         if not attempt.failed():
             attempt.end_given_up()
         if attempt.failed():

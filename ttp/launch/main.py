@@ -37,6 +37,7 @@ from ttp.identity.secret import SecretSource
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
+from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
@@ -56,7 +57,7 @@ log = logging.getLogger("ttp.launch")
 def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
     """Run a job on this node, as `torchrun` does: return when it has succeeded, raise ChildFailedError (exit code 1) when it has failed.
     `fork_servers`: fork the workers; they were started before torch was imported here."""
-    identities = None
+    identities = copies = None
     try:
         use_ttp = enabled()
         parser = make_parser()
@@ -95,9 +96,11 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
             by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
             fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])
         identities = make_identities(settings)
+        copies = make_copies()
         launching = replace(
             make_launching(settings, args, config.run_id, fork_servers),
             identities=identities,
+            copies=copies,
             secret=source.read if settings.tls else None,
             require_secret=settings.require_secret,
         )
@@ -106,10 +109,21 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
+        if copies is not None:
+            copies.close()
         if identities is not None:
             identities.close()
         if fork_servers is not None:
             fork_servers.close()
+
+
+def make_copies() -> Copies | None:
+    """Return what gives this node's ranks memory for copies; None, with the reason in the log: nothing can."""
+    try:
+        return Copies()
+    except OSError as error:
+        log.warning("no rank can have copies in memory: no socket can be made (%s)", error)
+        return None
 
 
 def make_identities(settings: Settings) -> Identities | None:

@@ -37,11 +37,12 @@ class PeriodicSaves:
         self._device = holder.optimizer.device
         self._count = 0
         holders = exchange_json([group.group_id for group in self._optimizer.shard_groups()], self._device)
-        self._writers = {
+        self.writers = {
             group_id: [rank for rank, groups in enumerate(holders) if group_id in groups]
             for groups in holders
             for group_id in groups
         }
+        """The ranks that hold each shard group."""
 
     def save(self, step: int, cause: Cause) -> str:
         """Write `step`, the current one, into the first directory that takes it (all ranks call); return its path.
@@ -66,7 +67,7 @@ class PeriodicSaves:
         tmp_name = f"iter_{step:07d}_tmp_{cause.kind.value}_{self._round_number}_{self._count}"
         parts = tuple(
             Part(group_id, ranks.index(self._rank), len(ranks))
-            for group_id, ranks in sorted(self._writers.items())
+            for group_id, ranks in sorted(self.writers.items())
             if self._rank in ranks
         )
         mine: dict[str, Any] = {}

@@ -119,7 +119,8 @@ class OptimizerStateProvider:
         """Address of the standby controller that this rank has started, if any."""
         self._written = WrittenShares()
         self._rank = registration.rank
-        self._layout: dict[str, Any] = json.loads(registration.layout)
+        self.layout: dict[str, Any] = json.loads(registration.layout)
+        """For the manifest."""
         self._trusted: frozenset[str] = frozenset()
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
@@ -176,7 +177,7 @@ class OptimizerStateProvider:
             "cause": order.cause,
             "record": self._record_of(order),
             "state": self.host_state(order.step),
-            "layout": self._layout,
+            "layout": self.layout,
             "blobs": param_group_blobs(self._param_groups(order.step)),
             "rank": self._rank,
             "term": order.term,

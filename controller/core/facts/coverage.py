@@ -38,6 +38,8 @@ class Coverage:
 
     groups: tuple[Group, ...]
     hosts: tuple[str, ...]
+    copied: bool = False
+    """Every rank's shards are copied into agents' memory, a few steps behind."""
 
 
 def coverage_of(registrations: Iterable[Registration], world_size: int = 0) -> Coverage:
@@ -52,7 +54,8 @@ def coverage_of(registrations: Iterable[Registration], world_size: int = 0) -> C
             first.setdefault(group.group_id, (group.label, group.nbytes))
     groups = tuple(Group(key, *first[key], tuple(sorted(set(holders[key])))) for key in sorted(holders))
     hosts = {registration.rank: registration.host for registration in ordered}
-    return Coverage(groups, tuple(hosts.get(rank, "") for rank in range(max(world_size, len(hosts)))))
+    copied = bool(ordered) and all(registration.copies for registration in ordered)
+    return Coverage(groups, tuple(hosts.get(rank, "") for rank in range(max(world_size, len(hosts)))), copied)
 
 
 def fatal_ranks(coverage: Coverage) -> tuple[int, ...]:
@@ -96,6 +99,8 @@ def survives(coverage: Coverage) -> str:
         lost = fatal_hosts(coverage)
         nodes = f"{len(hosts) - len(lost)} of {len(hosts)} nodes (not {named('node', lost)})"
         parts.append(nodes if lost else f"each of {len(hosts)} nodes")
+    if coverage.copied:
+        parts.append("all others from copies in memory, a few steps back")
     return "; ".join(parts)
 
 
@@ -106,6 +111,8 @@ def warnings(coverage: Coverage) -> tuple[str, ...]:
         if len(coverage.hosts) > 1
         else "replicas need more ranks"
     )
+    if coverage.copied:
+        return ()
     alone = [group for group in coverage.groups if len(group.holders) == 1]
     found = [
         f"{group.label} is held by rank {group.holders[0]} only: its death loses the step; {advice}"

@@ -115,7 +115,7 @@ def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF, save_interval=2)
 
-    def full(session: Session, step: int | None = None, *, periodic: bool = False) -> str:
+    def full(session: Session, step: int | None = None, **asked: bool) -> str:
         raise CheckpointError("step 2: no directory took the periodic checkpoint")
 
     said: list[str] = []

@@ -141,6 +141,7 @@ def test_public_names_are_frozen() -> None:
         "Checkpoint",
         "ClipNorm",
         "ClipValue",
+        "CopyOptions",
         "Guard",
         "LossScale",
         "ResumePoint",

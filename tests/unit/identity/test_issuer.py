@@ -137,7 +137,7 @@ def test_a_process_of_another_attempt_is_refused(issuer: Issuer) -> None:
 
 def test_no_process_is_given_an_agents_certificate(issuer: Issuer) -> None:
     issuer.workers({0: os.getpid()})
-    with pytest.raises(ValueError, match="which no other process has"):
+    with pytest.raises(ValueError, match="which is not given at this socket"):
         ask(issuer.address, Identity(JOB, Role.AGENT, (0,)))
 
 

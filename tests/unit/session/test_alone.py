@@ -240,7 +240,7 @@ def test_pieces_that_ranks_save_alone_take_the_place_of_a_dumps_that_will_never_
     assert read_manifest(Path(path)).term == newest
     account = saved_alone.path_of(tmp_path, 0)
     calls = NoProcess()
-    save = BoundarySave(session._saves, session.holder, session.save_dirs, 0, account)
+    save = BoundarySave(session._saves.together, session.holder, session.save_dirs, 0, account)
     save(1, True, calls)  # type: ignore[arg-type]
     assert calls.calls == [("saves", 1), ("saved", 1, path, "")]
     manifest = read_manifest(Path(path))

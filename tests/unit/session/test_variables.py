@@ -68,6 +68,7 @@ def test_the_tables_have_every_variable_and_no_other() -> None:
         "TTP_CHAOS",
         "TTP_FORK_SERVER",
         "TTP_IDENTITY",
+        "TTP_COPIES",
     }
     assert set(users) == set(VARIABLES) - by_programs
 

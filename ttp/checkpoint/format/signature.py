@@ -78,10 +78,12 @@ NO_KEYS = Keys()
 
 def read_keys(settings: config.Settings) -> Keys:
     """Return a job's keys. Raises ConfigError."""
-    return Keys(
-        read_sign_key(settings.sign_key) if settings.sign_key else None,
-        read_verify_key(settings.verify_key) if settings.verify_key else None,
-    )
+    return keys_at(settings.sign_key, settings.verify_key)
+
+
+def keys_at(sign: str, verify: str) -> Keys:
+    """Return the keys in these files; empty: none. Raises ConfigError."""
+    return Keys(read_sign_key(sign) if sign else None, read_verify_key(verify) if verify else None)
 
 
 def key_of_environment() -> VerifyKey | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttp.fork_server.servers import ForkServers
+from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.crash_loop import FUTILE_STARTS
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.links.controller_client import ControllerLink
@@ -50,14 +51,16 @@ class LaunchContext:
     """Fork this node's workers and controllers; None: they are executed."""
     identities: Identities | None = None
     """This node's certificates; None: connections are plain, or the site has its own."""
+    copies: Copies | None = None
+    """The memory for ranks' copies; None: there is none."""
     spare_node: bool = False
     """This node has no workers until the job has lost another one."""
 
 
 def set_variables(
-    number: int, start_id: str, directory: Path | None, servers: ForkServers | None, identity: str
+    number: int, start_id: str, directory: Path | None, servers: ForkServers | None, sockets: Mapping[str, str]
 ) -> None:
-    """Set what an attempt's workers inherit from this process."""
+    """Set what an attempt's workers inherit from this process. `sockets`: the agent's, by variable."""
     os.environ.update(
         {
             "TTP_LAUNCHED": "1",
@@ -65,7 +68,7 @@ def set_variables(
             "TTP_ROUND_ID": str(number),
             "TTP_ATTEMPT_DIR": str(directory or ""),
             "TTP_FORK_SERVER": servers.address if servers is not None else "",
-            "TTP_IDENTITY": identity,
+            **sockets,
             START_VARIABLE: start_id,
         }
     )

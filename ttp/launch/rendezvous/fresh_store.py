@@ -153,6 +153,11 @@ class FreshStoreRendezvous(RendezvousHandler):
         self._secret: Secret | None = None
 
     @property
+    def host(self) -> str:
+        """This node's name or address, as the other nodes see it."""
+        return self._host
+
+    @property
     def secret(self) -> Secret:
         """The secret of the last rendezvous' nodes: the given one, or one that node 0 has made. Raises RuntimeError before the first."""
         if self._secret is None:

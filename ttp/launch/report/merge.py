@@ -32,13 +32,16 @@ def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compar
     job = of_this_job(lines, last)
     if not job:
         return Earlier()
+    since = lines[lines.index(job[0]) :]
     faults = tuple(line for line in job if line["event"] == "fault" and line["start"] not in own)
+    corrected = {int(line["start"]): line["steps_lost"] for line in since if line["event"] == "copies"}
+    faults = tuple({**fault, "steps_lost": corrected.get(int(fault["start"]), fault["steps_lost"])} for fault in faults)
     lost_s = 0.0
     for fault in faults:
         back = next((line for line in job if line["event"] == "start" and line["start"] > fault["start"]), None)
         if back is not None and fault["began_unix_s"]:
             lost_s += max(0.0, float(back["unix_s"]) - float(fault["began_unix_s"]))
-    known, since = {*own, *compared}, lines[lines.index(job[0]) :]
+    known = {*own, *compared}
     again = sum(line["steps"] for line in since if line["event"] == "again" and line["start"] not in known)
     begun = float(job[0]["unix_s"]) if job[0]["start"] == 0 else None
     return Earlier(faults=faults, lost_s=lost_s, again=again, begun_unix_s=begun)

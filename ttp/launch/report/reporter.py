@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ttp.checkpoint.format.durable import step_of_directory
 from ttp.exchange import last_step, saved_alone
 from ttp.exchange.last_step import LastStep
 from ttp.launch.report.incident import (
@@ -33,7 +34,7 @@ from ttp.launch.report.incident import (
 )
 from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.regression import gone_back
-from ttp.launch.report.render import attempt_table, fault_lines
+from ttp.launch.report.render import attempt_table, fault_lines, labelled
 from ttp.launch.report.saved_alone_report import report_of_save
 from ttp.launch.report.story_file import ReportFile, read_events, read_journals
 from ttp.launch.report.summary import Summary, summary_lines
@@ -96,6 +97,8 @@ class Reporter:
         """A rank has called `ttp.start`: it has reported where its journals are."""
         self._introduced = -1
         self._rows: Any = None
+        self._copied_steps: list[int] = []
+        """Steps that were saved from copies in memory."""
         self._reports: list[Report] = []
         self._again = 0
         """Steps that attempts have repeated though the fault before had kept them."""
@@ -121,6 +124,21 @@ class Reporter:
         """Write to story.jsonl that a spare node takes a lost node's place from this attempt on."""
         with self._lock:
             self._write("spare", {"start": attempt, "node": spare, "in_place_of": lost})
+
+    def saved_from_copies(self, attempt: int, step: int, path: str) -> None:
+        """A step was saved from copies in memory, before this attempt: the fault before it has lost fewer steps than its controller knew."""
+        with self._lock:
+            if not (self._here and self._reports):
+                return
+            last = self._reports[-1]
+            lost = last.incident.steps_lost
+            if lost is not None:
+                lost = max(0, lost - (step - (step_of_directory(Path(last.incident.goes_on_from)) or 0)))
+            self._reports[-1] = replace(last, incident=replace(last.incident, steps_lost=lost, goes_on_from=path))
+            self._copied_steps.append(step)
+            self._write("copies", {"start": last.start, "step": step, "path": path, "steps_lost": lost})
+            what = "it is not known how many steps are" if lost is None else counted(lost, "step")
+            self._print(labelled([("saved", f"step {step} from copies in memory: {what} lost")]))
 
     def watch(self, attempt: AttemptStart, log_dir: Path) -> bool:
         """Show the attempt's table when all ranks are registered; False: not yet."""
@@ -197,7 +215,11 @@ class Reporter:
             faults=len(faults),
             notices=sum(fault["kind"] == NOTICE for fault in faults),
             false_alarms=self._false_alarms,
-            saved_steps=tuple(fault["saved"]["step"] for fault in faults if fault["saved"] is not None),
+            saved_steps=tuple(
+                sorted(
+                    [*(fault["saved"]["step"] for fault in faults if fault["saved"] is not None), *self._copied_steps]
+                )
+            ),
             steps_lost=sum(lost or 0 for lost in losses) + self._again + others.again,
             steps_again=self._again + others.again,
             unknown_losses=sum(lost is None for lost in losses),

@@ -1,0 +1,495 @@
+"""The copy keeper of a node: takes its ranks' copies, sends them to the next node, keeps another node's, and writes checkpoints of them.
+
+A process of low priority below the agent (`__main__.py`). The memory is the agent's, so a keeper that dies loses no copy; the next one finds
+them by their records. Decides nothing: which step is saved is for the agents (`rules.choose`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ttp.checkpoint.format.durable import fsync_directory, newest_step, write_durably
+from ttp.checkpoint.format.keys import param_group_blobs
+from ttp.checkpoint.format.signature import keys_at
+from ttp.checkpoint.publish import publish
+from ttp.checkpoint.staging import discard_staging, make_staging
+from ttp.checkpoint.write import merge_results, write_share
+from ttp.copies import transfer
+from ttp.copies.memory import NoRoom
+from ttp.copies.region import Description, Region, data_bytes, region_bytes
+from ttp.errors import CheckpointError
+from ttp.fork_server import frames
+from ttp.fork_server.linux import end_with_parent
+from ttp.identity.credentials import Credentials
+from ttp.identity.own import process_behind
+from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry, ShareResult
+
+log = logging.getLogger("ttp.copies")
+
+PEER_S = 60.0
+"""How long a copy waits for the next node's address."""
+NICE = 19
+BACKLOG = 128
+SHARES_S = 3600.0
+"""Until all ranks' shares of a save are written, by processes of low priority."""
+LOOK_S = 0.05
+_CHUNK = 16 << 20
+
+
+def own(rank: int) -> str:
+    """Return the name of the memory for a rank of this node."""
+    return f"rank {rank}"
+
+
+def received(rank: int) -> str:
+    """Return the name of the memory for a rank of another node."""
+    return f"rank {rank} of another node"
+
+
+def of_save(rank: int) -> str:
+    """Return the name of the memory for what a rank of this node saves."""
+    return f"save of rank {rank}"
+
+
+class Damaged(CheckpointError):
+    """A copy is not what it was when it was taken."""
+
+    def __init__(self, name: str, step: int, what: str) -> None:
+        super().__init__(f"the copy of {name} at step {step} is {what}")
+        self.name = name
+
+
+class Keeper:
+    """One node's. A thread for each connection: of a rank, of another keeper, of the agent's orders."""
+
+    def __init__(self, memory: socket.socket) -> None:
+        """memory: where the agent gives it memory."""
+        self._memory = memory
+        self._memory_lock = threading.Lock()  # one request at a time
+        self._lock = threading.Condition()  # guards all below
+        self._regions: dict[str, Region] = {}
+        self._sums: dict[tuple[str, int], tuple[int, str]] = {}
+        """(memory, slot) -> sequence and checksum of the copy."""
+        self._attempt = -1
+        self._job_id = ""
+        self._peer = ""
+        self._server: Any = None
+        self._client: Any = None
+        self._listener: socket.socket | None = None
+        for name, size in self._ask({"do": "all"})[0].get("memories", {}).items():
+            self._open(name, size, 0)
+
+    # --- memory ---
+
+    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with self._memory_lock:
+            frames.send(self._memory, request)
+            return frames.receive(self._memory)
+
+    def _open(self, name: str, nbytes: int, written: int) -> tuple[Region, int]:
+        """Return the memory of this name, mapped, and its descriptor, which the caller closes. Raises NoRoom."""
+        answer, descriptors = self._ask({"do": "obtain", "name": name, "nbytes": nbytes, "written": written})
+        if "error" in answer:
+            raise NoRoom(answer["error"])
+        mapping = mmap.mmap(descriptors[0], nbytes)
+        region = Region(memoryview(mapping))
+        region.load()
+        with self._lock:
+            self._regions[name] = region
+        return region, descriptors[0]
+
+    # --- ranks ---
+
+    def serve_rank(self, channel: socket.socket) -> None:
+        """Talk to one rank until it ends."""
+        with channel, contextlib.suppress(EOFError, OSError):
+            _, uid = process_behind(channel)
+            if uid != os.geteuid():
+                return
+            request, _ = frames.receive(channel)
+            rank, saying = int(request["rank"]), threading.Lock()
+            name = of_save(rank) if request["use"] == "save" else own(rank)
+            try:
+                region, descriptor = self._open(name, int(request["nbytes"]), int(request["written"]))
+            except (NoRoom, OSError) as error:
+                frames.send(channel, {"error": str(error)})
+                return
+            self._forget_sums(name)
+            frames.send(channel, {}, [descriptor])
+            os.close(descriptor)
+            peer: list[socket.socket] = []
+
+            def say(answer: dict[str, Any]) -> None:
+                with saying, contextlib.suppress(OSError):
+                    frames.send(channel, answer)
+
+            try:
+                while True:
+                    request, _ = frames.receive(channel)
+                    match request["do"]:
+                        case "described":
+                            region.load()
+                        case "copied":
+                            say({"safe": request["step"], "why": self._secure(name, region, request, peer)})
+                        case "save":
+                            threading.Thread(target=self._save, args=(name, request, say), daemon=True).start()
+            finally:
+                for each in peer:
+                    each.close()
+
+    def _secure(self, name: str, region: Region, request: dict[str, Any], peer: list[socket.socket]) -> str:
+        """Note a copy's checksum, and send it to the next node where that is asked for; return why it is not there, empty: it is."""
+        slot, sequence = int(request["slot"]), int(request["sequence"])
+        if not request["send"]:
+            checksum = checksum_of(region, slot)
+            self._note(name, slot, sequence, checksum)
+            return "" if checksum else "the copy is not whole"
+        try:
+            if self._listener is None:
+                raise OSError("there is no other node, or the site's certificates name no keeper")
+            described = bool(peer)
+            if not peer:
+                with self._lock:
+                    if not self._lock.wait_for(lambda: self._peer, PEER_S):
+                        raise OSError(f"the next node's keeper did not give its address within {PEER_S:.0f} s")
+                    address, security = self._peer, self._client
+                peer.append(transfer.connect(address, security))
+                transfer.check_keeper(peer[0], self._job_id)
+            checksum, whole = transfer.send(peer[0], region, slot, sequence, float(request["within_s"]), described)
+        except (OSError, ValueError, EOFError) as error:
+            for each in peer:
+                each.close()
+            peer.clear()
+            self._note(name, slot, sequence, checksum_of(region, slot))
+            return f"the next node has not got it: {error}"
+        self._note(name, slot, sequence, checksum)
+        return "" if whole else "the copy is not whole"
+
+    def _note(self, name: str, slot: int, sequence: int, checksum: str) -> None:
+        with self._lock:
+            self._sums[name, slot] = sequence, checksum
+
+    def _forget_sums(self, name: str) -> None:
+        """A rank begins to use its memory: its sequence numbers of an earlier attempt come again."""
+        with self._lock:
+            self._sums = {place: found for place, found in self._sums.items() if place[0] != name}
+
+    # --- other keepers ---
+
+    def serve_keepers(self, listener: socket.socket) -> None:
+        """Take other keepers' connections until the listener is closed."""
+        while True:
+            try:
+                channel, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve_keeper, args=(channel,), daemon=True).start()
+
+    def _serve_keeper(self, channel: socket.socket) -> None:
+        channel.settimeout(transfer.ANSWER_S)
+        try:
+            with self._lock:
+                security, job_id = self._server, self._job_id
+            if security is not None:
+                channel = security.wrap_socket(channel, server_side=True)
+            transfer.check_keeper(channel, job_id)
+            channel.settimeout(None)  # copies may be far apart
+            while True:
+                try:
+                    taken = transfer.receive(channel, self._room)
+                except (ValueError, KeyError, TypeError, CheckpointError, NoRoom) as error:
+                    transfer.refuse(channel, str(error))
+                    return
+                if taken is None:
+                    return
+                region, slot, sequence, checksum = taken
+                assert region.description is not None
+                self._note(received(region.description.rank), slot, sequence, checksum)
+        except (OSError, ValueError, EOFError) as error:
+            log.warning("a connection of another node's keeper ended: %s", error)
+        finally:
+            channel.close()
+
+    def _room(self, header: dict[str, Any], description: bytes) -> Region:
+        """Return the memory for a copy that comes. Raises ValueError, NoRoom."""
+        name = received(int(header["rank"]))
+        with self._lock:
+            if header["attempt"] != self._attempt:
+                raise ValueError(f"got a copy of attempt {header['attempt']}, expected one of {self._attempt}")
+            region = self._regions.get(name)
+        if description:
+            region = self._described(name, description)
+        known = region.description if region is not None else None
+        if region is None or known is None or known.attempt != header["attempt"]:
+            raise ValueError(f"got a copy of {name} without its description")
+        if not 0 <= int(header["slot"]) < len(known.slots):
+            raise ValueError(f"invalid copy: slot: got {header['slot']!r}, expected 0 to {len(known.slots) - 1}")
+        return region
+
+    def _described(self, name: str, content: bytes) -> Region:
+        description = Description.decode(content)
+        region, descriptor = self._open(name, region_bytes(description.slots), data_bytes(description.slots))
+        os.close(descriptor)
+        region.describe(description)
+        return region
+
+    # --- the agent's orders ---
+
+    def serve_agent(self, channel: socket.socket) -> None:
+        """Carry out the agent's orders until it ends."""
+        orders: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "begin": self._begin,
+            "peer": self._set_peer,
+            "offers": self._offers,
+            "write": self._write,
+            "publish": self._publish,
+            "discard": self._discard,
+        }
+        while True:
+            request, _ = frames.receive(channel)
+            try:
+                answer = orders[request["do"]](request)
+            except (CheckpointError, OSError, ValueError) as error:
+                answer = {"error": str(error), "damaged": error.name if isinstance(error, Damaged) else ""}
+            frames.send(channel, answer)
+
+    def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Another attempt begins. Answer with this keeper's address for the others; empty: there is no other node."""
+        credentials = request["credentials"] and Credentials.decode(request["credentials"])
+        with self._lock:
+            self._attempt, self._job_id, self._peer = request["attempt"], request["job_id"], ""
+            self._server = transfer.context(credentials, server=True) if credentials else None
+            self._client = transfer.context(credentials, server=False) if credentials else None
+            kept = set(self._ask({"do": "all"})[0].get("memories", {}))
+            self._regions = {name: region for name, region in self._regions.items() if name in kept}
+            self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
+        if self._listener is None and request["host"]:
+            self._listener = listen(request["host"], request["port"])
+            threading.Thread(target=self.serve_keepers, args=(self._listener,), daemon=True).start()
+        port = self._listener.getsockname()[1] if self._listener is not None else 0
+        return {"address": f"{request['host']}:{port}" if port else ""}
+
+    def _set_peer(self, request: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._peer = request["address"]
+            self._lock.notify_all()
+        return {}
+
+    def _offers(self, request: dict[str, Any]) -> dict[str, Any]:
+        offers: list[dict[str, Any]] = []
+        groups: dict[int, set[str]] = {}
+        directories: list[str] = []
+        with self._lock:
+            regions = dict(self._regions)
+        for name, region in sorted(regions.items()):
+            region.load()  # its rank may have ended just when it had described it
+            if (what := region.description) is None or name == of_save(what.rank):
+                continue
+            directories = what.facts["directories"]
+            groups.setdefault(what.attempt, set()).update(what.groups)
+            for copy in region.copies():
+                held = sorted({place.group for place in what.slots[copy.slot]})
+                offers.append(
+                    {
+                        "name": name,
+                        "rank": what.rank,
+                        "attempt": what.attempt,
+                        "step": copy.step,
+                        "slot": copy.slot,
+                        "groups": held,
+                    }
+                )
+        newest = newest_step(directories) if directories else 0
+        return {
+            "offers": offers,
+            "groups": {attempt: sorted(names) for attempt, names in groups.items()},
+            "directories": directories,
+            "newest": newest,
+        }
+
+    def _region(self, name: str, slot: int, step: int) -> Region:
+        """Return a region whose slot has this step as it was copied. Raises Damaged."""
+        with self._lock:
+            region, noted = self._regions[name], self._sums.get((name, slot))
+        copy = region.read(slot)
+        if copy is None or copy.step != step:
+            raise Damaged(name, step, "gone")
+        if noted is not None and noted[0] == copy.sequence and noted[1] and checksum_of(region, slot) != noted[1]:
+            raise Damaged(name, step, "not what it was when it was taken")
+        return region
+
+    def _write(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write what these copies have of these groups; durable when this returns."""
+        result = ShareResult(())
+        for number, source in enumerate(request["sources"]):
+            region = self._region(source["name"], source["slot"], request["step"])
+            result = merge_results(
+                result, self._write_one(region, source["slot"], source["groups"], request, f"c{number}")
+            )
+        return {"files": [asdict(file) for file in result.files]}
+
+    @staticmethod
+    def _write_one(
+        region: Region, slot: int, groups: Sequence[str], request: Mapping[str, Any], suffix: str
+    ) -> ShareResult:
+        what = region.description
+        assert what is not None
+        return write_share(
+            request["directory"], request["tmp_name"], what.rank, region.held(slot, groups), {}, suffix=suffix,
+            digests=bool(what.facts["sign_key"]),
+        )  # fmt: skip
+
+    def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Publish what all nodes have written. `name`, `slot`: the copy whose host state goes with it."""
+        region = self._region(request["name"], request["slot"], request["step"])
+        cause = Cause(CauseKind(request["cause"]), tuple(request["ranks"]), request["text"])
+        files = tuple(FileEntry(**file) for file in request["files"])
+        return {"path": publish_copy(region, request["slot"], request, cause, (ShareResult(files),))}
+
+    def _discard(self, request: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(OSError):
+            discard_staging(request["directory"], request["tmp_name"])
+        return {}
+
+    # --- saves that training does not wait for ---
+
+    def _save(self, name: str, request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+        """Write one rank's share of a save and tell it when that is durable; for the rank that asks for it, publish all ranks' shares."""
+        folder, step = Path(request["directory"]) / request["tmp_name"], request["step"]
+        mine: dict[str, Any] = {}
+        try:
+            region = self._region(name, 0, step)
+            assert region.description is not None
+            groups = sorted({place.group for place in region.description.slots[0]})
+            result = self._write_one(region, 0, groups, request, "s")
+            mine["files"] = [asdict(file) for file in result.files]
+        except (CheckpointError, OSError) as error:
+            mine["error"] = str(error)
+        try:
+            make_staging(folder.parent, folder.name)
+            write_durably(folder / share_name(request["rank"]), json.dumps(mine).encode())
+            fsync_directory(folder)
+        except (CheckpointError, OSError) as error:
+            mine.setdefault("error", str(error))
+        if request["publishes"]:
+            try:
+                shares = self._shares(folder, request["ranks"], mine)
+                cause = Cause(CauseKind(request["cause"]), (), f"{request['cause']} checkpoint of step {step}")
+                mine = {"path": publish_copy(region, 0, request, cause, shares)}
+            except (CheckpointError, OSError, ValueError) as error:
+                with contextlib.suppress(CheckpointError, OSError):
+                    discard_staging(folder.parent, folder.name)
+                mine = {"error": str(error)}
+        say({"saved": step, "path": mine.get("path", ""), "error": mine.get("error", "")})
+
+    def _shares(self, folder: Path, ranks: int, mine: Mapping[str, Any]) -> list[ShareResult]:
+        """Wait for the shares of all ranks. Raises CheckpointError."""
+        attempt, shares = self._attempt, {0: dict(mine)}
+        until_s = time.monotonic() + SHARES_S
+        while "error" not in (last := shares[max(shares)]) and len(shares) < ranks:
+            path = folder / share_name(len(shares))
+            if path.exists():
+                shares[len(shares)] = json.loads(path.read_bytes())
+            elif self._attempt != attempt:
+                raise CheckpointError("the attempt has ended before all ranks' shares were written")
+            elif time.monotonic() > until_s:
+                raise CheckpointError(f"rank {len(shares)} has written no share within {SHARES_S:.0f} s")
+            else:
+                time.sleep(LOOK_S)
+        if "error" in last:
+            raise CheckpointError(last["error"])
+        return [ShareResult(tuple(FileEntry(**file) for file in share["files"])) for share in shares.values()]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen where the keeper before did, so that other nodes' keepers find this one; where that cannot be, or 0, at any port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError):
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+
+
+def share_name(rank: int) -> str:
+    """Return the name of the file in which one rank's keeper says what it has written."""
+    return f"share_{rank}.json"
+
+
+def publish_copy(
+    region: Region, slot: int, place: Mapping[str, Any], cause: Cause, results: Sequence[ShareResult]
+) -> str:
+    """Make shares of a step a checkpoint, with the host state of one copy of it; return its path. Raises CheckpointError."""
+    copy, what = region.read(slot), region.description
+    if copy is None or what is None:
+        raise CheckpointError(f"the copy of step {place['step']} is gone")
+    facts, kept = what.facts, json.loads(copy.state)
+    record = kept["record"]
+    groups = [dict(group) for group in kept["state"]["optimizer"]["param_groups"]]
+    for group, names in zip(groups, facts["param_names"], strict=True):
+        group["params"] = names
+    return publish(
+        place["directory"],
+        place["tmp_name"],
+        step=copy.step,
+        results=results,
+        cause=cause,
+        record=record and CommitRecord(**{name: _frozen(value) for name, value in record.items()}),
+        state=kept["state"],
+        layout=facts["layout"],
+        blobs=param_group_blobs(groups),
+        rank=what.rank,
+        term=place["term"],
+        expected={key: tuple(shape) for key, shape in facts["expected"].items()},
+        keys=keys_at(facts["sign_key"], facts["verify_key"]),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def checksum_of(region: Region, slot: int) -> str:
+    """Return the checksum of what a slot holds, as a transfer takes it; empty: it holds nothing."""
+    copy = region.read(slot)
+    if copy is None:
+        return ""
+    digest, data = xxhash.xxh3_128(copy.state), region.data(slot)
+    for start in range(0, len(data), _CHUNK):
+        digest.update(data[start : start + _CHUNK])
+    return digest.hexdigest()
+
+
+def main() -> int:
+    """Run until the agent ends. The standard input is the agent's channel: first the sockets for memory and for the ranks, then its orders."""
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the agent
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    orders = socket.socket(fileno=os.dup(0))
+    _, descriptors = frames.receive(orders)
+    memory, ranks = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    keeper = Keeper(memory)
+
+    def accept() -> None:
+        while True:
+            channel, _ = ranks.accept()
+            threading.Thread(target=keeper.serve_rank, args=(channel,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        keeper.serve_agent(orders)
+    return 0

@@ -1,0 +1,128 @@
+"""Memory for copies that an agent owns: it outlives every other process of the node, and is gone with the agent however that ends.
+
+Anonymous files (memfd) whose pages are counted against the agent's own cgroup. Owns what may be taken of the node's memory: more is refused, with
+the figures, before a step is trained. Never maps anything itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.text.wording import size_text
+
+SPARE_PART = 20
+"""One part in so many of the node's memory stays free for what grows later."""
+
+
+class NoRoom(Exception):
+    """The node has no memory for it; its text is one line with the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a process may take."""
+
+    total: int
+    used: int
+    source: str
+
+    @property
+    def free(self) -> int:
+        return max(0, self.total - self.total // SPARE_PART - self.used)
+
+
+class Owner:
+    """Any thread."""
+
+    def __init__(self, limits: list[Limit] | None = None) -> None:
+        """limits: the node's; None: as they are at each request."""
+        self._limits = limits
+        self._lock = threading.Lock()  # guards the two below
+        self._memories: dict[str, tuple[int, int]] = {}
+        """Name -> descriptor and size."""
+        self._reserved: dict[str, int] = {}
+
+    def obtain(self, name: str, nbytes: int, written: int) -> int:
+        """Return a descriptor of memory of this size: the one that has this name already, if it has this size. `written`: how much of it
+        will be written; the rest takes no memory. Raises NoRoom, OSError."""
+        with self._lock:
+            descriptor, size = self._memories.get(name, (-1, 0))
+            if size == nbytes:
+                return descriptor
+            if descriptor >= 0:
+                self._drop(name)
+            promised = sum(self._reserved.values()) - self._resident()
+            limit = min(self._limits or memory_limits(), key=lambda one: one.free)
+            if written > limit.free - max(0, promised):
+                raise NoRoom(
+                    f"{size_text(written)} for {name} beside {size_text(sum(self._reserved.values()))} of other copies, expected at most"
+                    f" {size_text(max(0, limit.free - max(0, promised)))} ({limit.source}: {size_text(limit.total)}, used"
+                    f" {size_text(limit.used)})"
+                )
+            descriptor = os.memfd_create(f"ttp-{name}", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, nbytes)
+            self._memories[name], self._reserved[name] = (descriptor, nbytes), written
+            return descriptor
+
+    def all(self) -> dict[str, tuple[int, int]]:
+        """Return descriptor and size of each by name."""
+        with self._lock:
+            return dict(self._memories)
+
+    def drop(self, names: set[str]) -> None:
+        """Give these back, if they are there."""
+        with self._lock:
+            for name in names & set(self._memories):
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        descriptor, _ = self._memories.pop(name)
+        del self._reserved[name]
+        os.close(descriptor)
+
+    def _resident(self) -> int:
+        """Return how much has been written of all."""
+        return sum(os.fstat(descriptor).st_blocks * 512 for descriptor, _ in self._memories.values())
+
+
+def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Limit]:
+    """Return what limits this process's memory: its cgroup and those above, and the host."""
+    found = [_of_host(proc)]
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                found += _above(cgroups / path.lstrip("/"), cgroups, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                top = cgroups / "memory"
+                found += _above(top / path.lstrip("/"), top, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return found
+
+
+def _above(folder: Path, top: Path, limit: str, used: str) -> Iterator[Limit]:
+    while True:
+        with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+            taken = int((folder / used).read_text()) - _reclaimable(folder)
+            yield Limit(int((folder / limit).read_text()), max(0, taken), f"{folder / limit}")
+        if folder == top or top not in folder.parents:
+            return
+        folder = folder.parent
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return how much of what a cgroup has taken are cached files that the kernel gives back when memory is short."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
+    return 0
+
+
+def _of_host(proc: Path) -> Limit:
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    total, available = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    return Limit(total, total - available, "MemTotal of this host")

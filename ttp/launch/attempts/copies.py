@@ -1,0 +1,309 @@
+"""The agent's part in copies: it owns their memory, has a keeper where a rank asks for one, and has a step saved of copies before an attempt.
+
+All agents of the job take the same decision: they exchange what their keepers have, in the attempt's store, and all apply `rules.choose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ttp.copies.memory import NoRoom, Owner
+from ttp.copies.rules import Choice, Offer, choose
+from ttp.fork_server import frames
+from ttp.fork_server.client import ForkServer, Program
+from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.request import NotForked
+from ttp.identity.authority import Authority
+from ttp.identity.own import socket_name
+from ttp.identity.role import Identity, Role
+from ttp.identity.secret import Secret
+from ttp.proto.messages import CauseKind
+from ttp.runtime.standby import last_term_of
+from ttp.text.wording import counted
+
+log = logging.getLogger("ttp.launch")
+
+ORDER_S = 600.0
+"""A node's time to write what it has of a step, and another node's to wait for that."""
+BACKLOG = 1024
+LOOK_S = 0.01
+ARGUMENTS = ("-u", "-m", "ttp.copies")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCopies:
+    """A checkpoint that was made of copies."""
+
+    step: int
+    path: str
+    nodes: int
+    took_s: float
+
+    def __str__(self) -> str:
+        where = counted(self.nodes, "node")
+        return f"saved step {self.step} from copies in the memory of {where} as {self.path}, in {self.took_s:.2f} s"
+
+
+class KeeperLost(Exception):
+    """The keeper has ended; its text is the reason."""
+
+
+class Copies:
+    """One node's. Used on the agent's main thread; memory is given on a thread of its own."""
+
+    def __init__(self) -> None:
+        """Raises OSError: no socket can be made."""
+        self.address = f"@ttp-copies-{secrets.token_hex(16)}"
+        """What the ranks are to have as TTP_COPIES."""
+        self._ranks = socket.socket(socket.AF_UNIX)
+        self._ranks.bind(socket_name(self.address))
+        self._ranks.listen(BACKLOG)
+        self._owner = Owner()
+        self._process: subprocess.Popen[bytes] | ForkedChild | None = None
+        self._orders: socket.socket | None = None
+        self._attempt: dict[str, Any] = {}
+        """What the keeper gets when it begins."""
+        self._store: Store | None = None
+        self._node, self._nodes = 0, 1
+        self._peer = ""
+        self._port = 0
+        """Where this node's keepers listen for the others."""
+
+    # --- the keeper ---
+
+    def look(self, server: ForkServer | None) -> None:
+        """Start a keeper when a rank asks for memory and there is none; learn the next node's address when it is known."""
+        if self._process is not None and self._process.poll() is not None:
+            log.warning("the copy keeper (process %d) has ended; its copies are kept", self._process.pid)
+            self._forget()
+        if self._process is None and select.select([self._ranks], [], [], 0)[0]:
+            self._start(server)
+        if self._orders is not None and self._nodes > 1 and not self._peer:
+            with contextlib.suppress(RuntimeError, OSError, KeeperLost):
+                key = f"ttp/copies/address/{(self._node + 1) % self._nodes}"
+                if self._store is not None and self._store.check([key]):
+                    self._peer = self._store.get(key).decode()
+                    self._order({"do": "peer", "address": self._peer})
+
+    def _start(self, server: ForkServer | None) -> None:
+        ours, theirs = socket.socketpair()
+        memory, theirs_memory = socket.socketpair()
+        try:
+            self._process = self._run(server, theirs)
+            self._orders = ours
+            threading.Thread(target=self._give_memory, args=(memory,), name="ttp-copies", daemon=True).start()
+            frames.send(ours, {"do": "start"}, [theirs_memory.fileno(), self._ranks.fileno()])
+            self._begin_keeper()
+        except (OSError, KeeperLost) as error:
+            log.error("a copy keeper cannot be started: %s; ranks are without copies", error)
+            self._forget()
+        finally:
+            theirs.close()
+            theirs_memory.close()
+
+    @staticmethod
+    def _run(server: ForkServer | None, channel: socket.socket) -> subprocess.Popen[bytes] | ForkedChild:
+        argv = (sys.executable, *ARGUMENTS)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if server is not None:
+            with contextlib.suppress(NotForked):
+                server.prepare(argv, environ)
+                return server.fork([Program(argv, environ, (channel.fileno(), 1, 2))])[0]
+        return subprocess.Popen(argv, stdin=channel.fileno(), env=environ, start_new_session=True)
+
+    def _give_memory(self, channel: socket.socket) -> None:
+        with channel, contextlib.suppress(EOFError, OSError):
+            while True:
+                request, _ = frames.receive(channel)
+                if request["do"] == "all":
+                    frames.send(channel, {"memories": {name: size for name, (_, size) in self._owner.all().items()}})
+                    continue
+                try:
+                    descriptor = self._owner.obtain(request["name"], request["nbytes"], request["written"])
+                    frames.send(channel, {}, [descriptor])
+                except (NoRoom, OSError) as error:
+                    frames.send(channel, {"error": str(error)})
+
+    def _order(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the keeper carry out an order; return its answer. Raises KeeperLost."""
+        if self._orders is None:
+            raise KeeperLost("there is no copy keeper")
+        try:
+            self._orders.settimeout(ORDER_S)
+            frames.send(self._orders, dict(order))
+            return frames.receive(self._orders)[0]
+        except (EOFError, OSError) as error:
+            self._forget()
+            raise KeeperLost(f"the copy keeper was lost: {error}") from error
+
+    def _forget(self) -> None:
+        if self._orders is not None:
+            self._orders.close()
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._orders = self._process = None
+        self._peer = ""
+
+    def _begin_keeper(self) -> None:
+        answer = self._order({"do": "begin", "port": self._port, **self._attempt})
+        if answer.get("address") and self._store is not None:
+            self._port = int(answer["address"].rpartition(":")[2])
+            self._store.set(f"ttp/copies/address/{self._node}", answer["address"])
+
+    # --- attempts ---
+
+    def begin(
+        self,
+        job_id: str,
+        number: int,
+        store: Store,
+        node: int,
+        nodes: int,
+        host: str,
+        secret: Secret | None,
+        ranks: Sequence[int],
+    ) -> SavedCopies | None:
+        """Begin an attempt, before its workers start: have the newest step saved of copies where no checkpoint has it.
+
+        store: the attempt's; node, nodes: this node's place. host: this node's address for the others. secret: the job's; None: transfers are
+        plain. ranks: of this node. Returns what was saved; None: nothing was to be.
+        """
+        self._node, self._nodes, self._store, self._peer = node, nodes, store, ""
+        saved = self._recover(number, store) if number else None
+        credentials = None
+        if secret is not None and nodes > 1:
+            credentials = Authority(secret, job_id).issue(Identity(job_id, Role.KEEPER, node=host)).encode()
+        self._attempt = {
+            "attempt": number, "job_id": job_id, "host": host if nodes > 1 else "", "credentials": credentials,
+        }  # fmt: skip
+        self._owner.drop({name for name in self._owner.all() if name not in {f"rank {rank}" for rank in ranks}})
+        if self._orders is not None:
+            with contextlib.suppress(KeeperLost):
+                self._begin_keeper()
+        return saved
+
+    def _recover(self, number: int, store: Store) -> SavedCopies | None:
+        begun = time.monotonic()
+        mine: dict[str, Any] = {"offers": [], "groups": {}, "directories": [], "newest": 0}
+        for _ in range(2):
+            if self._orders is None and self._owner.all():
+                self._start(None)  # the keeper was lost, its copies are here
+            with contextlib.suppress(KeeperLost):
+                mine = self._order({"do": "offers"})
+                break
+        try:
+            everyone = self._exchange(store, "offers", mine)
+            names = {offer: name for node, said in enumerate(everyone) for offer, name in _offers(node, said)}
+            attempt = max((offer.attempt for offer in names), default=-1)
+            groups = frozenset(group for said in everyone for group in said["groups"].get(str(attempt), ()))
+            newest = max(said["newest"] for said in everyone)
+            directories: list[str] = next((said["directories"] for said in everyone if said["directories"]), [])
+            damaged: set[Offer] = set()
+            for turn in range(len(names) + 1):
+                choice = choose([offer for offer in names if offer not in damaged], groups, newest)
+                if choice is None:
+                    return None
+                path, bad = self._save(store, f"{number}.{turn}", choice, names, directories)
+                if path:
+                    nodes = len({offer.node for offer in choice.sources})
+                    return SavedCopies(choice.step, path, nodes, time.monotonic() - begun)
+                if not bad:
+                    break
+                damaged |= bad
+        except (OSError, RuntimeError, ValueError) as error:  # torch's DistError
+            log.error("copies in memory are there, and were not saved: %s", error)
+        return None
+
+    def _save(
+        self, store: Store, turn: str, choice: Choice, names: Mapping[Offer, str], directories: Sequence[str]
+    ) -> tuple[str, set[Offer]]:
+        """Save a step in the first directory that takes it; return its path, or the copies that turned out damaged."""
+        for number, directory in enumerate(directories):
+            place = {
+                "directory": directory,
+                "tmp_name": f"iter_{choice.step:07d}_tmp_copies_{turn}_{number}",
+                "step": choice.step,
+            }
+            mine = {offer: groups for offer, groups in choice.sources.items() if offer.node == self._node}
+            sources = [{"name": names[o], "slot": o.slot, "groups": sorted(groups)} for o, groups in mine.items()]
+            answer: dict[str, Any] = {"files": []}
+            if sources:
+                answer = self._carry_out({"do": "write", "sources": sources, **place})
+            everyone = self._exchange(store, f"{turn}/{number}/written", answer)
+            errors = [f"{said['error']}" for said in everyone if "error" in said]
+            damaged = {o for o in choice.sources if everyone[o.node].get("damaged") == names[o]}
+            path = ""
+            if not errors:
+                first = next(iter(choice.sources))
+                published: dict[str, Any] = {}
+                if first.node == self._node:
+                    published = self._carry_out(
+                        {
+                            "do": "publish", "name": names[first], "slot": first.slot, "cause": CauseKind.EXITED.value, "ranks": [],
+                            "text": "saved from copies in memory after the ranks had ended", "term": last_term_of(choice.attempt),
+                            "files": [file for said in everyone for file in said["files"]], **place,
+                        }
+                    )  # fmt: skip
+                said = self._exchange(store, f"{turn}/{number}/published", published)[first.node]
+                path, errors = said.get("path", ""), [said["error"]] if "error" in said else []
+            if path:
+                return path, set()
+            if self._node == min(offer.node for offer in choice.sources):
+                log.error("step %d could not be saved from copies in %s: %s", choice.step, directory, "; ".join(errors))
+                self._carry_out({"do": "discard", **place})
+            if damaged:
+                return "", damaged
+        return "", set()
+
+    def _carry_out(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._order(order)
+        except KeeperLost as error:
+            return {"error": str(error), "damaged": ""}
+
+    def _exchange(self, store: Store, what: str, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return every node's table. Raises RuntimeError (torch's DistError), ValueError."""
+        store.set(f"ttp/copies/{what}/{self._node}", json.dumps(dict(mine)))
+        until_s = time.monotonic() + ORDER_S
+        keys = [f"ttp/copies/{what}/{node}" for node in range(self._nodes)]
+        while not store.check(keys):
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"the other nodes did not say within {ORDER_S:.0f} s what they have {what}")
+            time.sleep(LOOK_S)
+        return [json.loads(store.get(key)) for key in keys]
+
+    def close(self) -> None:
+        self._ranks.close()
+        self._forget()
+        self._owner.drop(set(self._owner.all()))
+
+
+def _offers(node: int, said: Mapping[str, Any]) -> list[tuple[Offer, str]]:
+    return [
+        (
+            Offer(
+                node, offer["rank"], offer["attempt"], offer["step"], offer["slot"], frozenset(offer["groups"]),
+                received=offer["name"] != f"rank {offer['rank']}",
+            ),
+            str(offer["name"]),
+        )
+        for offer in said["offers"]
+    ]  # fmt: skip

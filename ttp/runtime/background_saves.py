@@ -1,0 +1,217 @@
+"""Checkpoints that a trainer asks for, and those among them that training does not wait for: it stops while each rank copies its share into its agent's memory, and the keepers do the rest.
+
+Owns what a rank does for one: which parts it copies, that the share before is written, and what is said when a save has ended. All ranks call the
+same methods between the same two steps, and none is a collective after the first call.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.types import HeldTensor
+from ttp.config import Settings
+from ttp.copies.copy_memory import CopyMemory
+from ttp.copies.region import Description, places_of
+from ttp.errors import CheckpointError, ConfigError
+from ttp.exchange.json_collectives import exchange_json
+from ttp.proto.messages import Cause, CauseKind
+from ttp.runtime.directory_agreement import JobDirectories
+from ttp.runtime.periodic import PeriodicSaves
+from ttp.runtime.rank_runtime import show
+from ttp.runtime.retention import Retention
+from ttp.runtime.standby import term_of
+from ttp.runtime.state_provider import OptimizerStateProvider
+from ttp.runtime.step_copies import facts_of
+
+log = logging.getLogger("ttp")
+
+
+class Saves:
+    """All checkpoints of one rank's attempt that a trainer asks for: waited for, or not."""
+
+    def __init__(
+        self,
+        holder: OptimizerStateProvider,
+        directories: JobDirectories,
+        settings: Settings,
+        rank: int,
+        keep: int | None,
+    ) -> None:
+        """`keep`: how many checkpoints stay; None: all, or others look after these directories. All ranks make one together."""
+        self._holder, self._directories, self._settings, self._rank = holder, directories, settings, rank
+        self.together = PeriodicSaves(holder, directories, rank, settings.round_number)
+        self._retention = None if keep is None else Retention(keep, holder.keys.verify)
+        self._background: BackgroundSaves | None = None
+        self.newest = 0
+        """The newest step of which this run has written or loaded a checkpoint."""
+
+    def save(self, step: int, kind: CauseKind, *, wait: bool) -> str:
+        """Write `step`, the current one (all ranks call); return its path, empty where it is not waited for. Raises CheckpointError,
+        ConfigError."""
+        if not wait:
+            self.prepare()
+            assert self._background is not None
+            self._background.save(step, kind)
+            return ""
+        path = self.together.save(step, Cause(kind, (), f"{kind.value} checkpoint of step {step}"))
+        self._saved(step)
+        return path
+
+    def prepare(self) -> None:
+        """Have memory for saves that are not waited for (all ranks call). Raises ConfigError."""
+        if self._background is None:
+            self._background = BackgroundSaves(
+                self._holder,
+                self._settings,
+                self._rank,
+                self._directories.used,
+                self.together.writers,
+                self._saved_beside,
+            )
+
+    def _saved_beside(self, step: int, path: str) -> None:
+        self._holder.trust(path)
+        self._saved(step)
+
+    def _saved(self, step: int) -> None:
+        self.newest = max(self.newest, step)
+        if self._retention is not None:
+            self._retention.saved_in(self._directories.used)
+
+    def look(self) -> None:
+        """Learn, without waiting, whether a save has ended that is not waited for."""
+        if self._background is not None:
+            self._background.look()
+
+    @property
+    def under_way(self) -> bool:
+        """A save that is not waited for has not ended, as far as this rank knows."""
+        self.look()
+        return self._background is not None and self._background.pending > 0
+
+    def finish(self) -> None:
+        """Wait until this rank's part of all saves is done."""
+        if self._background is not None:
+            self._background.finish()
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close()
+        if self._retention is not None:
+            self._retention.close()
+
+
+class BackgroundSaves:
+    """One rank's saves that are not waited for, on the training thread."""
+
+    def __init__(
+        self,
+        holder: OptimizerStateProvider,
+        settings: Settings,
+        rank: int,
+        directories: Sequence[str],
+        writers: Mapping[str, Sequence[int]],
+        saved: Callable[[int, str], None],
+    ) -> None:
+        """writers: the ranks that hold each shard group. saved: called on rank 0 with step and path when a save is published. All ranks make
+        one together. Raises ConfigError on every rank: there is no memory for it."""
+        self._holder, self._rank, self._saved = holder, rank, saved
+        self._number = settings.round_number
+        self._directory = directories[0]
+        self._writers = writers
+        self._count = 0
+        self.pending = 0
+        """The step of the save that is under way; 0: none is."""
+        places = places_of(self._share(holder.optimizer.current_step))
+        world_size = max(rank for ranks in writers.values() for rank in ranks) + 1
+        description = Description(
+            rank,
+            settings.round_number,
+            world_size,
+            tuple(sorted(writers)),
+            (places,),
+            facts_of(holder, settings, directories),
+        )
+        error = ""
+        try:
+            if not settings.copies or not settings.shared_dirs:
+                raise ConfigError(
+                    "a save that is not waited for: got no ttprun, or TTP_SHARED_DIRS=False, expected its agent to write into shared"
+                    " directories. Wait for the save (wait=True)"
+                )
+            self._memory = CopyMemory(settings.copies, description, "save")
+        except (ConfigError, OSError, EOFError, CheckpointError) as problem:
+            error = str(problem)
+        everyone = exchange_json(error, holder.optimizer.device)
+        self._ranks = len(everyone)
+        if errors := [said for said in everyone if said]:
+            raise ConfigError(error or f"another rank cannot save without waiting: {errors[0]}")
+
+    def _share(self, step: int) -> dict[str, list[HeldTensor]]:
+        """Return this rank's part of each group that it holds, so that replicas share the bytes."""
+        held = self._holder.optimizer.holdings(step)
+        return {
+            group: tiling.split_parts(tensors, len(self._writers[group]))[list(self._writers[group]).index(self._rank)]
+            for group, tensors in sorted(held.items())
+        }
+
+    def save(self, step: int, kind: CauseKind) -> None:
+        """Copy this rank's share of `step`, the current one; return when that is done. The share of the save before is waited for. Raises
+        CheckpointError: the keeper was lost."""
+        self.finish()
+        self._count += 1
+        optimizer = self._holder.optimizer
+        optimizer.lane.drain()
+        record = optimizer.last_record
+        state = {
+            "state": self._holder.host_state(step),
+            "record": asdict(record) if record and record.step == step else None,
+        }
+        tensors = [held.values for _, part in sorted(self._share(step).items()) for held in part]
+        try:
+            self._memory.take(0, step, self._count, json.dumps(state).encode(), tensors)
+            self._memory.say(
+                {
+                    "do": "save", "step": step, "rank": self._rank, "ranks": self._ranks, "publishes": self._rank == 0,
+                    "directory": self._directory, "cause": kind.value, "term": term_of(self._number),
+                    "tmp_name": f"iter_{step:07d}_tmp_{kind.value}_background_{self._number}_{self._count}",
+                }
+            )  # fmt: skip
+            self.pending = step
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"step {step} could not be copied for a save: {error}") from error
+
+    def look(self) -> None:
+        """Learn, without waiting, whether the save that is under way has ended."""
+        self._next_message(0.0)
+
+    def finish(self) -> None:
+        """Wait until this rank's share is written; on rank 0, until the checkpoint is published or has failed."""
+        while self.pending:
+            self._next_message(None)
+
+    def _next_message(self, timeout_s: float | None) -> None:
+        if not self.pending:
+            return
+        try:
+            answer = self._memory.next_message(timeout_s)
+        except OSError as error:
+            answer = {"saved": self.pending, "path": "", "error": str(error)}
+        if answer is None or answer.get("saved") != self.pending:
+            return
+        step, self.pending = self.pending, 0
+        if answer["path"]:
+            self._saved(step, answer["path"])
+        elif self._rank == 0 or answer["error"]:
+            show(
+                logging.ERROR,
+                f"rank {self._rank}: the save of step {step} into {self._directory} has failed: {answer['error']}; training continues"
+                " without it",
+            )
+
+    def close(self) -> None:
+        self._memory.close()
