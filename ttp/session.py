@@ -31,13 +31,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ttp import torch_range
 from ttp.checkpoint.find import newest_finite
-from ttp.checkpoint.format.durable import newest_step
+from ttp.checkpoint.format.durable import newest_step, step_directory_name
 from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.format.signature import read_keys
 from ttp.checkpoint.reader import Reader
@@ -57,6 +57,9 @@ from ttp.runtime.periodic import PeriodicSaves
 from ttp.runtime.rank_runtime import Protection, show
 from ttp.runtime.retention import Retention, check_keep
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
+
+if TYPE_CHECKING:
+    from ttp.runtime.mirror_resume import MirrorResume
 
 log = logging.getLogger("ttp")
 
@@ -203,6 +206,12 @@ class Session:
         self._saves = PeriodicSaves(self.holder, self._directories, self.rank, settings.round_number)
         kept = keep_checkpoint_max if keep_checkpoint_max is not None and self._directories.keeps else None
         self._retention = None if kept is None else Retention(kept, keys.verify)
+        self._mirror: MirrorResume | None = None
+        if settings.mirror and publisher is None:
+            from ttp.runtime.mirror_resume import MirrorResume  # fsspec takes a while
+
+            self._mirror = MirrorResume(settings, self._directories, self.rank, self._device, keys.verify)
+            self._mirror.tell_agent(kept)
         self._saved_step = 0
         """The newest step of which this run has written or loaded a checkpoint."""
         self._first_step = optimizer.current_step
@@ -295,6 +304,17 @@ class Session:
             report=self._say,
         )
         found = self._directories.store.open_newest(candidates, JobRanks(self._device), request)
+        if self._mirror is not None:
+
+            def open_step(step: int) -> Reader | None:
+                paths = [
+                    path
+                    for path in self._directories.candidates("auto")
+                    if Path(path).name == step_directory_name(step)
+                ]
+                return self._directories.store.open_newest(paths, JobRanks(self._device), request)
+
+            found = self._mirror.look(choice, found, open_step, passed_over=bool(reasons))
         if found is not None:
             return self._load(found)
         if choice not in ("auto", "never"):
