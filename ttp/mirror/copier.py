@@ -31,6 +31,8 @@ FIRST_PAUSE_S = 1.0
 """After a failure, doubled by each further one."""
 LONGEST_PAUSE_S = 60.0
 _NICE = 15
+_TOGETHER = 3
+"""So many of the newest may lack files of other nodes."""
 
 
 class Loop:
@@ -62,15 +64,18 @@ class Loop:
             pending = self._uploader.pending()
             if not pending:
                 return LOOK_S
-            path, begun_s = pending[0], time.monotonic()
-            nbytes = self._uploader.copy(path)
+            for path in pending[:_TOGETHER]:
+                begun_s = time.monotonic()
+                with contextlib.suppress(NotYet):  # then one before it may be
+                    nbytes = self._uploader.copy(path)
+                    break
+            else:
+                return LOOK_S
             self._report("mirrored", path=str(path), nbytes=nbytes, took_s=round(time.monotonic() - begun_s, 3))
             if removed := self._uploader.remove_older():
                 self._report("removed", removed_steps=removed)
             self._failures = 0
             return 0.0
-        except NotYet:
-            return LOOK_S
         except FileNotFoundError:  # it was pruned, or renamed as broken, meanwhile
             return LOOK_S
         except CheckpointError as error:

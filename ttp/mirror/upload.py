@@ -60,9 +60,7 @@ class Uploader:
 
     def begin(self) -> int:
         """Remove what interrupted uploads of these directories left, and return how many; learn which step is the newest. Raises RemoteError."""
-        steps = filter(None, (step_of_directory(Path(name)) for name in self.remote.folders()))
-        whole = (step for step in sorted(steps, reverse=True) if self._is_whole(step))
-        self.newest = max(self.newest, next(whole, 0))
+        self._learn_newest()
         mine = (
             None if not self.source.host else {file.name for path in published(self.source) for file in path.iterdir()}
         )
@@ -99,7 +97,9 @@ class Uploader:
         if there is not None and not _same_write(there, content, manifest):
             raise self._conflict(folder)
         self.settle(path)
-        if there is not None:
+        if there is None:
+            self._learn_newest()  # another node makes checkpoints whole
+        else:
             self.newest = max(self.newest, manifest.step)
             self._finite[manifest.step] = manifest.finite is not False
         return nbytes
@@ -145,10 +145,9 @@ class Uploader:
         the newest one that is stays as well. Raises RemoteError."""
         if not self.source.keep:
             return []
-        steps = sorted(filter(None, (step_of_directory(Path(name)) for name in self.remote.folders())), reverse=True)
         kept: list[int] = []
         removed: list[int] = []
-        for step in steps:
+        for step in self._steps():
             if len(kept) >= self.source.keep and (any(map(self._is_finite, kept)) or not self._is_finite(step)):
                 folder = step_directory_name(step)
                 self.remote.remove(f"{folder}/{MANIFEST_NAME}")  # from here on it is not whole
@@ -157,6 +156,14 @@ class Uploader:
             elif self._is_whole(step):
                 kept.append(step)
         return removed
+
+    def _learn_newest(self) -> None:
+        whole = (step for step in self._steps() if step > self.newest and self._is_whole(step))
+        self.newest = next(whole, self.newest)
+
+    def _steps(self) -> list[int]:
+        """Return the steps that have a folder in the mirror, newest first."""
+        return sorted(filter(None, (step_of_directory(Path(name)) for name in self.remote.folders())), reverse=True)
 
     def _is_whole(self, step: int) -> bool:
         return MANIFEST_NAME in self.remote.sizes(step_directory_name(step))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.s3 import S3
+from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.mirror.test_upload import uploader, whole
@@ -104,6 +105,22 @@ def test_at_the_end_only_the_newest_is_waited_for(url: str, tmp_path: Path, job:
     ending.set()
     loop.run()
     assert said.what == ["mirrored"] and whole(url) == [3]
+
+
+def test_while_other_nodes_lack_files_of_the_newest_an_older_checkpoint_becomes_whole(
+    url: str, tmp_path: Path, job: Job
+) -> None:
+    cluster = Cluster(tmp_path)
+    for step in (5, 7):
+        cluster.save(job, step)
+    a, b = (uploader(url, tmp_path / host, host=host) for host in "ab")
+    loop, said, _ = loop_of(a)
+    assert loop.turn() == 1.0 and said.what == []
+    b.copy(tmp_path / "b" / "iter_0000005")
+    assert loop.turn() == 0.0 and whole(url) == [5] and said.lines[-1]["behind_steps"] == 2
+    b.copy(tmp_path / "b" / "iter_0000007")
+    assert b.newest == 5, "it knows what another node has made whole"
+    assert loop.turn() == 0.0 and whole(url) == [7, 5]
 
 
 def test_a_store_without_conditional_puts_costs_a_warning(
