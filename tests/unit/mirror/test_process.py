@@ -244,6 +244,7 @@ def test_the_process_dies_with_its_agent_has_a_low_priority_and_is_picked_first_
         folder = Path(f"/proc/{pid}")
         until(lambda: (folder / "oom_score_adj").read_text() == "1000\n", "its settings", within_s=120)
         assert os.getpriority(os.PRIO_PROCESS, pid) >= 15
+        os.kill(pid, signal.SIGSTOP)  # as during a fault: it reads no end of its stdin
         agent.kill()
         agent.wait()
         until(lambda: not folder.exists() or " Z " in (folder / "stat").read_text(), "its death")

@@ -151,6 +151,22 @@ def test_only_the_newest_stay_in_the_mirror_and_one_that_is_finite(url: str, tmp
     assert Remote(url).sizes("iter_0000001") == {}, "all files are gone"
 
 
+def test_of_a_checkpoint_that_goes_the_manifest_goes_first(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        job.save(tmp_path, step)
+    copy_all(uploader(url, tmp_path))
+    up, remove, names = uploader(url, tmp_path, keep=1), Remote.remove, list[str]()
+
+    def note(self: Remote, name: str) -> None:
+        names.append(name)
+        remove(self, name)
+
+    monkeypatch.setattr(Remote, "remove", note)
+    assert up.remove_older() == [1] and names == [f"iter_0000001/{MANIFEST_NAME}", "iter_0000001"]
+
+
 def test_interrupted_uploads_are_aborted_when_a_process_begins(s3: S3, s3_url: str, tmp_path: Path, job: Job) -> None:
     job.save(tmp_path, 7)
     s3.client().create_multipart_upload(Bucket="jobs", Key=f"{tmp_path.name}/iter_0000007/x")
