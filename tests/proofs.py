@@ -148,7 +148,13 @@ PARSED: dict[str, Proof] = {
 }  # fmt: skip
 """Command lines of `ttprun`: its parser takes each as it stands (without what is in brackets), and a test runs one like it."""
 
+_URLS = "tests/unit/mirror/test_urls.py::test_checkpoints_of_a_url_are_listed_inspected_verified_compared_and_exported"
+
 TESTED: dict[str, Proof] = {
+    "ttp ckpt list s3://bucket/job7": Proof(_URLS),
+    "ttp ckpt verify s3://bucket/job7/iter_0000042": Proof(_URLS),
+    "ttp ckpt diff output/checkpoints s3://bucket/job7": Proof(_URLS),
+    "ttp ckpt export s3://bucket/job7 gpt.safetensors --to safetensors": Proof(_URLS),
     "make demo": Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0"),
     "make demo KILL_RANK=0": Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0"),
     "make chaos": Proof(f"{_COMMANDS}::test_random_kills_find_nothing", {"make": "ttp.chaos.kills", "chaos": "ttp.chaos.kills"}),

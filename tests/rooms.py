@@ -45,6 +45,7 @@ ORDER = (
     "ttp.interfaces",
     "ttp.checkpoint",
     "ttp.checkpoint.node_local",
+    "ttp.mirror",
     "ttp.checkpoint.cli",
     "ttp.copies",
     "ttp.exchange",

@@ -28,6 +28,10 @@
 | TTP_FILE_MODE | 0600 | octal mode of journals, logs, reports and error files; their folders get an x for each r. Checkpoints and sockets do not follow it |
 | TTP_SIGN_KEY | none | a private Ed25519 key (PEM): checkpoints are signed with it; ttprun sets it by --sign-key |
 | TTP_VERIFY_KEY | none | a public Ed25519 key (PEM): only checkpoints that are signed with its private key are loaded; ttprun sets it by --verify-key |
+| TTP_MIRROR | none | a URL (s3://bucket/prefix, or another of fsspec's): ttprun copies published checkpoints there, and a job whose directories are lost resumes from there |
+| TTP_MIRROR_KEEP | as many as the job keeps | checkpoints that stay in the mirror; 0: all |
+| TTP_MIRROR_END_S | 600 | seconds that ttprun waits at the job's end for the newest checkpoint's copy |
+| TTP_MIRROR_OPTIONAL | False | True: a job that finds no checkpoint, and no answer from its mirror, begins at step 1 |
 | TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
@@ -56,7 +60,8 @@ VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
-    "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
+    "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -108,6 +113,12 @@ class Settings:
     """The path of a private key; empty: checkpoints are not signed."""
     verify_key: str = ""
     """The path of a public key; empty: signatures are not checked."""
+    mirror: str = ""
+    """The URL to which published checkpoints are copied; empty: they are not."""
+    mirror_keep: int = -1
+    """Checkpoints that stay there; 0: all; -1: as many as in the directories."""
+    mirror_end_s: float = 600.0
+    mirror_optional: bool = False
     nccl_warnings: tuple[str, ...] = ()
     """Lines about NCCL's settings, for a job that trains on CUDA devices."""
 
@@ -147,6 +158,12 @@ class Settings:
             raise ConfigError(f"invalid TTP_CONTROLLER_PORT={self.controller_port}: expected 0 to 65535")
         if not 0 <= self.master_port < 65536:
             raise ConfigError(f"invalid MASTER_PORT={self.master_port}: expected 0 to 65535; ttprun sets it")
+        if not 0 <= self.mirror_end_s <= MOST_S:
+            raise ConfigError(
+                f"invalid TTP_MIRROR_END_S={self.mirror_end_s}: expected seconds from 0, at most {MOST_S:g}"
+            )
+        if self.mirror_keep < -1:
+            raise ConfigError(f"invalid TTP_MIRROR_KEEP={self.mirror_keep}: expected an integer >= 0")
         if not 0 <= self.standbys < 10:
             raise ConfigError(f"invalid TTP_STANDBYS={self.standbys}: expected 0 to 9")
 
@@ -192,6 +209,10 @@ class Settings:
             mindio_dir=_text(environ, "TTP_MINDIO_DIR", "output/mindio"),
             sign_key=_text(environ, "TTP_SIGN_KEY"),
             verify_key=verify_key(environ),
+            mirror=_text(environ, "TTP_MIRROR"),
+            mirror_keep=_integer(environ, "TTP_MIRROR_KEEP", -1),
+            mirror_end_s=_number(environ, "TTP_MIRROR_END_S", 600.0),
+            mirror_optional=_flag(environ, "TTP_MIRROR_OPTIONAL", False),
             nccl_warnings=nccl_warnings(environ),
         )
 
@@ -264,6 +285,12 @@ def file_mode(environ: Mapping[str, str] = os.environ) -> int:
 def verify_key(environ: Mapping[str, str] = os.environ) -> str:
     """Return the path of the public key that checkpoints must be signed for; empty: none. Raises ConfigError."""
     return _text(environ, "TTP_VERIFY_KEY")
+
+
+def credentials(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the values of object stores' variables that no message may quote."""
+    names = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID", "FSSPEC_S3_KEY", "FSSPEC_S3_SECRET")
+    return [environ[name] for name in names if environ.get(name)]
 
 
 def error_file(environ: Mapping[str, str] = os.environ) -> str:

@@ -31,13 +31,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ttp import torch_range
-from ttp.checkpoint.find import newest_finite
-from ttp.checkpoint.format.durable import newest_step
+from ttp.checkpoint.format.durable import newest_step, step_directory_name
 from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.format.signature import read_keys
 from ttp.checkpoint.reader import Reader
@@ -50,14 +49,17 @@ from ttp.exchange.last_step import LastStep
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, CommitRecord, Registration
-from ttp.runtime.background_saves import Saves
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
 from ttp.runtime.rank_runtime import Protection, show
 from ttp.runtime.retention import check_keep
+from ttp.runtime.saves import Saves
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
 from ttp.runtime.step_copies import NO_COPIES, CopyOptions, begin_copies
+
+if TYPE_CHECKING:
+    from ttp.runtime.mirror_resume import MirrorResume
 
 log = logging.getLogger("ttp")
 
@@ -215,6 +217,12 @@ class Session:
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
         kept = keep_checkpoint_max if keep_checkpoint_max is not None and self._directories.keeps else None
         self._saves = Saves(self.holder, self._directories, settings, self.rank, kept)
+        self._mirror: MirrorResume | None = None
+        if settings.mirror and publisher is None:
+            from ttp.runtime.mirror_resume import MirrorResume  # fsspec takes a while
+
+            self._mirror = MirrorResume(settings, self._directories, self.rank, self._device, keys.verify)
+            self._mirror.tell_agent(kept)
         self._first_step = optimizer.current_step
         self.warns_unsaved = publisher is None
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
@@ -307,6 +315,17 @@ class Session:
             report=self._say,
         )
         found = self._directories.store.open_newest(candidates, JobRanks(self._device), request)
+        if self._mirror is not None:
+
+            def open_step(step: int) -> Reader | None:
+                paths = [
+                    path
+                    for path in self._directories.candidates("auto")
+                    if Path(path).name == step_directory_name(step)
+                ]
+                return self._directories.store.open_newest(paths, JobRanks(self._device), request)
+
+            found = self._mirror.look(choice, found, open_step, passed_over=bool(reasons))
         if found is not None:
             return self._load(found)
         if choice not in ("auto", "never"):
@@ -352,20 +371,8 @@ class Session:
         if self.rank == 0:
             show(logging.INFO, f"resumed from {path} at step {manifest.step} ({manifest.cause.kind.value})")
         if manifest.finite is False and self._directories.keeps:
-            self._warn_not_finite(path, manifest.step)
+            self._saves.warn_not_finite(path, manifest.step)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
-
-    def _warn_not_finite(self, path: str, step: int) -> None:
-        try:
-            newest = newest_finite(self._directories.serving)
-        except OSError:
-            newest = None
-        whole = f"{newest}; move the newer ones away to resume from it" if newest is not None else "none of the others"
-        show(
-            logging.WARNING,
-            f"resumed step {step} of {path}, whose state is not finite: it holds NaN or infinity, and training continues with it. The newest"
-            f" checkpoint with a finite state is {whole}",
-        )
 
     # --- training ---
 

@@ -1,5 +1,5 @@
 """How a simulated rank's training thread ends a step with a preemption notice: it waits for its controller, or saves the step with all
-other ranks where none has one, in the order of `ttp.runtime.boundary_save` and `ttp.runtime.periodic`.
+other ranks where none has one, in the order of `ttp.runtime.boundary_save` and `ttp.runtime.saves`.
 
 What every rank contributes to the spanning collective, and what follows, is judged against what was so (I14).
 """

@@ -194,8 +194,8 @@ class HoldAgent(LocalElasticAgent):
             )
             for taken in self._rendezvous_handler.places_taken:
                 log.warning("%s", taken)
-                if self._launching.reporter is not None:
-                    self._launching.reporter.place_taken(job_store.round_number, taken.spare, taken.lost)
+                if (reporter := self._launching.reporter) is not None:
+                    reporter.place_taken(job_store.round_number, taken.spare, taken.lost)
         except BaseException:
             # torch does not end workers that it started before one failed to start. A signal may come before all are watched.
             end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)
@@ -272,6 +272,7 @@ class HoldAgent(LocalElasticAgent):
             self._learn_imports(servers.workers)
         if self._launching.copies is not None:
             self._launching.copies.look(servers.workers if servers is not None else None)
+        self._launching.mirror.look(self._attempt_directory.path)
         if not attempt.failed():
             attempt.end_given_up()
         if attempt.failed():
@@ -397,8 +398,7 @@ class HoldAgent(LocalElasticAgent):
 
     def _end_all(self, death_sig: signal.Signals, *args: Any, **kwargs: Any) -> None:
         """End the attempt; only a second SIGINT or SIGQUIT interrupts it. That is raised at the end, unless torch raises the first itself."""
-        noticed, at_once = bool(self._signals.name), False
-        attempt, came = self._attempt, None
+        attempt, came, noticed, at_once = self._attempt, None, bool(self._signals.name), False
         if attempt is None:
             super()._shutdown(death_sig, *args, **kwargs)
             return

@@ -39,6 +39,7 @@ from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
 from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
+from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
 from ttp.launch.links.controller_client import ControllerLink
@@ -48,6 +49,7 @@ from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 from ttp.launch.report.exit_status import summarize
 from ttp.launch.report.reporter import Reporter
+from ttp.mirror.url import check_url as check_mirror
 from ttp.nccl import set_nccl
 
 log = logging.getLogger("ttp.launch")
@@ -72,6 +74,8 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if args.secret_file:
             source = SecretSource(file=args.secret_file)
         read_keys(settings)
+        if settings.mirror:
+            check_mirror(settings.mirror)
         _log_to_stderr()
         if use_ttp:
             _warn_of_unknown_variables()
@@ -185,6 +189,7 @@ def make_launching(
 
         agent_link.request_shutdown(address, reason="the agent ends this attempt")
 
+    reporter = Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name)
     return LaunchContext(
         total_timeout_s=settings.total_timeout_s,
         poll_s=args.ttp_death_poll,
@@ -193,7 +198,8 @@ def make_launching(
         futile_starts=args.ttp_futile_starts,
         script="" if args.no_python or args.module or args.training_script == "-" else args.training_script,
         quotes_traces=hides_stderr(args),
-        reporter=Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name),
+        reporter=reporter,
+        mirror=Mirror(reporter, settings.mirror_end_s),
         fork_servers=fork_servers,
         spare_node=args.spare_node,
     )
@@ -262,8 +268,11 @@ def launch(
         raise
     finally:
         try:
-            if launching.reporter is not None:
-                launching.reporter.finish(ended, reason)
+            try:
+                launching.mirror.finish()
+            finally:
+                if launching.reporter is not None:
+                    launching.reporter.finish(ended, reason)
         finally:  # a signal may have come there
             if over:  # else the rendezvous stays open: the other nodes may continue
                 handler.shutdown(why)

@@ -19,7 +19,7 @@ from ttp.exchange.json_collectives import exchange_json
 from ttp.exchange.saved_alone import SavedAlone, cause_text, write
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind
-from ttp.runtime.periodic import PeriodicSaves
+from ttp.runtime.saves import PeriodicSaves
 from ttp.runtime.state_provider import OptimizerStateProvider
 
 log = logging.getLogger("ttp")

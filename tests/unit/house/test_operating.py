@@ -80,6 +80,7 @@ _INTERNAL = {
     "ttp.cli": "`ttp`",
     "ttp.fork_server.request_loop": "started by `ttprun`",
     "ttp.launch.__main__": "`ttprun`",
+    "ttp.mirror.copier": "started by `ttprun`",
     "ttp.launch.rendezvous.multi_endpoint": "`ttp.launch.stores`",
     "ttp.trainer.data.prepare": "`ttp.trainer.prepare`",
 }

@@ -18,6 +18,7 @@ from rich.markup import escape
 from ttp.checkpoint.cli.output import Answer, Status, UsageError, print_answer, system_error_text
 from ttp.errors import TTPError
 from ttp.inputs.options import whole
+from ttp.mirror.url import is_url
 from ttp.text.console import open_console
 
 COMMANDS = {
@@ -53,8 +54,13 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     run: Callable[[argparse.Namespace, Console], Answer] = importlib.import_module(f"{__package__}.{module}").run
     progress = open_console(sys.stderr)  # the answer alone is on stdout
     try:
-        _check_folders(given)
-        answer = run(given, progress)
+        if any(map(is_url, _named(given))):
+            from ttp.checkpoint.cli.urls import run_on_urls  # fsspec takes a while
+
+            answer = run_on_urls(run, given, progress)
+        else:
+            _check_folders(given)
+            answer = run(given, progress)
     except UsageError as error:
         answer = _refusal(given.command, Status.USAGE, str(error))
     except TTPError as error:
@@ -69,12 +75,21 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
 
 def _check_folders(given: argparse.Namespace) -> None:
     """Raise UsageError unless every path of the command line is a folder."""
-    for argument in ("path", "a", "b"):
-        named = getattr(given, argument, [])
-        for path in named if isinstance(named, list) else [named]:
-            if not path.is_dir():
-                what = "is a file" if path.exists() else "is not there"
-                raise UsageError(f"{path} {what}: expected a checkpoint (iter_0000042) or a folder of checkpoints")
+    for path in map(Path, _named(given)):
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "is not there"
+            raise UsageError(f"{path} {what}: expected a checkpoint (iter_0000042) or a folder of checkpoints")
+
+
+def _named(given: argparse.Namespace) -> list[str]:
+    """Return every path and URL of checkpoints on the command line."""
+    named = [getattr(given, argument, []) for argument in ("path", "a", "b")]
+    return [str(path) for each in named for path in (each if isinstance(each, list) else [each])]
+
+
+def _place(text: str) -> Path | str:
+    """Return a path, or a URL as it is."""
+    return text if is_url(text) else Path(text)
 
 
 def command_first(arguments: Sequence[str]) -> list[str]:
@@ -96,18 +111,18 @@ def parser() -> argparse.ArgumentParser:
     )
     parsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands = {name: _command(parsers, name, summary) for name, (_, summary) in COMMANDS.items()}
-    one = "a checkpoint (iter_0000042), or a folder of checkpoints: the newest one of it"
+    one = "a checkpoint (iter_0000042), or a folder of checkpoints: the newest one of it; or the URL of either"
     many = "a folder of checkpoints, or an output folder that has one"
     _look(commands, one, many)
 
     diff = commands["diff"]
-    diff.add_argument("a", type=Path, metavar="A", help=one)
-    diff.add_argument("b", type=Path, metavar="B", help=one)
+    diff.add_argument("a", type=_place, metavar="A", help=one)
+    diff.add_argument("b", type=_place, metavar="B", help=one)
     diff.add_argument("--limit", type=whole(1), default=20, metavar="N", help="differing tensors shown (default: 20)")
     diff.add_argument("--shallow", action="store_true", help="do not compare checksums first")
 
     export = commands["export"]
-    export.add_argument("path", type=Path, metavar="PATH", help=one + " that is valid")
+    export.add_argument("path", type=_place, metavar="PATH", help=one + " that is valid")
     export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file (hf: a new folder)")
     export.add_argument(
         "--to", required=True, choices=FORMATS, help="hf: a model of the bundled trainer, for transformers"
@@ -118,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 
     prune = commands["prune"]
     prune.add_argument(
-        "path", type=Path, nargs="+", metavar="PATH", help=many + "; where each node has its own: those of all nodes"
+        "path", type=_place, nargs="+", metavar="PATH", help=many + "; where each node has its own: those of all nodes"
     )
     prune.add_argument(
         "--keep", type=whole(1), required=True, metavar="N", help="valid checkpoints that stay, 1 or more"
@@ -137,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _sign(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     sign = commands["sign"]
-    sign.add_argument("path", type=Path, metavar="PATH", help="a checkpoint (iter_0000042), or a folder of them: all")
+    sign.add_argument("path", type=_place, metavar="PATH", help="a checkpoint (iter_0000042), or a folder of them: all")
     sign.add_argument("--sign-key", required=True, metavar="FILE", help="private key, as `keygen` makes it")
     keygen = commands["keygen"]
     keygen.add_argument(
@@ -147,13 +162,18 @@ def _sign(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
 def _look(commands: Mapping[str, argparse.ArgumentParser], one: str, many: str) -> None:
     listing = commands["list"]
-    listing.add_argument("path", type=Path, metavar="PATH", help=many)
+    listing.add_argument("path", type=_place, metavar="PATH", help=many + ", or a URL")
     listing.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)  # it always is
     inspect = commands["inspect"]
-    inspect.add_argument("path", type=Path, metavar="PATH", help=one)
+    inspect.add_argument("path", type=_place, metavar="PATH", help=one)
     inspect.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)
     verify = commands["verify"]
-    verify.add_argument("path", type=Path, metavar="PATH", help="a checkpoint (iter_0000042), or a folder of them: all")
+    verify.add_argument(
+        "path",
+        type=_place,
+        metavar="PATH",
+        help="a checkpoint (iter_0000042), a folder of them (all), or the URL of either",
+    )
     verify.add_argument("--shallow", action="store_true", help="names, sizes and completeness only, no checksums")
 
 

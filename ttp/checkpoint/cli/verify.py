@@ -21,6 +21,7 @@ from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.format.signature import VerifyKey, key_of_environment, read_verify_key
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError, ConfigError
+from ttp.mirror import view
 from ttp.text.wording import counted, size_text
 
 
@@ -89,7 +90,10 @@ def checked(
 ) -> Manifest:
     """Verify a checkpoint with a progress bar on a terminal; return its manifest. Raises as `verify.verify` does."""
     with progress_of(console, doing) as progress:
-        return checks.verify(path, deep=deep, progress=progress, key=key)
+        manifest = checks.verify(path, deep=deep and not view.is_view(path), progress=progress, key=key)
+        if deep:
+            view.check_sums(path, progress, key)
+        return manifest
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from ttp.inputs import checked
 from ttp.proto.messages import FileEntry, ShareResult
 
 MAGIC = b"TTPTOC01"
-_TAIL_BYTES = 32 + 8 + len(MAGIC)
+TAIL_BYTES = 32 + 8 + len(MAGIC)
+"""Behind a table: its digest, its length and MAGIC."""
 _READERS = 16
 """Files whose tables are read at once: a shared file system answers each in milliseconds, however idle it is."""
 _READ_AHEAD = 256
@@ -146,6 +147,13 @@ def read_tables(directory: Path, files: Sequence[FileEntry]) -> Iterator[bytes]:
             yield from readers.map(lambda file: _read_table(directory / file.name, file), some)
 
 
+def table_begin(nbytes: int, tail: bytes) -> int:
+    """Return where the table of a file of so many bytes begins; negative: there is none. `tail`: the file's last TAIL_BYTES."""
+    if len(tail) < TAIL_BYTES or tail[40:] != MAGIC:
+        return -1
+    return nbytes - TAIL_BYTES - int.from_bytes(tail[32:40], "little")
+
+
 def _read_table(path: Path, file: FileEntry) -> bytes:
     """Return the checked table of one file. Raises TornShare, OSError."""
     name = f"{path}, written by rank {file.rank}"
@@ -153,13 +161,12 @@ def _read_table(path: Path, file: FileEntry) -> bytes:
         nbytes = os.fstat(stream.fileno()).st_size
         if nbytes != file.nbytes:
             raise TornShare(f"{name}, has {nbytes} bytes, expected {file.nbytes}", (file.rank,))
-        stream.seek(max(0, nbytes - _TAIL_BYTES))
-        tail = stream.read(_TAIL_BYTES)
-        length = int.from_bytes(tail[32:40], "little")
-        if len(tail) < _TAIL_BYTES or tail[40:] != MAGIC or length > nbytes - _TAIL_BYTES:
+        stream.seek(max(0, nbytes - TAIL_BYTES))
+        tail = stream.read(TAIL_BYTES)
+        if (begin := table_begin(nbytes, tail)) < 0:
             raise TornShare(f"{name}, has no table of contents at its end", (file.rank,))
-        stream.seek(nbytes - _TAIL_BYTES - length)
-        body = stream.read(length)
+        stream.seek(begin)
+        body = stream.read(nbytes - TAIL_BYTES - begin)
     if sha256(body) != tail[:32]:
         raise TornShare(f"{name}: its table of contents was altered", (file.rank,))
     return body

@@ -200,8 +200,7 @@ class Attempt:
         return (first.seen_monotonic_s if first is not None else time.monotonic()) - self._begun_monotonic_s
 
     def settling(self) -> bool:
-        """Return whether a worker is exiting, and its status not known yet. One that takes longer than SETTLE_S (uninterruptible sleep) does not
-        count."""
+        """Return whether a worker is exiting, its status not known yet. One that takes longer than SETTLE_S does not count."""
         deaths, late_s = self.deaths(), time.monotonic() - SETTLE_S
         return any(rank not in deaths or deaths[rank].seen_monotonic_s > late_s for rank in self._watch.begun())
 
@@ -289,7 +288,8 @@ class Attempt:
             self._reporter.hold(number, fault.cause, sorted(self.living()), left_s)
         why = "the agent received a signal"
         try:
-            why = self._wait_for_survivors(fault)
+            with self._launching.mirror.paused():
+                why = self._wait_for_survivors(fault)
         finally:
             if self._reporter is not None:
                 left = sorted(self.living()) if why else []
@@ -417,7 +417,7 @@ class Attempt:
         left = sweep_sessions(self._pids.values(), spare=is_controller)
         if left:
             log.info("ended %d leftover processes of the workers: %s", len(left), ", ".join(map(str, left)))
-        self._watch.wait_all(1.0)  # so that it reads the statuses before torch reaps the workers
+        self._watch.wait_all(1.0)  # it reads the statuses before torch reaps the workers
 
     def close(self, patient: bool = True, notice: Callable[[], str] = str) -> None:
         """End the controllers of this attempt on this node, and the threads. The workers have ended before.

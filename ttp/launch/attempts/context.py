@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttp.fork_server.servers import ForkServers
 from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.crash_loop import FUTILE_STARTS
 from ttp.launch.attempts.identities import Identities
+from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.links.controller_shutdown import START_VARIABLE, RequestShutdown
 from ttp.launch.rendezvous.job_secret import Read
@@ -47,6 +48,8 @@ class LaunchContext:
     """The log quotes the root cause's traceback: the workers' own stderr is not on the console."""
     reporter: Reporter | None = None
     """Reports the job's attempts and faults; None: nothing is reported."""
+    mirror: Mirror = field(default_factory=Mirror)
+    """Copies checkpoints into an object store, if one is named."""
     fork_servers: ForkServers | None = None
     """Fork this node's workers and controllers; None: they are executed."""
     identities: Identities | None = None

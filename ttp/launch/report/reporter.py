@@ -37,7 +37,7 @@ from ttp.launch.report.regression import gone_back
 from ttp.launch.report.render import attempt_table, fault_lines, labelled
 from ttp.launch.report.saved_alone_report import report_of_save
 from ttp.launch.report.story_file import ReportFile, read_events, read_journals
-from ttp.launch.report.summary import Summary, summary_lines
+from ttp.launch.report.summary import Summary, mirror_text, summary_lines
 from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.text.console import open_console
 from ttp.text.wording import counted
@@ -105,6 +105,8 @@ class Reporter:
         self._first_steps: list[int] = []
         """Attempts that have completed a step."""
         self._false_alarms = 0
+        self._mirror: Mapping[str, Any] | None = None
+        """The last report of this node's mirror process."""
         self._lost_s = 0.0
         self._down_since_unix_s: float | None = None
 
@@ -157,6 +159,12 @@ class Reporter:
                 self._guarded_end(attempt, ending, introduce=True)
             else:
                 self._unreported = (attempt, ending)
+
+    def mirror(self, fields: Mapping[str, Any]) -> None:
+        """Write to story.jsonl what this node's mirror process has done, and keep how far it is behind."""
+        with self._lock:
+            self._mirror = fields
+            self._write("mirror", fields)
 
     def hold(self, attempt: int, cause: str, ranks: Sequence[int], up_to_s: float) -> None:
         """Write to story.jsonl that these ranks of this node have so long to save and exit, and why."""
@@ -229,6 +237,7 @@ class Reporter:
             lasted_since=0 if whole else self._first,
             ended_in_fault=self._ended_in_fault,
             last=self._last,
+            mirror=mirror_text(self._mirror) if self._mirror is not None else "",
             protected=self._protected or self._first > 0 or any(number not in self._reported for number in known),
         )
 

@@ -5,8 +5,9 @@ Pure: facts in, lines out. Never reports that nothing was lost unless the job wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ttp.exchange.last_step import LastStep
 from ttp.launch.report.render import NAMED, labelled
@@ -48,6 +49,8 @@ class Summary:
     """The last attempt ended in a fault or a notice."""
     last: LastStep | None
     """Where the last attempt's training ended, unless in a fault, if rank 0 has reported it."""
+    mirror: str = ""
+    """How far the mirror has come on this node; empty: there is none."""
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -71,8 +74,22 @@ def summary_lines(summary: Summary) -> list[str]:
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
         ("lost", lost_text(summary)),
+        ("mirror", summary.mirror),
     ]
     return ["--- the job has ended ---", *labelled(found)]
+
+
+def lag_text(fields: Mapping[str, Any]) -> str:
+    """Return how far the mirror was behind the directories at one of its reports."""
+    if not fields["behind_steps"]:
+        return "nothing behind"
+    return f"{counted(fields['behind_steps'], 'step')} and {fields['behind_s']:.0f} s behind"
+
+
+def mirror_text(fields: Mapping[str, Any]) -> str:
+    """Return the newest step in the mirror, what is missing there, and why."""
+    text = f"step {fields['step']}, {lag_text(fields)}" if fields["step"] else f"no checkpoint, {lag_text(fields)}"
+    return f"{text}: {fields['error']}" if "error" in fields else text
 
 
 def lost_text(known: Summary) -> str:

@@ -1,0 +1,138 @@
+"""A folder of a store: puts that must be new, uploads through a network that fails, URLs and errors without credentials."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.s3 import BUCKET, S3
+from ttp.errors import ConfigError
+from ttp.mirror.remote import Remote, RemoteError, error_text
+from ttp.mirror.url import check_url
+
+
+def big_file(path: Path, nbytes: int = 12 << 20) -> Path:
+    path.write_bytes(os.urandom(nbytes))
+    return path
+
+
+def test_of_two_puts_of_one_name_the_first_stays(url: str) -> None:
+    store = Remote(url)
+    assert store.put_new("iter_0000001/manifest.json", b"first")
+    assert not store.put_new("iter_0000001/manifest.json", b"second")
+    assert store.read("iter_0000001/manifest.json") == b"first"
+    assert store.sizes("iter_0000001") == {"manifest.json": 5} and store.folders() == ["iter_0000001"]
+    store.remove("iter_0000001")
+    assert store.read("iter_0000001/manifest.json") is None and store.folders() == []
+
+
+def test_a_store_that_refuses_no_second_put_is_noticed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Remote(url)
+    store.check_conditional()
+    assert store.conditional and store.folders() == []
+    monkeypatch.setattr(Remote, "_put_new", lambda self, path, content: True)
+    store.check_conditional()
+    assert not store.conditional
+
+
+def test_where_a_store_has_no_conditional_put_what_is_there_stays_all_the_same(s3_url: str) -> None:
+    store = Remote(s3_url)
+    store.conditional = False
+    assert store.put_new("a/b", b"first") and not store.put_new("a/b", b"second")
+    assert store.read("a/b") == b"first"
+
+
+def test_an_upload_is_repeated_after_errors_and_cut_connections(s3: S3, s3_url: str, tmp_path: Path) -> None:
+    """A part is cut in its middle, and requests are answered with 503; the object has the file's bytes, and no upload remains."""
+    path = big_file(tmp_path / "data")
+    s3.proxy.cut_after, s3.proxy.refusals = [3 << 20, 1 << 20], 2
+    Remote(s3_url).put(path, "iter_0000001/data")
+    assert s3.proxy.cuts == 2 and s3.proxy.refused == 2
+    assert s3.get(f"{tmp_path.name}/iter_0000001/data") == path.read_bytes() and s3.uploads() == []
+
+
+def test_an_upload_that_is_cut_again_and_again_leaves_no_object_and_its_parts_can_be_removed(
+    s3: S3, s3_url: str, tmp_path: Path
+) -> None:
+    store = Remote(s3_url, tries=2)
+    s3.proxy.cut_after = [1 << 20] * 40
+    with pytest.raises(RemoteError, match="iter_0000001/data"):
+        store.put(big_file(tmp_path / "data"), "iter_0000001/data")
+    assert store.sizes("iter_0000001") == {}
+    s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"{tmp_path.name}/iter_0000001/data")
+    s3.client().create_multipart_upload(Bucket=BUCKET, Key="another/iter_0000001/data")
+    assert store.abort_unfinished({"other"}) == 0
+    assert store.abort_unfinished() >= 1 and s3.uploads() == ["another/iter_0000001/data"]
+    Remote(f"s3://{BUCKET}/another").abort_unfinished()
+
+
+def test_a_file_that_was_copied_in_part_has_no_name_and_is_removed(tmp_path: Path) -> None:
+    store = Remote(f"file://{tmp_path}/mirror")
+    store.put(big_file(tmp_path / "data", 10), "iter_0000001/data")
+    (tmp_path / "mirror" / "iter_0000001" / ".rest.0123456789ab").write_bytes(b"half")
+    assert store.abort_unfinished({"other"}) == 0 and store.abort_unfinished({"rest"}) == 1
+    assert store.sizes("iter_0000001") == {"data": 10}
+
+
+def test_a_download_goes_on_after_a_cut(s3: S3, s3_url: str, tmp_path: Path) -> None:
+    path, store = big_file(tmp_path / "data"), Remote(s3_url)
+    store.put(path, "data")
+    s3.proxy.answer_cuts = 2
+    assert b"".join(store.chunks("data", path.stat().st_size)) == path.read_bytes()
+    assert s3.proxy.answer_cuts == 0
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_not_an_empty_mirror(s3: S3) -> None:
+    with pytest.raises(RemoteError, match="no_such_bucket"):
+        Remote("s3://no_such_bucket/prefix", tries=1).folders()
+
+
+def test_a_server_that_is_away_is_an_error(s3: S3, s3_url: str) -> None:
+    s3.proxy.down = True
+    with pytest.raises(RemoteError, match=s3_url):
+        Remote(s3_url, tries=2).folders()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("checkpoints", "expected a URL such as s3://bucket/prefix"),
+        ("s3://", "expected a URL such as s3://bucket/prefix"),
+        ("memory://a/b", "keeps nothing"),
+        ("s3://key:sec/ret@bucket/prefix", "a URL with a password"),
+        ("ftp://user:sec/ret@host/prefix", "a URL with a password"),
+        ("nothing://a/b", "cannot be used"),
+    ],
+)
+def test_a_url_that_cannot_be_mirrored_to_is_refused_and_no_password_is_shown(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        check_url(url)
+    assert "sec" not in str(refused.value)
+
+
+def test_without_s3fs_a_url_of_s3_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"s3fs is not installed. Run pip install 'try-to-persist\[s3\]'"):
+        check_url("s3://bucket/prefix")
+
+
+def test_an_error_of_a_library_is_quoted_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "abc/def")
+    text = error_text(ValueError("cannot reach http://me:word@host/x with abc/def\nsecond line"))
+    assert text == "ValueError: cannot reach http://host/x with *** second line"
+
+
+def test_a_refused_call_is_not_tried_again(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        calls.append("")
+        raise PermissionError("Access Denied")
+
+    store = Remote(s3_url)
+    monkeypatch.setattr(store._fs, "ls", refuse)
+    with pytest.raises(RemoteError, match="Access Denied"):
+        store.folders()
+    assert len(calls) == 1

@@ -1,0 +1,201 @@
+"""What is copied into a mirror, in which order, and what goes again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.s3 import S3
+from tests.unit.checkpoint.cluster import Cluster
+from tests.unit.checkpoint.conftest import Job
+from tests.unit.checkpoint.damage import flip_a_bit
+from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
+from ttp.errors import CorruptCheckpoint
+from ttp.mirror import fetch
+from ttp.mirror.remote import Remote, RemoteError
+from ttp.mirror.source import MirrorSource, parse, read
+from ttp.mirror.upload import CLAIM_NAME, Conflict, NotYet, Uploader
+
+
+def uploader(url: str, *dirs: Path, keep: int = 0, host: str = "") -> Uploader:
+    return Uploader(Remote(url, tries=2), MirrorSource(tuple(map(str, dirs)), host, keep))
+
+
+def copy_all(up: Uploader) -> list[int]:
+    """Copy until nothing is pending; return the steps in their order."""
+    copied = []
+    while pending := up.pending():
+        up.copy(pending[0])
+        copied.append(int(pending[0].name[5:]))
+        up.remove_older()
+    return copied
+
+
+def whole(url: str) -> list[int]:
+    """Return the steps of which all is in the mirror with the right checksums, newest first."""
+    store = Remote(url)
+    found = [(step, fetch.find(store, step)) for step in fetch.steps_of(store)]
+    for _, each in found:
+        if each is not None:
+            fetch.check_sums(store, each)
+    return [step for step, each in found if each is not None]
+
+
+def test_all_published_checkpoints_are_copied_the_newest_first(url: str, tmp_path: Path, job: Job) -> None:
+    for step in (1, 3, 2):
+        job.save(tmp_path, step)
+    up = uploader(url, tmp_path)
+    assert up.lag().behind_steps == 3 and up.lag().behind_s >= 0 and not up.has_newest()
+    assert copy_all(up) == [3, 2, 1] and whole(url) == [3, 2, 1]
+    assert up.lag().behind_steps == 0 and up.lag().step == 3 and up.has_newest()
+    assert up.copy(tmp_path / "iter_0000003") == 0, "what is there is not uploaded again"
+    assert copy_all(uploader(url, tmp_path)) == [3, 2, 1] and whole(url) == [3, 2, 1]
+
+
+def test_the_manifest_is_put_last_and_with_the_files_before_it_nothing_looks_whole(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job.save(tmp_path, 7)
+    names: list[str] = []
+    put, put_new = Remote.put, Remote.put_new
+
+    def note_put(self: Remote, path: Path, name: str) -> None:
+        names.append(name)
+        put(self, path, name)
+
+    def note_put_new(self: Remote, name: str, content: bytes) -> bool:
+        names.append(name)
+        return put_new(self, name, content)
+
+    monkeypatch.setattr(Remote, "put", note_put)
+    monkeypatch.setattr(Remote, "put_new", note_put_new)
+    uploader(url, tmp_path).copy(path)
+    files = {f"iter_0000007/{file.name}" for file in read_manifest(path).files}
+    assert names[0].endswith(CLAIM_NAME) and names[-1].endswith(MANIFEST_NAME) and set(names[1:-1]) == files
+
+
+def test_an_interrupted_copy_does_not_look_whole_and_the_next_one_uploads_the_rest_only(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job.save(tmp_path, 7)
+    files, put = len(read_manifest(path).files), Remote.put
+    done: list[str] = []
+
+    def put_two(self: Remote, path: Path, name: str) -> None:
+        if len(done) == 2:
+            raise RemoteError("cut")
+        put(self, path, name)
+        done.append(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "put", put_two)
+        with pytest.raises(RemoteError):
+            uploader(url, tmp_path).copy(path)
+    assert whole(url) == []
+
+    def note_put(self: Remote, path: Path, name: str) -> None:
+        put(self, path, name)
+        done.append(name)
+
+    monkeypatch.setattr(Remote, "put", note_put)
+    uploader(url, tmp_path).copy(path)
+    assert len(done) == len(set(done)) == files and whole(url) == [7]
+
+
+def test_a_checkpoint_that_is_broken_on_disk_is_not_copied(url: str, tmp_path: Path, job: Job) -> None:
+    path = job.save(tmp_path, 7)
+    flip_a_bit(path, next(path.glob("*.distcp")).name)
+    with pytest.raises(CorruptCheckpoint, match="was altered"):
+        uploader(url, tmp_path).copy(path)
+    assert whole(url) == []
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_another_write_of_a_step_changes_nothing_of_the_first(
+    url: str, tmp_path: Path, job: Job, complete: bool
+) -> None:
+    first = job.save(tmp_path / "a", 7)
+    other = job.later().save(tmp_path / "b", 7, created_unix_s=5.0)
+    uploader(url, tmp_path / "a").copy(first)
+    if not complete:
+        Remote(url).remove(f"iter_0000007/{MANIFEST_NAME}")
+    with pytest.raises(Conflict, match="nothing is overwritten"):
+        uploader(url, tmp_path / "b").copy(other)
+    uploader(url, tmp_path / "a").copy(first)
+    assert (
+        whole(url) == [7] and Remote(url).read(f"iter_0000007/{MANIFEST_NAME}") == (first / MANIFEST_NAME).read_bytes()
+    )
+
+
+def test_two_nodes_that_copy_the_same_directory_do_no_harm(url: str, tmp_path: Path, job: Job) -> None:
+    path = job.save(tmp_path, 7)
+    one, other = uploader(url, tmp_path), uploader(url, tmp_path)
+    one._copy_files(path, read_manifest(path), (path / MANIFEST_NAME).read_bytes(), path.name)
+    assert other.copy(path) == 0 and one.copy(path) == 0 and whole(url) == [7]
+
+
+def test_only_the_newest_stay_in_the_mirror_and_one_that_is_finite(url: str, tmp_path: Path, job: Job) -> None:
+    for step in (1, 2):
+        job.save(tmp_path, step)
+    copy_all(uploader(url, tmp_path))
+    Remote(url).put_new("iter_0000000/rest", b"of an interrupted copy")
+    nan = Job({key: t * float("nan") if t.is_floating_point() else t for key, t in job.tensors.items()})
+    for step in (3, 4, 5):
+        nan.save(tmp_path, step)
+        copy_all(uploader(url, tmp_path, keep=2))
+    assert whole(url) == [5, 4, 2]
+    job.save(tmp_path, 6)
+    assert copy_all(uploader(url, tmp_path, keep=2)) == [6, 5] and whole(url) == [6, 5]
+    assert Remote(url).sizes("iter_0000001") == {}, "all files are gone"
+
+
+def test_of_a_checkpoint_that_goes_the_manifest_goes_first(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        job.save(tmp_path, step)
+    copy_all(uploader(url, tmp_path))
+    up, remove, names = uploader(url, tmp_path, keep=1), Remote.remove, list[str]()
+
+    def note(self: Remote, name: str) -> None:
+        names.append(name)
+        remove(self, name)
+
+    monkeypatch.setattr(Remote, "remove", note)
+    assert up.remove_older() == [1] and names == [f"iter_0000001/{MANIFEST_NAME}", "iter_0000001"]
+
+
+def test_interrupted_uploads_are_aborted_when_a_process_begins(s3: S3, s3_url: str, tmp_path: Path, job: Job) -> None:
+    job.save(tmp_path, 7)
+    s3.client().create_multipart_upload(Bucket="jobs", Key=f"{tmp_path.name}/iter_0000007/x")
+    assert uploader(s3_url, tmp_path).begin() == 1 and s3.uploads() == []
+    s3.client().create_multipart_upload(Bucket="jobs", Key=f"{tmp_path.name}/iter_0000007/x")
+    assert uploader(s3_url, tmp_path, host="a").begin() == 0, "another node's upload goes on"
+    assert uploader(s3_url, tmp_path).begin() == 1
+
+
+def test_each_node_copies_its_own_files_and_one_puts_the_manifest_when_all_are_there(
+    url: str, tmp_path: Path, job: Job
+) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.save(job, 7)
+    a, b = (uploader(url, tmp_path / host, host=host) for host in "ab")
+    paths = {host: tmp_path / host / "iter_0000007" for host in "ab"}
+    with pytest.raises(NotYet):
+        a.copy(paths["a"])
+    assert whole(url) == [] and b.pending() and b.copy(paths["b"]) > 0
+    assert whole(url) == [] and b.pending() == [], "b has done its part"
+    assert a.copy(paths["a"]) == 0 and whole(url) == [7] and a.newest == 7
+    cluster.save(job.later(), 9)
+    for up, host in ((b, "b"), (a, "a")):
+        up.copy(tmp_path / host / "iter_0000009")
+    assert whole(url) == [9, 7]
+
+
+def test_an_agent_reads_what_the_rank_has_written(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+    source = MirrorSource(("/a", "/b"), "node", 3)
+    source.write(tmp_path)
+    assert read(tmp_path) == source == parse(json.loads(source.to_json()))

@@ -1,0 +1,166 @@
+"""The agent's side of the mirror: one process that copies this node's published checkpoints into an object store.
+
+Owns that process: its start once a rank has said which directories there are, its restart when it dies, its stop during a fault, and its end, for which the
+agent waits a bounded time. What it reports goes to the log and to the reporter. Never waits while training runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ttp.launch.report.reporter import Reporter
+from ttp.launch.report.summary import lag_text
+from ttp.mirror import source
+from ttp.mirror.source import MirrorSource
+from ttp.text.wording import counted, size_text
+
+log = logging.getLogger("ttp.launch")
+
+RESTART_S = 1.0
+"""Before a mirror process that died is started again; doubled each time."""
+LONGEST_RESTART_S = 60.0
+LAST_LINES_S = 5.0
+"""For the lines that it has written before its end."""
+
+
+class Mirror:
+    """Used on the agent's main thread: the process dies with the thread that has started it."""
+
+    def __init__(self, reporter: Reporter | None = None, end_s: float = 0.0) -> None:
+        self._reporter = reporter
+        self._end_s = end_s
+        self._source: MirrorSource | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._deaths = 0
+        self._start_at_s = 0.0
+        self._newest = 0
+        """The newest step in the mirror, by the process's last report."""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def look(self, attempt_dir: Path | None) -> None:
+        """Start the process when there is something to copy, and again when it has died."""
+        try:
+            found = source.read(attempt_dir) if attempt_dir is not None else None
+        except (OSError, ValueError) as error:
+            log.warning("cannot read which directories are mirrored: %s", error)
+            return
+        if found is not None and found != self._source:
+            self._kill()
+            self._source, self._deaths, self._start_at_s = found, 0, 0.0
+        if self._process is not None and (status := self._process.poll()) is not None:
+            pause_s = min(RESTART_S * 2.0**self._deaths, LONGEST_RESTART_S)
+            log.warning("the mirror process ended (status %d); starting it again in %g s", status, pause_s)
+            self._kill()
+            self._deaths, self._start_at_s = self._deaths + 1, time.monotonic() + pause_s
+        if self._source is not None and self._process is None and time.monotonic() >= self._start_at_s:
+            self._start(self._source)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave disk and network to the survivors of a fault."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def finish(self) -> None:
+        """Have the newest checkpoint copied, for at most TTP_MIRROR_END_S, and end the process. A signal to the agent ends the wait."""
+        if self._process is None and self._source is not None:
+            self._start(self._source)  # it died: the newest checkpoint may not be there
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # a signal may come before it has its handler
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(min(LAST_LINES_S, self._end_s))
+                return
+            log.info("waiting up to %g s for the mirror's copy of the newest checkpoint", self._end_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, self._end_s - LAST_LINES_S))
+                return
+            log.warning("TTP_MIRROR_END_S (%g s) expired: the newest checkpoint is not in the mirror", self._end_s)
+            self._report_expired()
+        finally:
+            self._kill()
+            if self._reader is not None:
+                self._reader.join(LAST_LINES_S)
+
+    def _report_expired(self) -> None:
+        """Report how far the mirror is behind now: the process's last report is older."""
+        from ttp.mirror.upload import lag  # fsspec takes a while
+
+        if self._reporter is not None and self._source is not None:
+            now = asdict(lag(self._source, self._newest, time.time()))
+            self._reporter.mirror({"what": "expired", **now, "error": f"TTP_MIRROR_END_S ({self._end_s:g} s) expired"})
+
+    def _start(self, given: MirrorSource) -> None:
+        command = [sys.executable, "-m", "ttp.mirror.copier", given.to_json()]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), name="ttp-mirror", daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                try:
+                    fields = json.loads(line)
+                    self._newest = fields["step"]
+                    _log(fields)
+                    if self._reporter is not None:
+                        self._reporter.mirror(fields)
+                except (ValueError, KeyError, TypeError):
+                    log.warning("mirror: %s", line.rstrip())
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.stdin is not None:
+                process.stdin.close()
+            process.kill()
+            process.wait()
+
+
+def _log(fields: dict[str, Any]) -> None:
+    behind = f"; {lag_text(fields)}"
+    match fields["what"]:
+        case "mirrored":
+            size = size_text(fields["nbytes"])
+            log.info("mirrored %s: %s in %.1f s%s", fields["path"], size, fields["took_s"], behind)
+        case "removed":
+            log.info(
+                "removed older checkpoints from the mirror: steps %s", ", ".join(map(str, fields["removed_steps"]))
+            )
+        case "aborted":
+            log.info("aborted %s in the mirror", counted(fields["uploads"], "interrupted upload"))
+        case "not conditional":
+            log.warning(
+                "the mirror's store does not refuse a second put of one name: two jobs with the same TTP_MIRROR may overwrite each other's manifest"
+            )
+        case "failed":
+            log.warning("mirroring failed (%s so far): %s%s", fields["failures"], fields["error"], behind)
+        case _:
+            log.warning("not mirrored: %s", fields["error"])
