@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from ttp.identity.authority import LIFETIME_S, SKEW_S, Authority
 from ttp.identity.credentials import Credentials, Renewed
-from ttp.identity.role import ANY_CONTROLLER, Identity, Role, controller_name
+from ttp.identity.role import ANY_CONTROLLER, KEEPER_NAME, Identity, Role, controller_name
 from ttp.identity.secret import Secret, make_secret
 
 SECRET = Secret(b"a secret of the tests")
@@ -52,15 +52,16 @@ def test_a_certificate_of_one_agent_is_believed_by_another_and_not_by_another_jo
             issued.verify_directly_issued_by(x509.load_pem_x509_certificate(other.certificate))
 
 
-def test_only_a_controllers_certificate_serves_and_only_for_its_term() -> None:
+def test_only_a_controllers_and_a_keepers_certificate_serve_and_a_controllers_only_for_its_term() -> None:
     authority = Authority(SECRET, "job/0")
     for role in Role:
         certificate = certificate_of(authority.issue(Identity("job/0", role, term=7 if role is Role.CONTROLLER else 0)))
         usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         dns = names.get_values_for_type(x509.DNSName)
-        assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) == (role is Role.CONTROLLER)
-        assert dns == ([controller_name(7), ANY_CONTROLLER] if role is Role.CONTROLLER else [])
+        assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) == (role in (Role.CONTROLLER, Role.KEEPER))
+        expected = {Role.CONTROLLER: [controller_name(7), ANY_CONTROLLER], Role.KEEPER: [KEEPER_NAME]}
+        assert dns == expected.get(role, [])
 
 
 def test_a_certificate_says_who_it_is_for_and_cannot_issue_others() -> None:

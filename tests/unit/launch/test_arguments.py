@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -441,19 +443,21 @@ def test_it_is_known_whether_the_console_has_the_workers_errors(options: tuple[s
 
 
 @pytest.mark.parametrize("transport", ["TCP_TLS", "UV"])
-def test_a_transport_of_gloo_that_torch_lacks_is_refused_before_a_worker_starts(
-    transport: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_transport_of_gloo_that_torch_lacks_is_refused_before_a_worker_starts(transport: str, tmp_path: Path) -> None:
+    """In a process of its own: torch reads the variable once."""
     (tmp_path / "some.pem").touch()
-    for name in GLOO_TLS_FILES:
-        monkeypatch.setenv(name, str(tmp_path / "some.pem"))
-    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", transport)
-    with pytest.raises(
-        ConfigError, match=rf"invalid GLOO_DEVICE_TRANSPORT: got '{transport}', which torch .* unset the variable"
-    ):
-        check_arguments(make_parser().parse_args(["x.py"]))
-    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP")
-    check_arguments(make_parser().parse_args(["x.py"]))
+    environ = {
+        **os.environ,
+        "GLOO_DEVICE_TRANSPORT": transport,
+        **dict.fromkeys(GLOO_TLS_FILES, str(tmp_path / "some.pem")),
+    }
+    command = [sys.executable, "-m", "ttp.launch", "x.py"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"ttprun: error: invalid GLOO_DEVICE_TRANSPORT: got '{transport}', which torch .* refuses .*, or unset the variable: .*",
+        done.stderr.strip().splitlines()[-1],
+    )
 
 
 def test_tls_of_gloo_needs_files_that_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

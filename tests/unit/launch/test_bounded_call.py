@@ -50,9 +50,14 @@ def test_every_thread_of_the_launcher_is_known_to_hang_or_to_wait_only() -> None
     made = [re.findall(r'name="([^"]*)"', call) for text in sources for call in re.findall(r"\bThread\((.*)\)", text)]
     names = {name for found in made for name in found}
     assert all(made) and len(made) == sum(text.count("threading.Thread(") for text in sources)
-    assert names == {*bounded_call._MAY_HANG, "ttp-signals", "ttp-death-watch", "ttp-controller-file"} - {
-        "RendezvousKeepAlive"
-    }
+    assert names == {
+        *bounded_call._MAY_HANG,
+        "ttp-signals",
+        "ttp-death-watch",
+        "ttp-controller-file",
+        "ttp-copies",
+        "ttp-mirror",
+    } - {"RendezvousKeepAlive"}
 
 
 def test_a_process_ends_while_a_call_hangs_in_torch() -> None:

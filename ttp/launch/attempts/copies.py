@@ -79,7 +79,7 @@ class Copies:
         self._orders: socket.socket | None = None
         self._attempt: dict[str, Any] = {}
         """What the keeper gets when it begins."""
-        self._store: Store | None = None
+        self._attempt_store: Store | None = None
         self._node, self._nodes = 0, 1
         self._peer = ""
         self._port = 0
@@ -97,8 +97,8 @@ class Copies:
         if self._orders is not None and self._nodes > 1 and not self._peer:
             with contextlib.suppress(RuntimeError, OSError, KeeperLost):
                 key = f"ttp/copies/address/{(self._node + 1) % self._nodes}"
-                if self._store is not None and self._store.check([key]):
-                    self._peer = self._store.get(key).decode()
+                if self._attempt_store is not None and self._attempt_store.check([key]):
+                    self._peer = self._attempt_store.get(key).decode()
                     self._order({"do": "peer", "address": self._peer})
 
     def _start(self, server: ForkServer | None) -> None:
@@ -164,9 +164,9 @@ class Copies:
 
     def _begin_keeper(self) -> None:
         answer = self._order({"do": "begin", "port": self._port, **self._attempt})
-        if answer.get("address") and self._store is not None:
+        if answer.get("address") and self._attempt_store is not None:
             self._port = int(answer["address"].rpartition(":")[2])
-            self._store.set(f"ttp/copies/address/{self._node}", answer["address"])
+            self._attempt_store.set(f"ttp/copies/address/{self._node}", answer["address"])
 
     # --- attempts ---
 
@@ -186,7 +186,7 @@ class Copies:
         store: the attempt's; node, nodes: this node's place. host: this node's address for the others. secret: the job's; None: transfers are
         plain. ranks: of this node. Returns what was saved; None: nothing was to be.
         """
-        self._node, self._nodes, self._store, self._peer = node, nodes, store, ""
+        self._node, self._nodes, self._attempt_store, self._peer = node, nodes, store, ""
         saved = self._recover(number, store) if number else None
         credentials = None
         if secret is not None and nodes > 1:

@@ -35,7 +35,10 @@ def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compar
     since = lines[lines.index(job[0]) :]
     faults = tuple(line for line in job if line["event"] == "fault" and line["start"] not in own)
     corrected = {int(line["start"]): line["steps_lost"] for line in since if line["event"] == "copies"}
-    faults = tuple({**fault, "steps_lost": corrected.get(int(fault["start"]), fault["steps_lost"])} for fault in faults)
+    faults = tuple(
+        {**fault, "steps_lost": corrected[int(fault["start"])]} if int(fault["start"]) in corrected else fault
+        for fault in faults
+    )
     lost_s = 0.0
     for fault in faults:
         back = next((line for line in job if line["event"] == "start" and line["start"] > fault["start"]), None)
