@@ -2,7 +2,8 @@
 
 Owns the order of one step around the trainer's own `optimizer.step()`:
 
-    pre hook     host state, buffers, ready(t)        this rank's reduced gradients are final        state = t - 1
+    pre hook     the closure, if there is one         forward and backward passes
+                 host state, buffers, ready(t)        this rank's reduced gradients are final        state = t - 1
                  agree                                one small all-reduce over all ranks makes the commit record
                  begin_update, clip (norm mode)
     step         the optimizer's own update           local maths
@@ -187,14 +188,16 @@ class AdoptedOptimizer:
             hook.remove()
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return other arguments for the step, None for those that it was called with."""
         if self._rolling == threading.get_ident():
-            return
+            return None
         if self._updating and self._step_calls() > 1:
             self._inner += 1
-            return
+            return None
         self._check_whole()
         self._check_call(args, kwargs)
+        instead = _run_closure(args, kwargs)
         self._state.check_unchanged()
         step = self.current_step + 1
         with self._steps.in_collective():
@@ -212,6 +215,7 @@ class AdoptedOptimizer:
             self._steps.tracker.fail_update(step)
             raise
         self._updating, self._inner = step, 0
+        return instead
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -250,10 +254,11 @@ class AdoptedOptimizer:
 
     def _check_call(self, args: Any, kwargs: Any) -> None:
         """Refuse a step that a roll forward could not repeat, or whose norm would be another."""
-        if kwargs.get("closure") is not None or any(callable(arg) for arg in args if not isinstance(arg, Optimizer)):
+        own_step = type(self.optimizer).step
+        if _closure(args, kwargs) is not None and not own_step.__module__.startswith("torch.optim."):
             raise ConfigError(
-                "optimizer.step: got a closure, which runs the model within the update, expected backward before"
-                " step(), and step() without arguments"
+                f"{type(self.optimizer).__name__}.step: got a closure, which may run the model within the update, expected an optimizer"
+                " of torch.optim, which runs it first, or backward before step() and step() without arguments"
             )
         if self.clip is not None and getattr(self.optimizer, "grad_scale", None) is not None:
             raise ConfigError(
@@ -419,6 +424,22 @@ class AdoptedOptimizer:
 def _world() -> Any:
     """Return the process group of all ranks, None where this process is alone."""
     return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def _closure(args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """Return the closure that a step was called with. args: the optimizer, and what was given by place."""
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure
+
+
+def _run_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Run the passes of `optimizer.step(closure)` ahead of the update, and return the step's arguments with their result in the closure's place."""
+    closure = _closure(args, kwargs)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return args[:1], {**kwargs, "closure": lambda: loss}
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

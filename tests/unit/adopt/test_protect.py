@@ -243,12 +243,19 @@ def test_an_epoch_that_is_gone_on_with_numbers_its_batches_from_its_begin(tmp_pa
     assert 0 < done < BATCHES and numbers == list(range(done, BATCHES))
 
 
-def test_a_closure_is_refused(tmp_path: Path) -> None:
-    """Its backward pass would run within the update."""
+class Sharpness(torch.optim.SGD):
+    """A third party's step, which may call its closure when and as often as it likes."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override, unused-ignore]
+        return super().step(closure)
+
+
+def test_the_closure_of_a_foreign_optimizer_is_refused(tmp_path: Path) -> None:
+    """Its backward pass may run within the update."""
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Sharpness(model.parameters(), lr=0.1)
     ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF)
-    with pytest.raises(ConfigError, match="closure"):
+    with pytest.raises(ConfigError, match=r"Sharpness.step: got a closure"):
         optimizer.step(lambda: model(torch.ones(1, 2)).sum())
 
 

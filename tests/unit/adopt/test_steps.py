@@ -302,3 +302,25 @@ def test_the_norm_of_a_sparse_gradient_counts_each_row_as_often_as_it_was_looked
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     adopted.optimizer.step()
     assert adopted.last_record is not None and adopted.last_record.grad_norm == pytest.approx((2 * 4 + 2) ** 0.5)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_closure_runs_once_before_the_rank_is_ready(named: bool) -> None:
+    """READY says that the gradients are final: the passes of `step(closure)` come first, and its result is what step() returns."""
+    model, adopted, _ = adopt(lambda params: AdamW(params, lr=0.1))
+    order: list[str] = []
+    adopted.on_ready = lambda step: order.append("ready")
+    before = model.weight.detach().clone()
+
+    def closure() -> Any:
+        order.append("passes")
+        adopted.optimizer.zero_grad()
+        loss: Any = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    expected = model(torch.ones(1, 2)).sum()
+    step: Any = adopted.optimizer.step
+    loss = step(closure=closure) if named else step(closure)
+    assert order == ["passes", "ready"] and adopted.current_step == 1
+    assert torch.equal(loss, expected) and not torch.equal(model.weight, before)
