@@ -128,6 +128,8 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/your_trainer/nanogpt.py": Proof(_LOOPS),
     "ttprun --nproc-per-node 2 examples/your_trainer/accelerate_loop.py": Proof(_LOOPS),
     "ttprun --nproc-per-node 2 examples/your_trainer/ddp_sampler.py": Proof(_LOOPS),
+    "ttprun --nproc-per-node 2 examples/lightning/train.py":
+        Proof("tests/chaos/test_lightning.py::test_lightnings_trainer_killed_twice_has_the_baseline_run_s_bits"),
     "ttprun --nproc-per-node 2 examples/ddp/shortest.py":
         Proof(f"{_OTHERS}::test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp"),
     "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.unit.adopt.test_data_after_a_restart import Fed
 from tests.unit.adopt.test_seen import Augmented, sigchld  # noqa: F401
 from ttp.adopt.trainer_state import loader_states
+from ttp.adopt.trainer_state.loader_parts import parts
 from ttp.adopt.trainer_state.loader_states import LoaderStates, stateful
 from ttp.errors import DataMismatch
 
@@ -275,3 +277,21 @@ def test_a_state_that_the_manifest_cannot_carry_is_warned_of_once(
         states.take(1, 0, 1)
         states.take(100, 0, 2)
         assert len(said) == 1 and "fetches the epoch's batches again from its first" in said[0] and not states.kept
+
+
+class DistributedSamplerWrapper:
+    """As Lightning's: an iterator draws an epoch's order at once."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+
+def test_an_order_that_is_drawn_with_each_iterator_is_not_a_state() -> None:
+    """torchdata asks for two iterators to load a state. The sampler within is seeded as any."""
+    loader: Any = Stream()
+    assert stateful(loader) is loader
+    generator = torch.Generator()
+    wrapped = SimpleNamespace(dataset=SimpleNamespace(_sampler=SimpleNamespace(generator=generator)))
+    loader.sampler = DistributedSamplerWrapper(wrapped)
+    assert stateful(loader) is None
+    assert any(getattr(part, "generator", None) is generator for _, part in parts(loader))

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_PARTS = ("base_dataloader", "_dataloader", "flattened", "batch_sampler", "sampler", "dataset", "datasets")
-"""accelerate's and Fabric's wrapped loader, the loaders of Lightning's CombinedLoader, and what torch's have, its concatenated data sets among them."""
+_PARTS = ("base_dataloader", "_dataloader", "flattened", "batch_sampler", "sampler", "_sampler", "dataset", "datasets")
+"""accelerate's and Fabric's wrapped loader, the loaders of Lightning's CombinedLoader, the sampler that it wraps, and what torch's have, its concatenated data sets among them."""
 
 _LISTS = ("flattened", "datasets")
 

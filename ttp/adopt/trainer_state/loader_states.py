@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp.adopt.trainer_state.host_objects import from_json, to_json
-from ttp.adopt.trainer_state.loader_parts import has_shuffle_buffer, inner, streams
+from ttp.adopt.trainer_state.loader_parts import has_shuffle_buffer, inner, parts, streams
 from ttp.errors import ConfigError
 from ttp.inputs import checked
 from ttp.runtime.rank_runtime import show
@@ -105,6 +105,9 @@ def stateful(loader: Any, *, with_workers: bool = False) -> Any:
     if (
         not _has_methods(within) or type(loader).__name__ == "DataLoaderDispatcher"
     ):  # rank 0 reads ahead for all, and its state is ahead too
+        return None
+    # Lightning's wrapper draws an epoch's order whenever it is asked for an iterator, and torchdata asks twice to load a state.
+    if any(type(part).__name__ == "DistributedSamplerWrapper" for _, part in parts(loader)):
         return None
     kept_by_workers = getattr(within, "persistent_workers", False)
     if any(kept_by_workers or has_shuffle_buffer(stream) for stream in streams(loader)):
