@@ -367,6 +367,11 @@ def check_optimizer(optimizer: Any, split: bool, copied: bool = False) -> None:
     """Raise ConfigError for an optimizer whose update is not local maths on state that can be read in place. `copied`: the job has copies in
     memory, so that no rank has to finish another one's update."""
     name = type(optimizer).__name__
+    if any(base.__name__ == "DeepSpeedOptimizer" for base in type(optimizer).__mro__):  # not a torch.optim.Optimizer
+        raise ConfigError(
+            f"{name} of DeepSpeed communicates within its step and keeps each part of the state on one rank only: use"
+            " ttp.TTPReplicaOptimizer, which is ZeRO-1 with each part on two ranks, or torch's fully_shard with ttp.protect(copies='memory')"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"the optimizer: got a {name}, expected a torch.optim.Optimizer")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):

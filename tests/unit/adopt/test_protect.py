@@ -169,12 +169,24 @@ def test_a_gradient_that_is_not_finite_is_skipped_in_norm_mode(tmp_path: Path) -
     assert guard.step == 1 and guard.grad_norm == float("inf") and torch.equal(model.weight, before)
 
 
+class DeepSpeedOptimizer:
+    """As the base of all that DeepSpeed wraps around an optimizer: no torch.optim.Optimizer."""
+
+
+class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+    """As ZeRO-1's and ZeRO-2's."""
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be protected"),
         (lambda model: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1), "is not the model's"),
         (lambda model: "Adam", "expected a torch.optim.Optimizer"),
+        (
+            lambda model: DeepSpeedZeroOptimizer(),
+            "DeepSpeedZeroOptimizer of DeepSpeed communicates within its step .* use ttp.TTPReplica",
+        ),
     ],
 )
 def test_what_cannot_be_protected_is_refused_at_the_start(
