@@ -144,6 +144,7 @@ def test_the_example_goes_on_a_few_steps_back(tmp_path: Path) -> None:
     assert all(len(lines) == 1 for lines in steps.values()), "a step that was trained again has other bits"
 
 
+@pytest.mark.long
 def test_a_part_of_the_optimizers_state_survives_its_rank(tmp_path: Path) -> None:
     whole, faulted = tmp_path / "whole", tmp_path / "faulted"
     whole.mkdir()
@@ -217,6 +218,7 @@ def test_a_whole_node_is_lost_and_its_shards_are_in_the_next_ones_memory(tmp_pat
         assert equal_but_for_the_first_batch(untouched, last_of(tmp_path))
 
 
+@pytest.mark.long
 def test_saves_that_are_not_waited_for_are_whole_and_a_fault_meanwhile_takes_the_newest_step(
     tmp_path: Path, untouched: Path
 ) -> None:
@@ -234,6 +236,7 @@ def test_saves_that_are_not_waited_for_are_whole_and_a_fault_meanwhile_takes_the
         assert not list((tmp_path / "checkpoints").glob("*_tmp_*"))
 
 
+@pytest.mark.long
 def test_copies_are_refused_without_ttprun_and_where_they_cannot_be_saved(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     torchrun = ("-m", "torch.distributed.run")

@@ -119,6 +119,7 @@ def still_runs_until(job: Launch, condition: Callable[[str], bool]) -> None:
     assert job.process.poll() is None, job.text
 
 
+@pytest.mark.long
 def test_who_writes_into_the_workers_store_harms_neither_a_job_nor_what_it_saves(
     tmp_path: Path, whole_job: RunJob
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_job_that_loses_its_directory_resumes_from_the_mirror_with_the_same_bi
     assert compare_checkpoints(new, baseline / "checkpoints" / "iter_0000024") == []
 
 
+@pytest.mark.long
 def test_an_agent_that_is_killed_in_an_upload_takes_the_mirror_along_and_the_next_one_finishes(
     tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_an_agent_that_is_killed_in_an_upload_takes_the_mirror_along_and_the_nex
     assert whole(s3, "killed", monkeypatch)[0] == 24 and s3.uploads() == []
 
 
+@pytest.mark.long
 def test_without_an_answer_a_job_goes_on_from_its_directories_and_does_not_begin_by_mistake(
     tmp_path: Path, s3: S3
 ) -> None:

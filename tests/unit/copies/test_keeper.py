@@ -139,6 +139,7 @@ def test_a_keeper_that_was_killed_costs_no_copy(node: Node) -> None:
     check(node.begin(1, [0], store=HashStore()), 3)
 
 
+@pytest.mark.long
 def test_a_rank_that_has_lost_its_keeper_is_given_the_same_memory_and_its_older_copy_stays(node: Node) -> None:
     first = node.attach(0, ("a", "b"))
     assert copy(first, 3, 1, ("a", "b"))["why"] == ""
@@ -171,6 +172,7 @@ def test_a_copy_that_was_changed_in_memory_is_left_out_and_the_one_before_is_sav
     first.close()
 
 
+@pytest.mark.long
 def test_only_the_damaged_copy_of_a_node_is_left_out(node: Node) -> None:
     first, second, third = node.attach(0, ("a",)), node.attach(1, ("a",)), node.attach(2, ("b",))
     for memory, groups in ((first, ("a",)), (second, ("a",)), (third, ("b",))):
@@ -182,6 +184,7 @@ def test_only_the_damaged_copy_of_a_node_is_left_out(node: Node) -> None:
         memory.close()
 
 
+@pytest.mark.long
 def test_checksums_of_an_earlier_attempt_do_not_damn_its_successors_copies(node: Node) -> None:
     first = node.attach(0, ("a", "b"))
     copy(first, 3, 1, ("a", "b"))
@@ -193,6 +196,7 @@ def test_checksums_of_an_earlier_attempt_do_not_damn_its_successors_copies(node:
     check(node.begin(2, [0], store=HashStore()), 5)
 
 
+@pytest.mark.long
 def test_groups_that_only_an_earlier_attempt_had_are_not_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +219,7 @@ def test_groups_that_only_an_earlier_attempt_had_are_not_waited_for(
     second.close()
 
 
+@pytest.mark.long
 def test_a_directory_that_cannot_be_written_gives_way_to_the_next_one(
     node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +237,7 @@ def test_a_directory_that_cannot_be_written_gives_way_to_the_next_one(
     first.close()
 
 
+@pytest.mark.long
 def test_memory_of_ranks_that_are_not_here_any_more_is_given_back(node: Node) -> None:
     for rank in (0, 1):
         node.attach(rank, ("a", "b")).close()
@@ -241,12 +247,14 @@ def test_memory_of_ranks_that_are_not_here_any_more_is_given_back(node: Node) ->
     assert [o["name"] for o in node.copies._order({"do": "offers"})["offers"]] == []
 
 
+@pytest.mark.long
 def test_a_rank_without_room_is_refused_with_the_figures(node: Node) -> None:
     node.copies._owner._limits = [Limit(1, 1, "the test")]
     with pytest.raises(ConfigError, match=r"^copies in memory: got 16\.0 KiB for rank 0 .*expected at most 0 B \(the"):
         node.attach(0, ("a", "b"))
 
 
+@pytest.mark.long
 def test_what_a_rank_saves_is_published_by_the_keeper_and_not_offered(node: Node) -> None:
     saving = [node.attach(rank, (group,), "save") for rank, group in enumerate("ab")]
     for rank, memory in reversed(list(enumerate(saving))):
@@ -281,6 +289,7 @@ def both(first: Any, second: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "TLS"])
 def test_the_copy_of_a_lost_node_is_saved_by_the_next_one_also_after_that_ones_keeper_was_killed(
     tmp_path: Path, secured: bool
@@ -320,6 +329,7 @@ def test_the_copy_of_a_lost_node_is_saved_by_the_next_one_also_after_that_ones_k
             of.copies.close()
 
 
+@pytest.mark.long
 def test_a_keeper_listens_where_the_one_before_did_or_elsewhere_when_that_is_taken() -> None:
     with listen(HOST, 0) as before:
         port = before.getsockname()[1]
@@ -331,6 +341,7 @@ def test_a_keeper_listens_where_the_one_before_did_or_elsewhere_when_that_is_tak
         assert wide.getsockname()[0] == "::1"
 
 
+@pytest.mark.long
 def test_a_keeper_ends_with_its_agent(node: Node) -> None:
     node.attach(0, ("a",)).close()
     assert node.copies._process is not None

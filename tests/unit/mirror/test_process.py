@@ -157,6 +157,7 @@ class Agent:
         until(reported, what, within_s=120)
 
 
+@pytest.mark.long
 def test_the_agent_s_process_copies_dies_in_an_upload_is_started_again_and_finishes(
     s3: S3, s3_url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,6 +183,7 @@ def test_the_agent_s_process_copies_dies_in_an_upload_is_started_again_and_finis
     )
 
 
+@pytest.mark.long
 def test_the_agent_waits_for_the_newest_checkpoint_and_not_longer_than_its_limit(
     s3: S3, s3_url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +208,7 @@ def whole_after(s3: S3, url: str) -> list[int]:
     return whole(url)
 
 
+@pytest.mark.long
 def test_the_process_stands_still_during_a_fault(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_MIRROR", url)
     agent = Agent(tmp_path, tmp_path / "checkpoints")
