@@ -160,7 +160,7 @@ class Keeper:
             return "" if checksum else "the copy is not whole"
         try:
             if self._listener is None:
-                raise OSError("there is no other node, or the site's certificates name no keeper")
+                raise OSError("the site's certificates name no keeper")
             described = bool(peer)
             if not peer:
                 with self._lock:

@@ -33,6 +33,8 @@ BUDGET = 0.01
 """Of the time of the steps, for copies."""
 MEASURED = 16
 """The newest so many steps and copies say how often to copy."""
+SAFE_S = 180.0
+"""A keeper that has not answered for a copy by then is stopped, or starved: training continues without that copy."""
 AGREED_AT = (2, 8, 32)
 """After so many copies the ranks agree anew on how often, and after each multiple of the last."""
 
@@ -121,18 +123,15 @@ class StepCopies:
         return memory
 
     def _introduction(self, ranks: int) -> str:
-        where = "on its node" if self._hosts == 1 else "on its node and, where no replica is elsewhere, on the next one"
-        survives = f"any of {counted(ranks, 'rank')}" + (f", any 1 of {self._hosts} nodes" if self._hosts > 1 else "")
-        how = (
-            f"every {counted(self._every, 'step')}"
-            if self._options.every
-            else f"at most {self._options.budget:.1%} of the time"
-        )
-        lost = most_lost(self._every)
-        return (
-            f"copies in memory: {size_text(SLOTS * self._nbytes)} for each rank like rank 0, {where}; {how}. Without a replica that lives the job"
-            f" survives {survives}: at most {counted(lost, 'step')} lost"
-        )
+        where = "its node's memory"
+        if self._hosts > 1:
+            where += " and, without a replica on another node, of the next one's"
+        what = f"any of {counted(ranks, 'rank')}" + (f", or 1 of {self._hosts} nodes," if self._hosts > 1 else "")
+        copied = f"copies in memory: those of rank 0 take {size_text(SLOTS * self._nbytes)} of {where}"
+        if not self._options.every:
+            return f"{copied}; at first after each step, then as often as {self._options.budget:.1%} of the time allows"
+        lost = counted(most_lost(self._every), "step")
+        return f"{copied}; after every {counted(self._every, 'step')}. Losing {what} costs at most {lost}"
 
     # --- the training thread ---
 
@@ -188,10 +187,16 @@ class StepCopies:
 
     def _await(self) -> None:
         """Wait until the last copy is safe, or is known not to become so."""
+        until_s = self._clock() + SAFE_S
         try:
             while self._pending:
-                answer = self._memory.next_message(None)
-                if answer is not None and answer.get("safe") == self._pending:
+                answer = self._memory.next_message(max(0.0, until_s - self._clock()))
+                if answer is None:
+                    step, self._pending = self._pending, 0
+                    self._warn(
+                        f"the copy of step {step} is not safe: no answer of the copy keeper within {SAFE_S:.0f} s"
+                    )
+                elif answer.get("safe") == self._pending:
                     self._pending = 0
                     if answer["why"]:
                         self._warn(f"the copy of step {answer['safe']} is not safe: {answer['why']}")

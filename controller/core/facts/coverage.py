@@ -100,7 +100,7 @@ def survives(coverage: Coverage) -> str:
         nodes = f"{len(hosts) - len(lost)} of {len(hosts)} nodes (not {named('node', lost)})"
         parts.append(nodes if lost else f"each of {len(hosts)} nodes")
     if coverage.copied:
-        parts.append("all others from copies in memory, a few steps back")
+        parts.append("all others from copies in memory, some steps back")
     return "; ".join(parts)
 
 

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from ttp.copies.copy_memory import CopyMemory
 from ttp.copies.keeper import listen
 from ttp.copies.memory import Limit
 from ttp.errors import ConfigError
+from ttp.launch.attempts import copies as agent_copies
 from ttp.launch.attempts.copies import Copies, SavedCopies
 
 
@@ -349,3 +350,27 @@ def test_a_keeper_ends_with_its_agent(node: Node) -> None:
     node.copies._orders.close()
     until(lambda: node.copies._process is not None and node.copies._process.poll() is not None)
     assert node.copies._process.poll() == 0
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["all nodes answer", "a node is lost"])
+def test_memory_of_other_nodes_is_kept_until_all_nodes_have_come_to_an_end_with_it(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a node that is lost between two attempts takes along what this one has of an earlier loss."""
+
+    class Answers:
+        def set(self, key: str, value: str) -> None: ...
+
+        def check(self, keys: list[str]) -> bool:
+            return answers
+
+        def get(self, key: str) -> bytes:
+            return b'{"offers": [], "groups": {}, "directories": [], "newest": 0}'
+
+    monkeypatch.setattr(agent_copies, "OFFERS_S", 0.0)
+    agent = Copies()
+    monkeypatch.setattr(agent, "_start", lambda server: None)
+    agent._owner.obtain("rank 5 of another node", 4096, 4096)
+    agent.begin("job/1", 1, cast(Any, Answers()), node=0, nodes=2, host="127.0.0.1", secret=None, ranks=[0])
+    assert list(agent._owner.all()) == ([] if answers else ["rank 5 of another node"])
+    agent.close()

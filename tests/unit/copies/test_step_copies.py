@@ -48,7 +48,7 @@ class Memory:
         self.said.append(message)
 
     def next_message(self, timeout_s: float | None) -> dict[str, Any] | None:
-        assert timeout_s is None
+        assert timeout_s is not None and timeout_s > 0
         self.waits += 1
         self.on_wait()
         if self.lost:
@@ -391,9 +391,29 @@ def test_the_first_rank_reports_what_is_kept_and_what_a_fault_costs(job: Job, ca
     with caplog.at_level(logging.INFO):
         job.begin()
     assert [r.getMessage() for r in caplog.records] == [
-        "copies in memory: 16 B for each rank like rank 0, on its node; every 2 steps. Without a replica that lives the job survives any of"
-        " 1 rank: at most 3 steps lost"
+        "copies in memory: those of rank 0 take 16 B of its node's memory; after every 2 steps. Losing any of 1 rank costs at most 3 steps"
     ]
+
+
+def test_under_a_budget_no_number_of_steps_is_promised_at_the_start(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.options = CopyOptions("memory")
+    with caplog.at_level(logging.INFO):
+        job.begin()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.endswith("; at first after each step, then as often as 1.0% of the time allows")
+
+
+def test_a_keeper_that_does_not_answer_costs_a_copy_and_not_the_training(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stopped, say: its end would show at once."""
+    job.options = CopyOptions("memory", every=1)
+    job.begin()
+    job.trains(1)
+    with mock.patch.object(Memory, "next_message", lambda self, timeout_s: None):
+        job.trains(2)
+    assert "the copy of step 1 is not safe: no answer of the copy keeper within 180 s" in caplog.text
+    job.trains(3)
 
 
 def test_copies_that_are_closed_leave_the_gate_alone(job: Job) -> None:

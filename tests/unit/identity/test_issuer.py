@@ -136,10 +136,11 @@ def test_a_process_of_another_attempt_is_refused(issuer: Issuer) -> None:
         ask(issuer.address, Identity(JOB, Role.CONTROLLER, term=7))
 
 
-def test_no_process_is_given_an_agents_certificate(issuer: Issuer) -> None:
+@pytest.mark.parametrize("role", [Role.AGENT, Role.KEEPER])
+def test_no_process_is_given_an_agents_or_a_keepers_certificate(issuer: Issuer, role: Role) -> None:
     issuer.workers({0: os.getpid()})
     with pytest.raises(ValueError, match="which is not given at this socket"):
-        ask(issuer.address, Identity(JOB, Role.AGENT, (0,)))
+        ask(issuer.address, Identity(JOB, role, (0,)))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ log = logging.getLogger("ttp.launch")
 ORDER_S = 600.0
 """A node's time to write what it has of a step, and another node's to wait for that."""
 BACKLOG = 1024
+OFFERS_S = 60.0
+"""Until all nodes have listed their copies: it takes no disk. A node that is lost meanwhile is found when the workers start."""
 LOOK_S = 0.01
 ARGUMENTS = ("-u", "-m", "ttp.copies")
 
@@ -187,20 +189,22 @@ class Copies:
         plain. ranks: of this node. Returns what was saved; None: nothing was to be.
         """
         self._node, self._nodes, self._attempt_store, self._peer = node, nodes, store, ""
-        saved = self._recover(number, store) if number else None
+        saved, settled = self._recover(number, store) if number else (None, True)
         credentials = None
         if secret is not None and nodes > 1:
             credentials = Authority(secret, job_id).issue(Identity(job_id, Role.KEEPER, node=host)).encode()
         self._attempt = {
             "attempt": number, "job_id": job_id, "host": host if nodes > 1 else "", "credentials": credentials,
         }  # fmt: skip
-        self._owner.drop({name for name in self._owner.all() if name not in {f"rank {rank}" for rank in ranks}})
+        if settled:
+            self._owner.drop({name for name in self._owner.all() if name not in {f"rank {rank}" for rank in ranks}})
         if self._orders is not None:
             with contextlib.suppress(KeeperLost):
                 self._begin_keeper()
         return saved
 
-    def _recover(self, number: int, store: Store) -> SavedCopies | None:
+    def _recover(self, number: int, store: Store) -> tuple[SavedCopies | None, bool]:
+        """Return what was saved, and whether the nodes came to an end: else a node was lost, and the copies are needed in the next attempt."""
         begun = time.monotonic()
         mine: dict[str, Any] = {"offers": [], "groups": {}, "directories": [], "newest": 0}
         for _ in range(2):
@@ -210,7 +214,7 @@ class Copies:
                 mine = self._order({"do": "offers"})
                 break
         try:
-            everyone = self._exchange(store, "offers", mine)
+            everyone = self._exchange(store, "offers", mine, OFFERS_S)
             names = {offer: name for node, said in enumerate(everyone) for offer, name in _offers(node, said)}
             attempt = max((offer.attempt for offer in names), default=-1)
             groups = frozenset(group for said in everyone for group in said["groups"].get(str(attempt), ()))
@@ -220,17 +224,18 @@ class Copies:
             for turn in range(len(names) + 1):
                 choice = choose([offer for offer in names if offer not in damaged], groups, newest)
                 if choice is None:
-                    return None
+                    return None, True
                 path, bad = self._save(store, f"{number}.{turn}", choice, names, directories)
                 if path:
                     nodes = len({offer.node for offer in choice.sources})
-                    return SavedCopies(choice.step, path, nodes, time.monotonic() - begun)
+                    return SavedCopies(choice.step, path, nodes, time.monotonic() - begun), True
                 if not bad:
                     break
                 damaged |= bad
         except (OSError, RuntimeError, ValueError) as error:  # torch's DistError
-            log.error("copies in memory are there, and were not saved: %s", error)
-        return None
+            log.error("copies in memory could not be saved before this attempt: %s", error)
+            return None, False
+        return None, True
 
     def _save(
         self, store: Store, turn: str, choice: Choice, names: Mapping[Offer, str], directories: Sequence[str]
@@ -279,14 +284,16 @@ class Copies:
         except KeeperLost as error:
             return {"error": str(error), "damaged": ""}
 
-    def _exchange(self, store: Store, what: str, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _exchange(
+        self, store: Store, what: str, mine: Mapping[str, Any], within_s: float = ORDER_S
+    ) -> list[dict[str, Any]]:
         """Return every node's table. Raises RuntimeError (torch's DistError), ValueError."""
         store.set(f"ttp/copies/{what}/{self._node}", json.dumps(dict(mine)))
-        until_s = time.monotonic() + ORDER_S
+        until_s = time.monotonic() + within_s
         keys = [f"ttp/copies/{what}/{node}" for node in range(self._nodes)]
         while not store.check(keys):
             if time.monotonic() > until_s:
-                raise RuntimeError(f"the other nodes did not say within {ORDER_S:.0f} s what they have {what}")
+                raise RuntimeError(f"another node gave no answer within {within_s:.0f} s ({what})")
             time.sleep(LOOK_S)
         return [json.loads(store.get(key)) for key in keys]
 
