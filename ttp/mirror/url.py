@@ -31,7 +31,9 @@ def check_url(url: str, name: str = "TTP_MIRROR") -> str:
         raise ConfigError(f"invalid {name}: got {checked.shown(url)}, expected a URL such as s3://bucket/prefix")
     scheme = match[1]
     if scheme == "memory":
-        raise ConfigError(f"invalid {name}: got {checked.shown(url)}, which keeps nothing when its process ends")
+        raise ConfigError(
+            f"invalid {name}: got {checked.shown(url)}, which keeps nothing when its process ends, expected a store that lasts, such as s3://bucket/prefix"
+        )
     if scheme in S3 and importlib.util.find_spec("s3fs") is None:
         raise ConfigError(
             f"invalid {name}: got {checked.shown(url)}, and s3fs is not installed. Run pip install 'try-to-persist[s3]'"
@@ -42,5 +44,7 @@ def check_url(url: str, name: str = "TTP_MIRROR") -> str:
 
             fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"invalid {name}: got {checked.shown(url)}, which cannot be used: {error}") from None
+        raise ConfigError(
+            f"invalid {name}: got {checked.shown(url)}, which cannot be used: {error}. Install what it names, or correct the URL"
+        ) from None
     return url.rstrip("/")

@@ -91,8 +91,8 @@ def test_verify_checks_the_signature_of_a_url(url: str, tmp_path: Path, job: Job
 
 
 def test_what_changes_directories_refuses_a_url_and_an_empty_one_is_answered(url: str, tmp_path: Path) -> None:
-    assert ckpt_json("prune", url, "--keep", "3")["status"] == 2
-    assert "TTP_MIRROR_KEEP" in ckpt_json("sign", url, "--sign-key", "k.pem")["error"]
+    assert "Set TTP_MIRROR_KEEP of the job" in ckpt_json("prune", url, "--keep", "3")["error"]
+    assert "Sign the checkpoint in its directory" in ckpt_json("sign", url, "--sign-key", "k.pem")["error"]
     empty = ckpt_json("list", url)
     assert empty["status"] == 1 and f"no checkpoint in {url}" in empty["error"]
     assert ckpt_json("list", "s3://key:secret@bucket/a")["status"] == 2

@@ -26,13 +26,17 @@ from ttp.mirror.url import is_url
 
 Run = Callable[[argparse.Namespace, Console], Answer]
 _FETCH = ("diff", "export")
+_INSTEAD = {
+    "prune": "Set TTP_MIRROR_KEEP of the job: it says how many its mirror keeps",
+    "sign": "Sign the checkpoint in its directory, or give ttprun --sign-key",
+}
 
 
 def run_on_urls(run: Run, given: argparse.Namespace, console: Console) -> Answer:
     """Run a command with directories in the place of its URLs. Raises UsageError, TTPError, OSError."""
     if given.command not in ("list", "inspect", "verify", *_FETCH):
         raise UsageError(
-            f"{given.command} changes directories, not URLs: TTP_MIRROR_KEEP of the job says what its mirror keeps"
+            f"invalid path: got a URL, expected directories for {given.command}: it changes files in place. {_INSTEAD.get(given.command, '')}".rstrip()
         )
     with tempfile.TemporaryDirectory(prefix="ttp_ckpt_") as made:
         root = Path(made).resolve()
