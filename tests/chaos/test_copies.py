@@ -126,6 +126,7 @@ def test_full_shards_survive_the_death_of_ranks(tmp_path: Path, untouched: Path,
         job.says("restarting (1 of 1 restarts)")
         assert_goes_on(job, tmp_path, untouched)
         assert "saved   step 12 from copies in memory: " in job.text
+        assert "all others from copies in memory, some steps back" in job.text
         assert len(victims) == 4 or re.search(r"lost +0 steps;", job.text), job.text
 
 

@@ -130,6 +130,16 @@ def test_a_step_that_only_copies_have_is_saved_before_the_next_attempt_and_only_
     assert node.begin(2, [0, 1], store=HashStore()) is None
 
 
+def test_a_copy_whose_rank_died_before_it_said_so_is_not_judged_by_the_checksum_of_the_one_before(node: Node) -> None:
+    first, second = node.attach(0, ("a",)), node.attach(1, ("b",))
+    for step in (3, 4):
+        assert copy(first, step, step - 2, ("a",))["why"] == copy(second, step, step - 2, ("b",))["why"] == ""
+    for memory, groups in ((first, ("a",)), (second, ("b",))):
+        memory.take(1, 5, 3, state(5), values(5, groups))
+        memory.close()
+    check(node.begin(1, [0, 1], store=HashStore()), 5)
+
+
 def test_a_keeper_that_was_killed_costs_no_copy(node: Node) -> None:
     first = node.attach(0, ("a", "b"))
     assert copy(first, 3, 1, ("a", "b"))["why"] == ""

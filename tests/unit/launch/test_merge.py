@@ -46,6 +46,12 @@ def test_faults_that_others_reported_count_until_the_next_attempt() -> None:
     assert earlier(lines[2:], own={1}, last=1).begun_unix_s is None
 
 
+def test_a_step_that_was_saved_from_copies_corrects_the_fault_that_another_reported() -> None:
+    fault = line(2.0, "fault", 0, steps_lost=20)
+    lines = [line(1.0, "start", 0), fault, line(4.0, "copies", 0, steps_lost=1), line(5.0, "start", 1)]
+    assert earlier(lines, own={1}, last=1).faults == ({**fault, "steps_lost": 1},)
+
+
 def test_steps_that_others_saw_trained_again_are_added_up() -> None:
     """Those of this job, and not those that were reported here."""
     before = [line(0.1, "start", 0), line(0.2, "again", 0, steps=100), END]

@@ -153,3 +153,14 @@ def test_ten_thousand_ranks_take_less_than_a_second() -> None:
     text = survives(coverage_of(registrations))
     assert time.process_time() - began < 1.0
     assert text == "any 1 of 10000 ranks; 49990000 of 49995000 pairs; each of 1250 nodes"
+
+
+def test_copies_in_memory_count_where_every_rank_has_them() -> None:
+    def rank(number: int, copies: bool) -> Registration:
+        groups = (ShardGroup(f"g{number}", f"shard {number}", 1),)
+        return Registration(number, 2, "a", 1, groups, 0, (), "{}", copies=copies)
+
+    with_all, with_one = (coverage_of([rank(0, True), rank(1, copies)]) for copies in (True, False))
+    assert survives(with_all).endswith("; all others from copies in memory, some steps back")
+    assert not warnings(with_all)
+    assert "copies" not in survives(with_one) and len(warnings(with_one)) == 2
