@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,3 +386,23 @@ def test_memory_of_other_nodes_is_kept_until_all_nodes_have_come_to_an_end_with_
     agent.begin("job/1", 1, cast(Any, Answers()), node=0, nodes=2, host="127.0.0.1", secret=None, ranks=[0])
     assert list(agent._owner.all()) == ([] if answers else ["rank 5 of another node"])
     agent.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_node_gets_no_memory(node: Node) -> None:
+    node.attach(0, ("a",)).close()
+    asks = """if True:
+        import json, os, socket, struct, sys
+        body = json.dumps({"rank": 0, "use": "copies", "nbytes": int(sys.argv[2]), "written": 0}).encode()
+        os.setgid(65534); os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect("\\0" + sys.argv[1][1:])
+            channel.sendall(struct.pack("!Q", len(body)) + body)
+            try:
+                print(len(channel.recv(1)))
+            except ConnectionResetError:
+                print(0)
+    """
+    command = [sys.executable, "-c", asks, node.copies.address, "4096"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONG_S)
+    assert done.stdout.strip() == "0"
