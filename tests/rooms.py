@@ -53,6 +53,7 @@ ORDER = (
     "ttp.optim.step_agreement",
     "ttp.optim",
     "ttp.runtime",
+    "ttp.regroup",
     "ttp.launch.rendezvous",
     "ttp.launch.watch",
     "ttp.launch.links",

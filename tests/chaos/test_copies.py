@@ -130,6 +130,7 @@ def test_full_shards_survive_the_death_of_ranks(tmp_path: Path, untouched: Path,
         assert len(victims) == 4 or re.search(r"lost +0 steps;", job.text), job.text
 
 
+@pytest.mark.long
 def test_the_example_goes_on_a_few_steps_back(tmp_path: Path) -> None:
     """Under the budget, which decides after two copies how often there is another one."""
     example = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", "4", str(ROOT / "examples/hsdp/train.py")]

@@ -39,7 +39,7 @@ def two_nodes(backend: str, port: int, node: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])
-@pytest.mark.parametrize("restarts", ["1", "0"])
+@pytest.mark.parametrize("restarts", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_node_that_has_succeeded_does_not_wait_in_vain_for_one_that_failed(
     tmp_path: Path, backend: str, restarts: str
 ) -> None:

@@ -46,6 +46,7 @@ def console(job: TrainingJob) -> str:
     return (job.output_dir / "console.log").read_text(errors="replace")
 
 
+@pytest.mark.long
 def test_a_job_that_loses_its_directory_resumes_from_the_mirror_with_the_same_bits(
     tmp_path: Path, s3: S3, whole_job: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:

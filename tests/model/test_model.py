@@ -34,12 +34,13 @@ LONG = (pytest.mark.long, pytest.mark.timeout(LONGEST_S))
 """Of a search: all its orders, on cores that are busy with other things."""
 THREE_RANKS = ((0, 1), (1, 2))
 """Two shards, of which one rank has both."""
+ONE_FAULT, TWO_DEATHS = "one fault of any kind, from the second step on", "two deaths, in a job of three ranks"
 SMALL = {
-    "one fault of any kind, from the second step on": (
+    ONE_FAULT: (
         Shape(faults=1, kinds=FAULTS, calm_steps=1),
         {"published step 1", "published step 2", "trained on"},
     ),
-    "two deaths, in a job of three ranks": (
+    TWO_DEATHS: (
         Shape(steps=1, faults=2, kinds=("kill", "controller kill"), peer_errors=0, holders=THREE_RANKS),
         {"published step 1", "refused", "trained on"},
     ),
@@ -60,7 +61,7 @@ def described(found: Found) -> str:
     return "\n".join([found.violation, *(" ".join(map(str, action)) for action in found.path)])
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [ONE_FAULT, pytest.param(TWO_DEATHS, marks=pytest.mark.long)])
 def test_no_order_of_faults_and_messages_in_a_small_job_violates_an_invariant(name: str) -> None:
     """One fault of any kind at any moment of the second step; and two deaths, of ranks and controllers, of fewer ranks."""
     shape, outcomes = SMALL[name]

@@ -1,4 +1,4 @@
-"""Ten thousand jobs by seed: no invariant is violated, and every kind of fault acts wherever it can.
+"""Four thousand jobs by seed: no invariant is violated, and every kind of fault acts wherever it can.
 
 `SIMULATION_SEED=N` in the environment begins at another seed; `make soak` runs a million and wants every single cell.
 """
@@ -22,9 +22,9 @@ from tests.simulation.scenario import build
 from tests.simulation.soak import gathered, reason_kind
 
 BASE_SEED = int(os.environ.get("SIMULATION_SEED", "5000000"))
-JOBS = 10_000
-CELLS_HIT = 0.98
-"""Part of the cells that so few jobs hit at least; each is aimed at by about ten of them, and one aim in five hits the rarest."""
+JOBS = 4_000
+CELLS_HIT = 0.9
+"""Part of the cells that so few jobs hit at least; each is aimed at by about four of them, and one aim in five hits the rarest."""
 MANY = 20
 """Second, third and later faults that so many jobs must meet at every stage of a dump."""
 KEPT = 0.78
@@ -40,7 +40,7 @@ def many() -> Tally:
 
 
 @pytest.mark.timeout(3600)
-def test_ten_thousand_jobs_violate_no_invariant(many: Tally) -> None:
+def test_four_thousand_jobs_violate_no_invariant(many: Tally) -> None:
     """A failing seed is printed in full by `python -m tests.simulation.replay SEED`."""
     assert many.jobs == JOBS
     assert not many.failures, f"base seed {BASE_SEED}: {sorted(many.failures)[:3]}"
@@ -99,7 +99,7 @@ def test_a_few_jobs_are_run_from_the_command_line() -> None:
 
 @pytest.mark.parametrize("hash_seeds", [("1", "2")])
 def test_a_seed_gives_the_same_journals_whatever_pythons_hash_seed(hash_seeds: tuple[str, str]) -> None:
-    """No order of a set or of hashed text gets into a decision: forty transcripts are equal, letter by letter."""
+    """No order of a set or of hashed text gets into a decision: twenty transcripts are equal, letter by letter."""
     printed = [
         subprocess.run(
             [sys.executable, "-m", "tests.simulation.test_soak"],
@@ -113,12 +113,12 @@ def test_a_seed_gives_the_same_journals_whatever_pythons_hash_seed(hash_seeds: t
         for hash_seed in hash_seeds
     ]
     assert printed[0] == printed[1]
-    assert len(printed[0].splitlines()) == 40
+    assert len(printed[0].splitlines()) == 20
 
 
 def main() -> None:
     """Print a digest of every transcript."""
-    for seed in range(40):
+    for seed in range(20):
         scenario = build(seed)
         found = violations(scenario)
         text = "\n".join([*transcript(scenario), *found])

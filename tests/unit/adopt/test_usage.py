@@ -325,9 +325,9 @@ for batch in guard.batches([torch.ones(1, 2)] * 3):
     [
         ("", 1),
         ("guard.save()", 0),
-        ("guard.close(); guard.close()", 1),
-        ("raise ZeroDivisionError('its own mistake')", 0),
-        ("import os\nif not os.fork(): sys.exit()\nos.wait()", 1),
+        pytest.param("guard.close(); guard.close()", 1, marks=pytest.mark.long),
+        pytest.param("raise ZeroDivisionError('its own mistake')", 0, marks=pytest.mark.long),
+        pytest.param("import os\nif not os.fork(): sys.exit()\nos.wait()", 1, marks=pytest.mark.long),
     ],
 )
 def test_a_process_that_ends_without_closing_is_reported_too(tmp_path: Path, end: str, reported: int) -> None:

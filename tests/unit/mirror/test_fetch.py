@@ -60,6 +60,7 @@ def _alter(store: Remote, name: str) -> None:
     store.put_new(name, bytes(content))
 
 
+@pytest.mark.parametrize("url", [pytest.param("s3", marks=pytest.mark.long), "file"], indirect=True)
 def test_a_broken_object_is_noticed_and_the_next_older_checkpoint_taken(url: str, tmp_path: Path, job: Job) -> None:
     """A flipped bit, an object of another size, one that is gone, a missing and an altered manifest."""
     mirrored(url, tmp_path / "lost", job, 2, 3, 4, 5, 6, 7)

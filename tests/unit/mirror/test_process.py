@@ -234,6 +234,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("url", [pytest.param("s3", marks=pytest.mark.long), "file"], indirect=True)
 def test_the_process_dies_with_its_agent_has_a_low_priority_and_is_picked_first_without_memory(
     tmp_path: Path, url: str
 ) -> None:

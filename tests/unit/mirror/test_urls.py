@@ -63,6 +63,7 @@ def test_checkpoints_of_a_url_are_listed_inspected_verified_compared_and_exporte
     assert not list(tmp_path.glob("ttp_ckpt_*")), "nothing remains in the folder for temporary files"
 
 
+@pytest.mark.parametrize("url", [pytest.param("s3", marks=pytest.mark.long), "file"], indirect=True)
 def test_a_broken_object_is_found_by_verify_and_passed_over_by_export(url: str, tmp_path: Path, job: Job) -> None:
     mirrored(url, tmp_path / "lost", job, 3, 5)
     name = next((tmp_path / "lost" / "iter_0000005").glob("*.distcp")).name

@@ -30,7 +30,7 @@ IN_DEPTH = (
 )
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_all_claims_hold_in_the_even_and_in_the_ring_layout(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, *IN_DEPTH)
 
@@ -56,7 +56,7 @@ def test_gradients_that_accumulate_in_shards_at_other_sizes(world: int, run_rank
     run_ranks(world, *ACCUMULATION[:3])
 
 
-@pytest.mark.parametrize("world", [2, 5, 8])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 5, pytest.param(8, marks=pytest.mark.long)])
 def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, *EVERYWHERE, "parameters_of_16_bits_are_rounded_masters", "the_wire_carries_what_theory_says")
 
@@ -93,6 +93,7 @@ def test_numbers_that_are_not_finite(run_ranks: Callable[..., None]) -> None:
     run_ranks(2, "each_choice_holds_under_ddp_and_fsdp_in_both_modes")
 
 
+@pytest.mark.long
 def test_a_process_does_not_grow(run_ranks: Callable[..., None]) -> None:
     """In a fresh process: where larger pieces of memory have been freed before, nothing is to be seen."""
     run_ranks(4, "a_process_does_not_grow")
@@ -110,7 +111,7 @@ def test_a_corrupt_replica_of_three_is_distinguished_from_the_others(run_ranks: 
     run_ranks(3, "the_odd_one_out_of_three_replicas_is_named")
 
 
-@pytest.mark.parametrize("world", [5, 6])
+@pytest.mark.parametrize("world", [5, pytest.param(6, marks=pytest.mark.long)])
 def test_holders_on_different_hosts(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, "every_row_order_trains_the_same")
 
