@@ -63,6 +63,7 @@ class Gate:
         "_waits",
         "after_update",
         "before_ready",
+        "before_update",
         "drain_error",
         "lets_go",
         "notice",
@@ -116,6 +117,8 @@ class Gate:
         """Called on the training thread when it has finished an update."""
         self.before_ready: Callable[[int], None] | None = None
         """Called on the training thread, with the step, before it is READY: this rank waits for what must be so of all ranks by then."""
+        self.before_update: Callable[[CommitRecord], None] | None = None
+        """Called on the training thread with the record of the update that it is about to begin; may raise, after `step_back`."""
         self.after_update: Callable[[], None] | None = None
         """Called on the training thread behind `on_step`: what takes time."""
 
@@ -150,6 +153,8 @@ class Gate:
         """
         if self._in_update:
             raise self._misuse("begin_update", step, "an update is in progress already; call end_update first")
+        if self.before_update is not None:
+            self.before_update(record)
         self._acquire()
         if self._freezes.barred:
             self._release()
@@ -160,6 +165,14 @@ class Gate:
         self._backup_step = backup_step
         self._step = step
         self._phase = _UPDATING
+
+    def step_back(self, step: int) -> None:
+        """Every rank gives `step` up before its update, with its record, and computes it again. Waits while closed, for good once the
+        state was rolled forward."""
+        self._pass()
+        self._phase = _COMPUTE
+        self._step = step
+        self._release()
 
     def end_update(self, step: int) -> None:
         """The update is finished: the state is `step`'s. Gives the gate back. Raises ProtocolError without an update."""

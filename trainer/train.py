@@ -134,6 +134,7 @@ class Trainer:
             log_dir=output_dir / "log",
             keep_checkpoint_max=config.training_config.keep_checkpoint_max,
         )
+        self.session.regrouping.on_regroup(self._renew_groups)
         self._describe(text, replicas)
         self.step, self.consumed = self._resume()
 
@@ -221,6 +222,10 @@ class Trainer:
         return point.step, int(state["consumed_samples"])
 
     # --- the loop ---
+
+    def _renew_groups(self, successor: Callable[[Any], Any]) -> None:
+        self.mesh = self.mesh.renewed(successor)
+        self.passes.renew(self.mesh, successor)
 
     @ttp.ttp_to_persist
     def train(self) -> None:

@@ -32,6 +32,7 @@
 | TTP_MIRROR_KEEP | as many as the job keeps | checkpoints that stay in the mirror; 0: all |
 | TTP_MIRROR_END_S | 600 | seconds that ttprun waits at the job's end for the newest checkpoint's copy |
 | TTP_MIRROR_OPTIONAL | False | True: a job that finds no checkpoint, and no answer from its mirror, begins at step 1 |
+| TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
 | TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
@@ -61,7 +62,7 @@ VARIABLES = (
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
     "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
-    "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_REHEARSE", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -97,6 +98,8 @@ class Settings:
     """The site's certificate, key and authority; empty: the job's own."""
     identity: str = ""
     copies: str = ""
+    rehearse_every: int = 0
+    """Steps from one rehearsal to the next; 0: none."""
     require_secret: bool = False
     job_id: str = "ttp"
     host: str = "localhost"
@@ -195,6 +198,7 @@ class Settings:
             tls_files=tls_files(environ),
             identity=identity_socket(environ),
             copies=_text(environ, "TTP_COPIES"),
+            rehearse_every=_rehearse(environ),
             require_secret=_flag(environ, "TTP_REQUIRE_SECRET", False),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
@@ -342,6 +346,15 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     if abs(value) > _LARGEST:
         raise ConfigError(f"invalid {name}={_shown(text)}: expected an integer, at most {_LARGEST}")
     return value
+
+
+def _rehearse(environ: Mapping[str, str]) -> int:
+    """Return N of TTP_REHEARSE=every:N; 0 where it is not set."""
+    text = environ.get("TTP_REHEARSE", "").strip()
+    found = re.fullmatch(r"every:([1-9][0-9]{0,8})", text)
+    if text and found is None:
+        raise ConfigError(f"invalid TTP_REHEARSE={_shown(text)}: expected every:N, N a number of steps from 1")
+    return int(found[1]) if found is not None else 0
 
 
 def _text(environ: Mapping[str, str], name: str, default: str = "") -> str:

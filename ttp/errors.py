@@ -14,7 +14,9 @@
     ├── ProtocolError      an event that the protocol's state does not allow
     ├── AbortedCollective  a collective's result lacks some rank's contribution; another rank failed
     ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
+    ├── NotRepeatable      a step has another result when the training function is entered again (also a ValueError)
     └── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
+    Regroup                training leaves its function, and enters it again with new process groups (a BaseException)
 
 Every message has the form `<what is invalid>: got <value>, expected <what>. <what to do next>`.
 
@@ -83,7 +85,11 @@ class NonFinite(TTPError):
     """A loss or a gradient is NaN or infinite, and `on_nonfinite="stop"` was given; no update was made with it."""
 
 
-STAY_WRONG = (ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite)
+class NotRepeatable(TTPError, ValueError):
+    """A step has another result when the training function is entered again: it does not begin from the session's state alone."""
+
+
+STAY_WRONG = (ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite, NotRepeatable)
 """Errors of an attempt that are the same in the next one, until somebody corrects what is wrong."""
 STAY_WRONG_AT_FIRST = (NotWritable,)
 """The same at the job's first start. Later a disk may have failed, and may come back."""
@@ -109,3 +115,8 @@ class Overtaken(TTPError):
 
     Raised only where the trainer asked for it (`Gate.lets_go`): it finishes its own bookkeeping of the step, and no more.
     """
+
+
+class Regroup(BaseException):
+    """The training thread leaves `train`, whose decorator makes the process groups again and calls it again. Not an Exception, so that a
+    program's own `except Exception` lets it pass."""

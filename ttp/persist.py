@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from ttp.errors import Regroup
 from ttp.exchange import error_file
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LEFT = object()
 
 
 def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
@@ -21,6 +23,9 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
       still finds all replicas.
     - `ENABLE_TTP=False`, or no session was started: `train` runs as it is.
 
+    - It leaves with `Regroup`: the process groups are made again, and `train` is called again, with the same arguments. It has to
+      begin where the session is (`optimizer.current_step + 1`), as after a restart.
+
     The session may be started before the call or inside `train`. Under a launcher, an exception that ends this process is
     recorded from here on (`ttp.exchange.error_file`).
     """
@@ -28,13 +33,14 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(train)
     def persistent(*args: P.args, **kwargs: P.kwargs) -> R:
-        from ttp.session import find_session
+        from ttp.session import current_session, find_session
 
         session = find_session()
         if session is not None:
             session.begin_train()
         try:
-            result = train(*args, **kwargs)
+            while (result := _called(train, *args, **kwargs)) is _LEFT:
+                current_session().regrouping.make_again()
         except BaseException as exc:
             session = find_session()
             if session is not None:
@@ -46,3 +52,11 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return persistent
+
+
+def _called(train: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Any:
+    """Call it; return _LEFT where it was left with Regroup. Its frames are gone by then, with all the memory that they held."""
+    try:
+        return train(*args, **kwargs)
+    except Regroup:
+        return _LEFT

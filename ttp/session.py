@@ -49,6 +49,7 @@ from ttp.exchange.last_step import LastStep
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, CommitRecord, Registration
+from ttp.regroup.rehearsal import Regrouping
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
@@ -246,6 +247,7 @@ class Session:
         )
         gate = self._protection.gate if self._protection is not None else None
         self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
+        self.regrouping = Regrouping(optimizer, gate, settings.rehearse_every, self.rank, self.pause)
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
@@ -294,7 +296,7 @@ class Session:
 
         def skip(path: Path, reason: str) -> None:
             reasons.append(reason)
-            self._say_skipped(path, reason)
+            self._log(f"skipping checkpoint {path}: {reason}", logging.WARNING)
             if self._protection is not None:
                 self._protection.skipped(path)
 
@@ -312,7 +314,7 @@ class Session:
             check=usable,
             on_skip=skip,
             key=self.holder.keys.verify,
-            report=self._say,
+            report=self._log,
         )
         found = self._directories.store.open_newest(candidates, JobRanks(self._device), request)
         if self._mirror is not None:
@@ -347,13 +349,9 @@ class Session:
         self._instrumentation.resumed(0, "", reasons, None)
         return None
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str, level: int = logging.INFO) -> None:
         if self.rank == 0:
-            log.info("%s", text)
-
-    def _say_skipped(self, path: Path, reason: str) -> None:
-        if self.rank == 0:
-            log.warning("skipping checkpoint %s: %s", path, reason)
+            log.log(level, "%s", text)
 
     def _load(self, found: Reader) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
@@ -424,6 +422,7 @@ class Session:
                 "the function decorated with ttp_to_persist was called again: the session ended when every rank had returned"
                 " from it; decorate the function that holds the whole training loop"
             )
+        self.regrouping.begin_train()
 
     def hold_after(self, exc: BaseException) -> None:
         """Keep this rank as a holder after training raised; returns when the exception may go on, at once where it is decided already

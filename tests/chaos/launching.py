@@ -17,7 +17,7 @@ TTPRUN = ("-m", "ttp.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 
 WARM = {"TTP_WARM_START": "True"}
-"""For tests of what forked workers are. Other workers without torch import nothing that takes time, and are executed (TTP_TEST_WARM=True: not)."""
+"""For tests of what forked workers are. Other workers without torch import nothing that takes time, and are executed (TTP_TEST_WARM=True: not). TTP_WARM_START=False: all are."""
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -71,7 +71,8 @@ class Launch:
         self.log = out / f"{name}.log"
         command = [sys.executable, *program, *options, *what, str(out), *arguments]
         # Other tests of this process may have loaded gRPC, which leaves its setting in the environment.
-        cold = "torch" not in worker and "ttp" not in worker and os.environ.get("TTP_TEST_WARM") != "True"
+        no_torch = "torch" not in worker and "ttp" not in worker
+        cold = (no_torch and os.environ.get("TTP_TEST_WARM") != "True") or os.environ.get("TTP_WARM_START") == "False"
         warm_start = {"TTP_WARM_START": "False"} if cold else {}
         own = ("TORCHELASTIC_", "TTP_", "PET_", "GRPC_ENABLE_FORK_SUPPORT")
         clean = {key: value for key, value in os.environ.items() if not key.startswith(own)}

@@ -7,7 +7,8 @@ them. Frozen: the one object that says who shares what with whom.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +29,10 @@ class Axis:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def renewed(self, successor: Callable[[Any], Any]) -> Axis:
+        """Return the same axis over the process group that has taken the place of its own."""
+        return replace(self, group=successor(self.group))
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -40,6 +45,14 @@ class Mesh:
     """The ranks that have the same experts: `data`, where experts are not divided."""
     tensor_mesh: DeviceMesh | None = None
     """Of the ranks of `tensor`; None for one."""
+
+    def renewed(self, successor: Callable[[Any], Any]) -> Mesh:
+        """Return the same place with each axis over the process group that has taken the place of its own."""
+        axes = {
+            name: getattr(self, name).renewed(successor)
+            for name in ("data", "tensor", "pipeline", "expert", "expert_data")
+        }
+        return replace(self, **axes)
 
     @property
     def splits_model(self) -> bool:

@@ -7,7 +7,7 @@ Leaves accumulated gradients in the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,16 @@ class Passes:
         self._evaluating: Any = None
         """The schedule of evaluations, which have no backward; made when the first one comes."""
         self._tied = self._tied_group()
+
+    def renew(self, mesh: Mesh, successor: Callable[[Any], Any]) -> None:
+        """Work over the process groups that have taken the place of the earlier ones: those of `mesh`."""
+        self.mesh, self._tied = mesh, successor(self._tied)
+        self._schedule = self._build_schedule() if mesh.pipeline.size > 1 else None
+        self._evaluating = None
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, Experts):
+                    module.group = successor(module.group)
 
     def run(self, step: int, consumed: int) -> float:
         """Do forward and backward of this rank's micro-batches; return the sum of their losses on the one rank of each

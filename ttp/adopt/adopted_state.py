@@ -156,6 +156,10 @@ class AdoptedState:
         self._averages.loaded()
         _copy_all(self._live_buffers(), self._kept)
 
+    def step_back(self) -> None:
+        """Give the model the buffers of the newest update again."""
+        _copy_all(self._live_buffers(), self._kept)
+
     def _live_buffers(self) -> dict[str, torch.Tensor]:
         """Look the model's buffers up, at each use: a model may bind another tensor to a name."""
         return {key: self._live_buffer(name, self._kept[key]) for key, name in self._buffer_names.items()}

@@ -123,6 +123,19 @@ class AdoptedOptimizer:
         self._steps.tracker = tracker
         self._spanning.attempt = attempt
 
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these: `renewed` returns each one's successor. No collective is under way."""
+        self._spanning.rewire(renewed)
+
+    def step_back(self) -> None:
+        """The step in flight is left before its update: gradients, buffers and settings are as they were after the newest one."""
+        self._numbers.forget()
+        restore_hyper_parameters(self.optimizer.param_groups, self._steps.host_state["param_groups"], self.current_step)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
+        self._state.step_back()
+
     def begin_pass(self) -> None:
         """A forward pass of the next step begins: its gradients are about to change. Waits while frozen."""
         self._check_whole()

@@ -40,6 +40,8 @@ from ttp.errors import CheckpointError, ConfigError
 from ttp.exchange.json_collectives import check_joined
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
+from ttp.regroup.process_groups import Renewed
+from ttp.regroup.wrappers import renew_model
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
@@ -114,8 +116,9 @@ def protect(
             raise ConfigError(f"invalid {name}: got {got}, expected a mapping of names to objects, {{'name': object}}")
     if hasattr(schedulers, "step"):
         raise ConfigError(f"schedulers: got a {type(schedulers).__name__}, expected a list of schedulers, [scheduler]")
-    # The chaos harness judges by the bits of each step: in barrier mode there are no others.
-    judged = bool((settings or Settings.from_env()).chaos)
+    # The chaos harness and a rehearsal judge by the bits of each step: in barrier mode there are no others.
+    known = settings or Settings.from_env()
+    judged = bool(known.chaos or known.rehearse_every)
     adopted = AdoptedOptimizer(
         model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite, copied=copy_options.enabled
     )
@@ -167,6 +170,7 @@ class Guard:
         options: GuardOptions,
     ) -> None:
         self.session = session
+        self._model = model
         self._adopted = adopted
         self._host = host
         self._options = options
@@ -194,13 +198,14 @@ class Guard:
         self._take(0)
         self._resumed = point = self.session.resume(options.resume, check=_check_state)
         if point is not None:
-            self._give_back(point)
+            self._give_back(point.step, point.state)
             if self.session.rank == 0:
                 show(logging.INFO, "the optimizer's settings (lr and the like) are the checkpoint's, not the script's")
         elif different := adopted.differing():
             raise ConfigError(
                 f"before the first step, {different[0]}, expected the same weights on replicas; seed all ranks alike"
             )
+        session.regrouping.on_regroup(self._regroup)
         adopted.on_ready = self._take
         adopted.on_step_end = self._step_ended
         # torch.compile would trace hooks of a module that it compiles, and compile anew at every step.
@@ -307,16 +312,24 @@ class Guard:
         random = {"seed": self._seeds.base, "passes": self._passes, "all_passes": self._all_passes}
         self.session.set_step_state(step, {**self._host.take(step), **data, **random})
 
-    def _give_back(self, point: ResumePoint) -> None:
-        self._host.give_back(point.state, updated=point.step > 0)
-        self._position.load_state_dict(point.state["position"])
-        self._seeds.base = point.state["seed"]
-        self._all_passes = int(point.state.get("all_passes", 0))
-        self._seen.expect(point.state.get("seen", {}))
-        self._loader_states.give_back(point.state.get("loaders", []))
-        self._feed.used = bool(point.state.get("fed"))
-        if point.step and not self._feed.used:  # what is drawn next is the next step's batch, as before the restart
-            self._seeds.seed_after(point.step, int(point.state.get("passes", 0)) - 1)
+    def _give_back(self, step: int, state: Mapping[str, Any]) -> None:
+        self._host.give_back(state, updated=step > 0)
+        self._position.load_state_dict(state["position"])
+        self._seeds.base = state["seed"]
+        self._all_passes = int(state.get("all_passes", 0))
+        self._seen.expect(state.get("seen", {}))
+        self._loader_states.give_back(state.get("loaders", []))
+        self._feed.used = bool(state.get("fed"))
+        if step and not self._feed.used:  # what is drawn next is the next step's batch, as before the restart
+            self._seeds.seed_after(step, int(state.get("passes", 0)) - 1)
+
+    def _regroup(self, renewed: Renewed) -> None:
+        """`train` is entered again: all is as it was after the newest step."""
+        renew_model(self._model, renewed)
+        self._adopted.step_back()
+        self._passes, self._recomputed = 0, False
+        step = self._adopted.current_step
+        self._give_back(step, self.session.holder.step_states.get(step))
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training:

@@ -16,7 +16,7 @@ each element is summed in one place, or in one order, before it is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -84,6 +84,9 @@ class Wires(Protocol):
 
     def gather(self, memory: BucketMemory) -> Works: ...
 
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these; nothing is on the wire."""
+
 
 class RankRow:
     """The ranks that reduce-scatter and all-gather together. A group of one is not a group."""
@@ -99,6 +102,10 @@ class RankRow:
         self._received: dict[int, tuple[list[torch.Tensor], torch.Tensor | None]] = {}
         """By the memory of a bucket, what each of the others sends of this rank's slot, in the group's order; and memory to keep."""
         self._spare: list[torch.Tensor] = []
+
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        """Use the group that has taken the place of this row's; nothing is on the wire."""
+        self._group = renewed(self._group)
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a bucket."""
@@ -218,6 +225,9 @@ class _RowWires:
     def gather(self, memory: BucketMemory) -> Works:
         return self._row.gather(memory.params)
 
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        self._row.rewire(renewed)
+
 
 class EvenWires(_RowWires):
     """R rows of d/R ranks; the ranks of a column hold the same shard."""
@@ -228,6 +238,10 @@ class EvenWires(_RowWires):
         self._replicas = len(column)
         self._column = _subgroup(group, column, timeout)
         self._received: dict[int, torch.Tensor] = {}
+
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        super().rewire(renewed)
+        self._column = renewed(self._column)
 
     def exchange(self, memory: BucketMemory) -> Works:
         if self._replicas == 1:
@@ -268,6 +282,10 @@ class RingWires(_RowWires):
         self._ring = _subgroup(group, range(layout.world), timeout)
         self._from = _global_rank(group, self._previous)
         self._to = _global_rank(group, layout.successor[rank])
+
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        super().rewire(renewed)
+        self._ring = renewed(self._ring)
 
     def exchange(self, memory: BucketMemory) -> Works:
         give, take = self._own_and_taken(memory)

@@ -26,7 +26,7 @@ from ttp.optim.shard_layout.layout import Layout
 from ttp.proto.messages import ShardGroup
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ParameterPart:
     """Ranks in it are those of `group`."""
 
@@ -40,6 +40,11 @@ class ParameterPart:
     memory: list[BucketMemory]
     wires: Wires
     shards: HeldShards
+
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these."""
+        self.group = renewed(self.group)
+        self.wires.rewire(renewed)
 
     def held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
         """Return (shard, tensors) of what this rank holds; without shards in which nothing is counted."""

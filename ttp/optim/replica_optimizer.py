@@ -307,6 +307,13 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         for part in self._parts:
             part.shards.masters_from_params()
 
+    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these: `renewed` returns each one's successor. No collective is under way."""
+        self._group = renewed(self._group)
+        self.spanning.rewire(renewed)
+        for part in self._parts:
+            part.rewire(renewed)
+
     def close(self) -> None:
         """Take the hooks off the parameters, so that another optimizer may have them."""
         self._buckets.close()

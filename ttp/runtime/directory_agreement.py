@@ -73,14 +73,18 @@ class JobDirectories:
         """Return the kind of directories that all ranks have. Raises ConfigError."""
         shared_dirs, host = self._settings.shared_dirs, self._settings.host
         start = 0 if shared_dirs else next_start(self.named)
-        gathered = exchange_json([shared_dirs, host, start], self._device)
-        shared = {bool(value) for value, _, _ in gathered}
+        gathered = exchange_json([shared_dirs, host, start, self._settings.rehearse_every], self._device)
+        shared = {bool(value) for value, *_ in gathered}
         if len(shared) > 1:
-            alone = [rank for rank, (value, _, _) in enumerate(gathered) if not value]
+            alone = [rank for rank, (value, *_) in enumerate(gathered) if not value]
             raise ConfigError(f"TTP_SHARED_DIRS: got False on ranks {alone} only, expected the same on all nodes")
+        if len(rehearsals := {int(every) for *_, every in gathered}) > 1:
+            raise ConfigError(
+                f"TTP_REHEARSE: got every:N with N of {sorted(rehearsals)} (0: not set), expected the same on all nodes"
+            )
         if shared_dirs:
             return SharedStore()
-        hosts, starts = [str(host) for _, host, _ in gathered], [int(start) for _, _, start in gathered]
+        hosts, starts = [str(host) for _, host, *_ in gathered], [int(start) for _, _, start, _ in gathered]
         return NodeLocalStore(hosts, max(starts), self._rank)
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

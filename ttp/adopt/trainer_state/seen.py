@@ -91,6 +91,7 @@ class SeenBatches:
 
     def expect(self, record: Mapping[str, Any]) -> None:
         """Compare what comes with the record of a checkpoint, as far as it is this rank's in a job of the same size."""
+        self._begun = False
         if record.get("world_size") != self._world_size:
             return
         mine = record["rank"] == self._rank

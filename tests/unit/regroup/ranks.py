@@ -1,0 +1,162 @@
+"""What is tried on real ranks: each function here is run by all ranks of one world, joined over a TCP store."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.errors import ConfigError
+from ttp.regroup.process_groups import ProcessGroups, recipes
+from ttp.regroup.wrappers import renew_model
+
+
+def main(name: str, given: tuple[int, ...], rank: int, world: int, port: int, folder: str) -> None:
+    """Run the function of that name; leave `done_<rank>` or `error_<rank>` in `folder`."""
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, world, is_master=False
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        run: Callable[..., None] = globals()[name]
+        run(store, *given)
+        dist.barrier()
+        Path(folder, f"done_{rank}").touch()
+    except BaseException:
+        Path(folder, f"error_{rank}").write_text(traceback.format_exc())
+    os._exit(0)
+
+
+def summed(group: object = None) -> float:
+    value = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def everything_has_its_name_and_members_again(store: Any) -> None:
+    """Groups of all kinds of makers: named by a counter or by their members, of other ranks too, by a mesh, with a timeout of their own."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, others = halves[rank // 2], halves[1 - rank // 2]
+    local = (
+        dist.new_group([0, 3], use_local_synchronization=True, timeout=timedelta(seconds=77))
+        if rank in (0, 3)
+        else None
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    matrix: Any = distribute_tensor(torch.arange(16.0).view(4, 4), mesh["tensor"], [Shard(0)])
+    before = [(r.name, r.ranks, r.backend, r.timeout, r.tag, r.description) for r in recipes()]
+    objects = [r.group for r in recipes()]
+    hook, groups, count = sys.excepthook, ProcessGroups(), _world.group_count
+    for _ in range(2):
+        renewed = groups.make_again()
+        assert [(r.name, r.ranks, r.backend, r.timeout, r.tag, r.description) for r in recipes()] == before
+        assert [renewed(group) for group in objects] == [r.group for r in recipes()]
+        assert not {id(group) for group in objects} & {id(r.group) for r in recipes()}
+        objects = [renewed(group) for group in objects]
+        mine, local = renewed(mine), renewed(local)
+        assert renewed(mine) is mine and renewed(others) == others and renewed(None) is None
+        assert summed() == 6 and summed(mine) == (1 if rank < 2 else 5) and (local is None or summed(local) == 3)
+        assert summed(mesh["data"].get_group()) == (2 if rank % 2 == 0 else 4)
+        assert (matrix @ matrix.T).full_tensor().equal(torch.arange(16.0).view(4, 4) @ torch.arange(16.0).view(4, 4).T)
+    assert sys.excepthook is hook, "torch hangs one more on it at each start"
+    assert local is None or next(r.timeout for r in recipes() if r.group is local) == timedelta(seconds=77)
+    assert dist.new_group(list(range(4))).group_name == str(count), "as if nothing had been made again"
+
+
+def a_group_of_an_earlier_generation_is_refused(store: Any) -> None:
+    first, groups = dist.group.WORLD, ProcessGroups()
+    groups.make_again()
+    renewed = groups.make_again()
+    try:
+        renewed(first)
+    except ConfigError as error:
+        assert "earlier generation" in str(error)
+    else:
+        raise AssertionError("a group that was closed long ago was taken for one of now")
+
+
+def nothing_grows(store: Any, switches: int) -> None:
+    """Descriptors, threads, store keys, and memory within a few MB: over so many switches."""
+    dist.new_group([0, 1])
+    dist.new_group([0, 1], use_local_synchronization=True)
+    groups = ProcessGroups()
+
+    def switch() -> None:
+        groups.make_again()
+        assert summed() == 1
+        dist.barrier()  # rank 0 has taken the earlier keys out
+
+    def counts() -> tuple[int, int, int]:
+        dist.barrier()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), store.num_keys()
+
+    def resident_mb() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    for _ in range(5):
+        switch()
+    before, memory = counts(), resident_mb()
+    for _ in range(switches):
+        switch()
+    assert counts() == before, (counts(), before)
+    assert resident_mb() <= memory + 8 + switches // 50, (resident_mb(), memory)
+    assert threading.active_count() == 1 and groups.generation == switches + 5
+
+
+def ddp_and_fsdp2_give_the_bits_that_they_gave(store: Any) -> None:
+    """The same step before and after; gradients of three buckets, and of shards with replicas."""
+
+    def net() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = net()
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    plain = DistributedDataParallel(net(), bucket_cap_mb=0.005)
+    batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def gradients(model: torch.nn.Module) -> list[bytes]:
+        model.zero_grad()
+        torch.autograd.backward(model(batch).square().sum())
+        grads = [param.grad for param in model.parameters()]
+        return [getattr(grad, "to_local", lambda g=grad: g)().numpy().tobytes() for grad in grads]
+
+    class Holder(torch.nn.Module):
+        """A module that keeps a group, as experts do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.group, self.inner = dist.group.WORLD, sharded
+
+    holder = Holder()
+    for _ in range(3):  # DDP orders its buckets anew after the first
+        gradients(plain)
+    expected = gradients(plain), gradients(sharded)
+    groups = ProcessGroups()
+    for _ in range(3):
+        renewed = groups.make_again()
+        for model in (plain, holder):
+            renew_model(model, renewed)
+        assert holder.group is dist.group.WORLD is plain.process_group
+        assert (gradients(plain), gradients(sharded)) == expected

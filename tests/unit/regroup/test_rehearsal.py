@@ -1,0 +1,119 @@
+"""When a step is computed twice, what is compared, and that the gate lets no freeze be missed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ttp.config import Settings
+from ttp.errors import ConfigError, NotRepeatable, Regroup
+from ttp.processor.gate import Gate
+from ttp.proto.messages import CommitRecord, Phase
+from ttp.regroup.rehearsal import Regrouping, differences
+
+RECORD = CommitRecord(6, 1.5, 1.0, False, 1.0, (0.1,), (2.25, math.nan))
+
+
+@contextlib.contextmanager
+def pause(at_most_s: float) -> Iterator[None]:
+    yield
+
+
+def rehearsing(every: int = 3, rank: int = 1) -> tuple[Gate, Regrouping]:
+    gate = Gate(rank, state_step=5)
+    regrouping = Regrouping(None, gate, every, rank, pause)  # type: ignore[arg-type]
+    regrouping.begin_train()
+    return gate, regrouping
+
+
+def come_to(gate: Gate, record: CommitRecord) -> None:
+    gate.computing(record.step)
+    gate.ready(record.step)
+    gate.begin_update(record.step, record)
+
+
+def test_every_nth_step_is_left_once_before_its_update_and_then_done() -> None:
+    gate, _ = rehearsing()
+    with pytest.raises(Regroup):
+        come_to(gate, RECORD)
+    assert (gate.phase, gate.step, gate.state_step, gate.records) == (Phase.COMPUTE, 6, 5, ()), "nothing is committed"
+    come_to(gate, replace(RECORD))
+    assert gate.phase is Phase.UPDATING
+    gate.end_update(6)
+    for step in (7, 8):
+        come_to(gate, replace(RECORD, step=step))
+        gate.end_update(step)
+    with pytest.raises(Regroup):
+        come_to(gate, replace(RECORD, step=9))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"sums": (2.25, 1.0)}, "sums was (2.25, nan), then (2.25, 1.0)"),
+        ({"grad_norm": math.nextafter(1.5, 2)}, "grad_norm was 1.5, then 1.5000000000000002"),
+        ({"learning_rates": (0.2,)}, "learning_rates was (0.1,), then (0.2,)"),
+        ({"learning_rates": ()}, "learning_rates was (0.1,), then ()"),
+        ({"skipped": True}, "skipped was False, then True"),
+        ({"clip_factor": 0.5}, "clip_factor was 1.0, then 0.5"),
+        ({"loss_scale": 2.0}, "loss_scale was 1.0, then 2.0"),
+    ],
+)
+def test_another_result_is_named_and_no_update_is_made_with_it(changed: dict[str, object], named: str) -> None:
+    gate, _ = rehearsing()
+    with pytest.raises(Regroup):
+        come_to(gate, RECORD)
+    with pytest.raises(NotRepeatable, match="step 6 gave another result") as refused:
+        come_to(gate, replace(RECORD, **changed))  # type: ignore[arg-type]
+    assert named in str(refused.value) and gate.state_step == 5 and gate.phase is Phase.READY
+    assert differences(RECORD, replace(RECORD)) == ""
+
+
+def test_without_a_decorated_train_no_step_is_left() -> None:
+    gate = Gate(0, state_step=5)
+    Regrouping(None, gate, 3, 1, pause)  # type: ignore[arg-type]
+    come_to(gate, RECORD)
+    gate.end_update(6)
+    ungated = Regrouping(None, None, 3, 1, pause)  # type: ignore[arg-type]
+    ungated.begin_train()
+
+
+def test_a_step_is_not_given_up_while_the_gate_is_closed() -> None:
+    """The controller decides by READY: what it was told must not change behind it."""
+    gate, _ = rehearsing()
+    gate.computing(6)
+    gate.ready(6)
+    ticket = gate.shut(1)
+    report = gate.settle(ticket, 1, 1.0)
+    assert (report.phase, report.step) == (Phase.READY, 6)
+    left = threading.Event()
+
+    def train() -> None:
+        with contextlib.suppress(Regroup):
+            gate.begin_update(6, RECORD)
+        left.set()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    assert not left.wait(0.3)
+    assert gate.phase == Phase.READY
+    gate.reopen(ticket)
+    assert left.wait(10)
+    assert gate.phase.name == "COMPUTE"
+    thread.join()
+
+
+@pytest.mark.parametrize("text", ["5", "every:0", "every:", "every:1.5", "every:-1", "always", "every:1234567890123"])
+def test_what_is_not_a_number_of_steps_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"invalid TTP_REHEARSE=.*expected every:N"):
+        Settings.from_env({"TTP_REHEARSE": text})
+
+
+def test_the_setting_is_read() -> None:
+    assert Settings.from_env({"TTP_REHEARSE": " every:10 "}).rehearse_every == 10
+    assert Settings.from_env({}).rehearse_every == 0

@@ -1,0 +1,120 @@
+"""Leaving the training function and coming back into it, rehearsed in a job that is well: `TTP_REHEARSE=every:N`.
+
+At every N-th step all ranks compute the step up to its update, leave `train`, close their process groups, make them again, and call `train`
+again, which computes the same step a second time. Owns when that is, and the comparison of the two results: a function that cannot be
+entered again shows itself by another loss or gradient, and the job ends with that. Nothing is committed by the first time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import struct
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ttp.errors import NotRepeatable, Regroup
+from ttp.interfaces.protected_optimizer import ProtectedOptimizer
+from ttp.processor.gate import Gate
+from ttp.proto.messages import CommitRecord
+from ttp.regroup.process_groups import ProcessGroups, Renewed
+from ttp.runtime.rank_runtime import show
+
+MAKE_AGAIN_AT_MOST_S = 120.0
+"""Groups that take longer to be made again count as a standstill."""
+
+OnRegroup = Callable[[Renewed], None]
+
+
+class Regrouping:
+    """One session's. All of it on the training thread."""
+
+    def __init__(
+        self,
+        optimizer: ProtectedOptimizer,
+        gate: Gate | None,
+        every: int,
+        rank: int,
+        pause: Callable[[float], AbstractContextManager[None]],
+    ) -> None:
+        """`every`: 0 for no rehearsal. `pause`: says within its block that this rank does something else than steps."""
+        self._optimizer, self._gate, self._every, self._rank, self._pause = optimizer, gate, every, rank, pause
+        self._groups = ProcessGroups()
+        self._callbacks: list[OnRegroup] = []
+        self._first: CommitRecord | None = None
+        self._took_s = 0.0
+        self._rehearsed = 0
+        if every and rank == 0:
+            atexit.register(self._report)
+
+    def on_regroup(self, callback: OnRegroup) -> None:
+        """Have `callback` called whenever the groups were made again, with the function that returns a group's successor."""
+        self._callbacks.append(callback)
+
+    def begin_train(self) -> None:
+        """`train` is entered under `ttp_to_persist`, after the session began: from here on it can be left and entered again."""
+        if self._every and self._gate is not None:
+            self._gate.before_update = self._before_update
+
+    def make_again(self) -> None:
+        """`train` was left: make the groups again, and give them to whatever holds one (every rank calls)."""
+        began = time.perf_counter()
+        with self._pause(MAKE_AGAIN_AT_MOST_S):
+            renewed = self._groups.make_again()
+            self._optimizer.rewire(renewed)
+            for callback in self._callbacks:
+                callback(renewed)
+        self._took_s = time.perf_counter() - began
+
+    def _before_update(self, record: CommitRecord) -> None:
+        if record.step % self._every:
+            return
+        first, self._first = self._first, None
+        if first is None or first.step != record.step:
+            self._first = record
+            assert self._gate is not None
+            self._gate.step_back(record.step)
+            raise Regroup(f"step {record.step} is left before its update")
+        if differing := differences(first, record):
+            raise NotRepeatable(
+                f"rehearsal: step {record.step} gave another result when train() was called again: {differing}. Have train() begin from the"
+                " session's state alone (optimizer.current_step, session.step_state), and make iterators, schedules and random numbers"
+                " within it"
+            )
+        self._rehearsed += 1
+        if self._rank == 0:
+            took = f"{1e3 * self._took_s:.0f} ms"
+            show(
+                logging.INFO,
+                f"rehearsal: step {record.step} was computed twice with equal results; groups made again in {took}",
+            )
+
+    def _report(self) -> None:
+        if self._rehearsed:
+            show(
+                logging.INFO,
+                f"rehearsal: train() was left and entered again {self._rehearsed} times, with equal results",
+            )
+        elif self._first is None:
+            show(
+                logging.WARNING,
+                f"rehearsal: no step was computed twice (TTP_REHEARSE=every:{self._every}): begin the session before train() is called, decorate"
+                " train() with ttp_to_persist, and train for more steps",
+            )
+
+
+def differences(first: CommitRecord, second: CommitRecord) -> str:
+    """Return what differs in two results of one step, bit for bit; empty: nothing does. The norm and the sums are over all ranks."""
+    found = []
+    for name in ("learning_rates", "sums", "grad_norm", "clip_factor", "loss_scale", "skipped"):
+        before, after = getattr(first, name), getattr(second, name)
+        if _bits(before) != _bits(after):
+            found.append(f"{name} was {before}, then {after}")
+    return "; ".join(found)
+
+
+def _bits(value: object) -> bytes:
+    """Return a number's bits, or those of a tuple of them: two NaN of the same bits are the same result."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return struct.pack(f"<{len(numbers)}d", *(float(number) for number in numbers))

@@ -1,0 +1,36 @@
+"""What holds process groups inside a model: DDP's reducer, FSDP2's mesh information, and attributes of modules.
+
+Owns the ways to give each of them the groups that have taken the place of theirs. What a program keeps elsewhere is renewed by its own
+`on_regroup`. Private names of torch: `tests/unit/regroup` fails where another version has others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.regroup.process_groups import Renewed
+
+
+def renew_model(model: Module, renewed: Renewed) -> None:
+    """Have every module use the process groups in the place of those that it holds. No collective is under way."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module._update_process_group(renewed(module.process_group))  # type: ignore[no-untyped-call]
+        for holder in (module, *_mesh_infos(module)):
+            for name, value in list(vars(holder).items()):
+                if isinstance(value, dist.ProcessGroup):
+                    setattr(holder, name, renewed(value))
+
+
+def _mesh_infos(module: Module) -> Iterator[Any]:
+    """Yield what FSDP2 knows of the groups that a module's parameters are sharded over."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    for group in getattr(state, "_fsdp_param_groups", ()):
+        yield group.mesh_info
+        if group.post_forward_mesh_info is not None:
+            yield group.post_forward_mesh_info
