@@ -132,6 +132,9 @@ PARSED: dict[str, Proof] = {
         Proof("tests/chaos/test_lightning.py::test_lightnings_trainer_killed_twice_has_the_baseline_run_s_bits"),
     "ttprun --nproc-per-node 2 examples/ddp/shortest.py":
         Proof(f"{_OTHERS}::test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp"),
+    "ttprun --nproc-per-node 2 examples/ddp/train.py": Proof(
+        "tests/chaos/test_rehearsal.py::test_protected_trainers_give_the_baselines_losses_and_weights"
+    ),
     "ttprun --nproc-per-node 2 examples/ddp/train.py --optimizer SGD": Proof(f"{_OTHERS}::test_ddp_survives_with_any_optimizer"),
     "ttprun --nproc-per-node 4 examples/hsdp/train.py --replicate 1 --copies":
         Proof("tests/chaos/test_copies.py::test_the_example_goes_on_a_few_steps_back"),

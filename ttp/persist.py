@@ -55,7 +55,7 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
 
 
 def _called(train: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Any:
-    """Call it; return _LEFT where it was left with Regroup. Its frames are gone by then, with all the memory that they held."""
+    """Call it; return _LEFT where Regroup ended it. Its frames are gone by then, with all the memory that they held."""
     try:
         return train(*args, **kwargs)
     except Regroup:

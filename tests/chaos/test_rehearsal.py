@@ -35,8 +35,8 @@ def console(job: TrainingJob) -> str:
 
 
 def entered_again(text: str) -> int:
-    """Return how often the end of a job says that train was left and entered again."""
-    return sum(int(count) for count in re.findall(r"left and entered again (\d+) times, with equal results", text))
+    """Return how often the end of a job says that train was exited and entered again."""
+    return sum(int(count) for count in re.findall(r"exited and entered again (\d+) times, with equal results", text))
 
 
 def test_a_job_that_is_killed_while_it_rehearses_ends_with_the_baselines_bits(

@@ -128,7 +128,7 @@ class AdoptedOptimizer:
         self._spanning.rewire(renewed)
 
     def step_back(self) -> None:
-        """The step in flight is left before its update: gradients, buffers and settings are as they were after the newest one."""
+        """The step in flight is given up before its update: gradients, buffers and settings are as they were after the newest one."""
         self._numbers.forget()
         restore_hyper_parameters(self.optimizer.param_groups, self._steps.host_state["param_groups"], self.current_step)
         for group in self.optimizer.param_groups:

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from ttp.errors import ConfigError
 
 Renewed = Callable[[Any], Any]
-"""Of a process group that was closed: the one in its place. Of None, a group of now, and one that this rank is no member of: the same."""
+"""Of a process group that was closed: the one in its place. Of None, a group of now, and one without this rank: the same."""
 
 c10d: Any = distributed_c10d
 _PREFIX = "ttp_generation_"

@@ -58,7 +58,7 @@ class Regrouping:
             self._gate.before_update = self._before_update
 
     def make_again(self) -> None:
-        """`train` was left: make the groups again, and give them to whatever holds one (every rank calls)."""
+        """`train` was exited: make the groups again, and give them to whatever holds one (every rank calls)."""
         began = time.perf_counter()
         with self._pause(MAKE_AGAIN_AT_MOST_S):
             renewed = self._groups.make_again()
@@ -75,7 +75,7 @@ class Regrouping:
             self._first = record
             assert self._gate is not None
             self._gate.step_back(record.step)
-            raise Regroup(f"step {record.step} is left before its update")
+            raise Regroup(f"step {record.step} is given up before its update")
         if differing := differences(first, record):
             raise NotRepeatable(
                 f"rehearsal: step {record.step} gave another result when train() was called again: {differing}. Have train() begin from the"
@@ -94,7 +94,7 @@ class Regrouping:
         if self._rehearsed:
             show(
                 logging.INFO,
-                f"rehearsal: train() was left and entered again {self._rehearsed} times, with equal results",
+                f"rehearsal: train() was exited and entered again {self._rehearsed} times, with equal results",
             )
         elif self._first is None:
             show(

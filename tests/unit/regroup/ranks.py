@@ -75,7 +75,7 @@ def everything_has_its_name_and_members_again(store: Any) -> None:
         assert summed() == 6 and summed(mine) == (1 if rank < 2 else 5) and (local is None or summed(local) == 3)
         assert summed(mesh["data"].get_group()) == (2 if rank % 2 == 0 else 4)
         assert (matrix @ matrix.T).full_tensor().equal(torch.arange(16.0).view(4, 4) @ torch.arange(16.0).view(4, 4).T)
-    assert sys.excepthook is hook, "torch hangs one more on it at each start"
+    assert sys.excepthook is hook, "torch hangs one more on it at each init_process_group"
     assert local is None or next(r.timeout for r in recipes() if r.group is local) == timedelta(seconds=77)
     assert dist.new_group(list(range(4))).group_name == str(count), "as if nothing had been made again"
 

@@ -84,7 +84,7 @@ def test_without_a_decorated_train_no_step_is_left() -> None:
 
 
 def test_a_step_is_not_given_up_while_the_gate_is_closed() -> None:
-    """The controller decides by READY: what it was told must not change behind it."""
+    """The controller decides by READY: what was reported must not change behind it."""
     gate, _ = rehearsing()
     gate.computing(6)
     gate.ready(6)
