@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import run_to_end
+from tests.chaos.launching import WARM
 from tests.umasks import modes, umask
 from ttp.chaos.observed.training_job import TrainingJob
 
@@ -47,7 +48,13 @@ def test_a_job_leaves_private_files_and_checkpoints_by_the_umask(
             with contextlib.suppress(FileNotFoundError):
                 live[str(path.relative_to(temporary))] = path.lstat().st_mode
 
-    environ = {"TTP_FILE_MODE": given, "TMPDIR": str(temporary), "TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "3"}
+    environ = {
+        **WARM,
+        "TTP_FILE_MODE": given,
+        "TMPDIR": str(temporary),
+        "TTP_HANG_FLOOR_S": "3",
+        "TTP_HANG_START_S": "3",
+    }
     with umask(mask), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TTP_FILE_MODE", given)  # the harness makes the output folder and the console's file
         run_to_end(output, 2, faults=KILL, environ=environ, meanwhile=look)

@@ -58,8 +58,9 @@ class RawStream:
         self._outbox.put(envelope)
 
     def next(self) -> tuple[tuple[int, ...], Downward | None]:
-        if not self.received:
-            self.received += decode_parcels(next(self._answers))
+        """Return the next message to ranks; what only says that the controller is there comes by the clock."""
+        while not self.received:
+            self.received += [each for each in decode_parcels(next(self._answers)) if each.ranks]
         parcel = self.received.pop(0)
         return parcel.ranks, parcel.message
 

@@ -16,7 +16,7 @@ import torch
 import ttp
 from ttp.checkpoint.staging import probe_writable
 from ttp.config import Settings
-from ttp.errors import CheckpointError, NotWritable
+from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.runtime.directory_agreement import Failure, JobDirectories, split_directories
 from ttp.session import find_session
 
@@ -145,16 +145,25 @@ def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
     directories.release()
 
 
+def test_ranks_with_different_rehearsals_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would leave different steps, and wait for each other."""
+    monkeypatch.setattr(
+        "ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, [True, "b", 0, 5]]
+    )
+    with pytest.raises(ConfigError, match=r"TTP_REHEARSE: got every:N with N of \[0, 5\] \(0: not set\)"):
+        JobDirectories([str(tmp_path)], FIRST, 0, CPU)
+
+
 @pytest.mark.parametrize(("rank", "leader"), [(0, 0), (1, 0), (2, 2)])
 def test_nodes_with_their_own_directories_agree_on_the_highest_attempt_and_each_has_a_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, leader: int
 ) -> None:
     """A node that is new has seen no attempt: its number would take parts of an earlier attempt for newer ones."""
     settings = replace(FIRST, shared_dirs=False, host="ab"[rank // 2])
-    others = [[False, "a", 3], [False, "a", 7], [False, "b", 1]]
+    others = [[False, "a", 3, 0], [False, "a", 7, 0], [False, "b", 1, 0]]
 
     def exchange(value: Any, device: torch.device) -> list[Any]:
-        return others if len(value) == 3 and isinstance(value[0], bool) else [value] * 3
+        return others if len(value) == 4 and isinstance(value[0], bool) else [value] * 3
 
     monkeypatch.setattr("ttp.runtime.directory_agreement.exchange_json", exchange)
     monkeypatch.setattr("ttp.runtime.directory_agreement.check_same", lambda *arguments: None)
