@@ -42,12 +42,12 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
             while (result := _called(train, *args, **kwargs)) is _LEFT:
                 current_session().regrouping.make_again()
         except BaseException as exc:
-            session = find_session()
-            if session is not None:
+            if (session := find_session()) is not None:
+                session.regrouping.end_train()
                 session.hold_after(exc)
             raise
-        session = find_session()
-        if session is not None:
+        if (session := find_session()) is not None:
+            session.regrouping.end_train()
             session.hold_until_all_finish()
         return result
 

@@ -247,7 +247,8 @@ class Session:
         )
         gate = self._protection.gate if self._protection is not None else None
         self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
-        self.regrouping = Regrouping(optimizer, gate, settings.rehearse_every, self.rank, self.pause)
+        own = publisher is not None
+        self.regrouping = Regrouping(optimizer, gate, settings.rehearse_every, self.rank, self.pause, own_groups=own)
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
@@ -455,6 +456,7 @@ class Session:
         global _current
         if self.pid != os.getpid():
             return
+        self.regrouping.check_close()
         if self.exception_on_its_way() is None:
             self._saves.finish()
         if self._protection is not None:
@@ -486,6 +488,7 @@ class Session:
         )
         if self.rank != 0 or self.pid != os.getpid() or not ended_well:
             return
+        self.regrouping.report()
         self._write_last_step()
         step = self.optimizer.current_step
         if warns and step > self._first_step and step > max(self._saves.newest, newest_step(self.save_dirs)):

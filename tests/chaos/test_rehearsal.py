@@ -42,7 +42,7 @@ def entered_again(text: str) -> int:
 def test_a_job_that_is_killed_while_it_rehearses_ends_with_the_baselines_bits(
     tmp_path: Path, whole_job: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank dies as it computes a step the second time, after the groups were made again."""
+    """In a step that is to be computed twice; where within it: `test_a_death_at_any_moment_of_a_rehearsal_costs_nothing`."""
     whole = whole_job(2)
     monkeypatch.setenv("TTP_REHEARSE", EVERY)
     job = run_to_end(tmp_path / "rehearsed", 2, faults="kill:rank=1,step=9,point=backward")
@@ -89,6 +89,56 @@ note("weights", sum(p.double().sum() for p in model.parameters()).item().hex())
 guard.close()
 dist.destroy_process_group()
 """
+DYING = """
+seen = []
+def die(moment):
+    if rank == 1 and start == "0" and moment == sys.argv[3] and step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+guard.session.regrouping.on_regroup(lambda successor: die("groups made"))
+"""
+"""Before train: rank 1 dies at one moment of step 6's rehearsal."""
+DYING_STEP = """        seen.append(step)
+        die("first try" if seen.count(step) == 1 else "second try")
+        try:
+            optimizer.step()
+        except BaseException:
+            die("on the way out")
+            raise
+"""
+SCALED = """
+import torch
+import torch.distributed as dist
+import ttp
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+scaler = torch.amp.GradScaler("cpu")
+guard = ttp.protect(model, optimizer, schedulers=[scheduler], state={"scaler": scaler}, save_dirs=[str(out / "checkpoints")])
+
+@ttp.ttp_to_persist
+def train():
+    for step in range(guard.step + 1, 13):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        if step == 8 and rank == 1 and start == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    guard.save()
+
+train()
+note("weights", sum(p.double().sum() for p in model.parameters()).item().hex())
+note("rate", scheduler.get_last_lr()[0].hex())
+guard.close()
+dist.destroy_process_group()
+"""
 OUTSIDE = LOOP.replace("BATCH", "x = next(batches)")
 OF_THE_STEP = LOOP.replace("BATCH", "x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))")
 
@@ -119,6 +169,62 @@ def test_a_loop_that_begins_from_the_step_can_be_entered_again_and_an_iterator_f
             assert job.wait() == 1, job.text
             assert named in job.text and "not restarting: " in job.text and "no restart: " in job.text
             job.assert_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["first try", "on the way out", "groups made", "second try"])
+def test_a_death_at_any_moment_of_a_rehearsal_costs_nothing(tmp_path: Path, moment: str) -> None:
+    """Before READY, between the step's being given up and new groups, behind those, and before READY the second time."""
+    script = OF_THE_STEP.replace("@ttp.ttp_to_persist", DYING + "\n@ttp.ttp_to_persist")
+    script = script.replace("def train():", "def train():\n    global step").replace(
+        "        optimizer.step()\n", DYING_STEP
+    )
+    results = []
+    for name, every in (("whole", ""), ("rehearsed", EVERY)):
+        out = tmp_path / name
+        out.mkdir()
+        arguments = ("error", moment if every else "")
+        with Launch(out, script, "--nproc-per-node", "2", environ={"TTP_REHEARSE": every}, arguments=arguments) as job:
+            assert job.wait() == 0, job.text
+            (weights,) = job.notes("weights-0")
+            results.append(job.read(weights))
+            assert ("; no step lost" in job.text and weights == "weights-0-1") == bool(every), job.text
+    assert results[0] == results[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every", ["every:1", "every:2"])
+def test_schedules_and_scaled_gradients_are_those_of_a_job_without_rehearsals(tmp_path: Path, every: str) -> None:
+    """A schedule that recurs and a GradScaler with its unscale_, in steps one after the other; then a kill and a restart."""
+    results = []
+    for name, chosen in (("whole", ""), ("rehearsed", every)):
+        out = tmp_path / name
+        out.mkdir()
+        with Launch(out, SCALED, "--nproc-per-node", "2", environ={"TTP_REHEARSE": chosen}) as job:
+            assert job.wait() == 0, job.text
+            results.append([job.read(f"{note}-0-1") for note in ("weights", "rate")])
+            assert bool(entered_again(job.text)) == bool(chosen), job.text
+    assert results[0] == results[1]
+
+
+@pytest.mark.long
+def test_an_optimizer_in_parts_has_its_group_renewed(tmp_path: Path) -> None:
+    """ZeroRedundancyOptimizer sends its parts within its step."""
+    parts = OF_THE_STEP.replace(
+        "torch.optim.AdamW(model.parameters(), lr=1e-2)",
+        "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)",
+    )
+    parts = parts.replace("import ttp\n", "import torch.distributed.optim\nimport ttp\n").replace(
+        "save_dirs=", "copies='memory', save_dirs="
+    )
+    results = []
+    for name, every in (("whole", ""), ("rehearsed", EVERY)):
+        out = tmp_path / name
+        out.mkdir()
+        with Launch(out, parts, "--nproc-per-node", "2", environ={"TTP_REHEARSE": every}, arguments=("error",)) as job:
+            assert job.wait() == 0, job.text
+            results.append(job.read("weights-0-0"))
+    assert results[0] == results[1] and entered_again(job.text) == 3
 
 
 @pytest.mark.long

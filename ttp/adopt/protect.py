@@ -41,7 +41,7 @@ from ttp.exchange.json_collectives import check_joined
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
 from ttp.regroup.process_groups import Renewed
-from ttp.regroup.wrappers import renew_model
+from ttp.regroup.wrappers import renew_attributes, renew_model
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
@@ -326,7 +326,9 @@ class Guard:
     def _regroup(self, renewed: Renewed) -> None:
         """`train` is entered again: all is as it was after the newest step."""
         renew_model(self._model, renewed)
+        renew_attributes(self._adopted.optimizer, renewed)
         self._adopted.step_back()
+        self._host.step_back()
         self._passes, self._recomputed = 0, False
         step = self._adopted.current_step
         self._give_back(step, self.session.holder.step_states.get(step))

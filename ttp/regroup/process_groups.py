@@ -47,29 +47,40 @@ class Recipe:
 
 
 class ProcessGroups:
-    """All process groups of this process, from one generation to the next."""
+    """All process groups of this process, from one generation to the next: one object for the whole process, as torch's table is."""
 
     def __init__(self) -> None:
         self.generation = 0
         """How often they were made again."""
         self._store: Any = None
+        self._made: Any = None
+        """The default group that was made last; another one: the program has joined anew since."""
+
+    def check(self) -> None:
+        """Raise ConfigError for groups that cannot be made again."""
+        bound = [recipe.name for recipe in recipes() if recipe.device is not None]
+        if bound:
+            raise ConfigError(
+                f"invalid TTP_REHEARSE: got process groups that are bound to a device ({', '.join(bound[:3])}), of which all ranks split each"
+                " subgroup, expected none. Call init_process_group without device_id"
+            )
 
     def make_again(self) -> Renewed:
-        """Close every group and make it again (every rank of the job calls, with no collective under way).
+        """Close every group and make it again (every rank of the job calls, with no collective under way); without groups there is none to make.
 
-        Blocks until the other ranks of each group have come, at most for the group's timeout. Raises ConfigError where no group is there.
+        Blocks until the other ranks of each group have come, at most for the group's timeout. Raises ConfigError.
         """
         if not dist.is_initialized():
-            raise ConfigError(
-                "process groups cannot be made again: torch.distributed is not initialized in this process"
-            )
+            return lambda group: group
+        self.check()
         made, count = recipes(), c10d._world.group_count
-        if self._store is None:
+        if made[0].group is not self._made:
             self._store = c10d._world.pg_map[made[0].group][1]
         self.generation += 1
         rank = dist.get_rank()
         dist.destroy_process_group()
         successors = {recipe.group: group for recipe, group in zip(made, self._make(made, rank), strict=True)}
+        self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
         if rank == 0:
             self._forget_keys(self.generation - 1)
@@ -134,8 +145,13 @@ class ProcessGroups:
                     store.delete_key(key)
 
 
+GROUPS = ProcessGroups()
+
+
 def recipes() -> list[Recipe]:
-    """Return what this process's groups are made of, the default group first, then in the order in which they were made."""
+    """Return what this process's groups are made of, the default group first, then in the order in which they were made; none without groups."""
+    if not dist.is_initialized():
+        return []
     world = c10d._world
     default = dist.group.WORLD
     groups = sorted(world.pg_map, key=lambda group: group is not default)  # stable

@@ -7,18 +7,18 @@ entered again shows itself by another loss or gradient, and the job ends with th
 
 from __future__ import annotations
 
-import atexit
 import logging
 import struct
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ttp.errors import NotRepeatable, Regroup
+from ttp.errors import ConfigError, NotRepeatable, Regroup
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
-from ttp.regroup.process_groups import ProcessGroups, Renewed
+from ttp.regroup.process_groups import GROUPS, Renewed
 from ttp.runtime.rank_runtime import show
 
 MAKE_AGAIN_AT_MOST_S = 120.0
@@ -37,31 +37,49 @@ class Regrouping:
         every: int,
         rank: int,
         pause: Callable[[float], AbstractContextManager[None]],
+        *,
+        own_groups: bool = False,
     ) -> None:
-        """`every`: 0 for no rehearsal. `pause`: says within its block that this rank does something else than steps."""
+        """`every`: 0 for no rehearsal. `pause`: says within its block that this rank does something else than steps. `own_groups`: the trainer keeps
+        process groups that are not known here. Raises ConfigError for a rehearsal of such a one."""
+        if every and own_groups:
+            raise ConfigError(
+                f"invalid TTP_REHEARSE=every:{every}: this trainer's framework keeps process groups of its own, expected one that keeps none. Leave"
+                " TTP_REHEARSE out"
+            )
         self._optimizer, self._gate, self._every, self._rank, self._pause = optimizer, gate, every, rank, pause
-        self._groups = ProcessGroups()
         self._callbacks: list[OnRegroup] = []
         self._first: CommitRecord | None = None
         self._took_s = 0.0
         self._rehearsed = 0
-        if every and rank == 0:
-            atexit.register(self._report)
 
     def on_regroup(self, callback: OnRegroup) -> None:
         """Have `callback` called whenever the groups were made again, with the function that returns a group's successor."""
         self._callbacks.append(callback)
 
     def begin_train(self) -> None:
-        """`train` is entered under `ttp_to_persist`, after the session began: from here on it can be left and entered again."""
+        """`train` is entered under `ttp_to_persist`, after the session began: it can be exited and entered again until `end_train`. Raises ConfigError."""
         if self._every and self._gate is not None:
+            GROUPS.check()
             self._gate.before_update = self._before_update
+
+    def end_train(self) -> None:
+        """`train` has returned or raised."""
+        if self._gate is not None:
+            self._gate.before_update = None
+
+    def check_close(self) -> None:
+        """Raise ConfigError where the session is closed on the way out of `train`, which will be entered again."""
+        if isinstance(sys.exception(), Regroup):
+            raise ConfigError(
+                "rehearsal: train() closes the session on its way out (`finally:`), expected that its caller does. Move close() there"
+            )
 
     def make_again(self) -> None:
         """`train` was exited: make the groups again, and give them to whatever holds one (every rank calls)."""
         began = time.perf_counter()
         with self._pause(MAKE_AGAIN_AT_MOST_S):
-            renewed = self._groups.make_again()
+            renewed = GROUPS.make_again()
             self._optimizer.rewire(renewed)
             for callback in self._callbacks:
                 callback(renewed)
@@ -90,18 +108,20 @@ class Regrouping:
                 f"rehearsal: step {record.step} was computed twice with equal results; groups made again in {took}",
             )
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Training has ended well: say how often it was rehearsed (rank 0)."""
         if self._rehearsed:
             show(
                 logging.INFO,
                 f"rehearsal: train() was exited and entered again {self._rehearsed} times, with equal results",
             )
-        elif self._first is None:
+        elif self._every:
             show(
                 logging.WARNING,
                 f"rehearsal: no step was computed twice (TTP_REHEARSE=every:{self._every}): begin the session before train() is called, decorate"
-                " train() with ttp_to_persist, and train for more steps",
+                " train() with ttp_to_persist, leave ENABLE_TTP on, and train for more steps",
             )
+        self._rehearsed = self._every = 0
 
 
 def differences(first: CommitRecord, second: CommitRecord) -> str:

@@ -1,4 +1,4 @@
-"""What holds process groups inside a model: DDP's reducer, FSDP2's mesh information, and attributes of modules.
+"""What holds process groups inside a model or an optimizer: DDP's reducer, FSDP2's mesh information, and attributes.
 
 Owns the ways to give each of them the groups that have taken the place of theirs. What a program keeps elsewhere is renewed by its own
 `on_regroup`. Private names of torch: `tests/unit/regroup` fails where another version has others.
@@ -22,9 +22,14 @@ def renew_model(model: Module, renewed: Renewed) -> None:
         if isinstance(module, DistributedDataParallel):
             module._update_process_group(renewed(module.process_group))  # type: ignore[no-untyped-call]
         for holder in (module, *_mesh_infos(module)):
-            for name, value in list(vars(holder).items()):
-                if isinstance(value, dist.ProcessGroup):
-                    setattr(holder, name, renewed(value))
+            renew_attributes(holder, renewed)
+
+
+def renew_attributes(holder: object, renewed: Renewed) -> None:
+    """Do so with the attributes of one object, such as an optimizer that divides its work over a group (ZeroRedundancyOptimizer)."""
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(holder, name, renewed(value))
 
 
 def _mesh_infos(module: Module) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ttp.errors import ConfigError
 from ttp.regroup.process_groups import ProcessGroups, recipes
 from ttp.regroup.wrappers import renew_model
+
+c10d: Any = distributed_c10d
 
 
 def main(name: str, given: tuple[int, ...], rank: int, world: int, port: int, folder: str) -> None:
@@ -90,6 +93,25 @@ def a_group_of_an_earlier_generation_is_refused(store: Any) -> None:
         assert "earlier generation" in str(error)
     else:
         raise AssertionError("a group that was closed long ago was taken for one of now")
+
+
+def a_program_that_joins_anew_keeps_its_keys(store: Any) -> None:
+    """Another session of the process: its first generation is numbered on, under the store that it has joined with."""
+    groups = ProcessGroups()
+    groups.make_again()
+    groups.make_again()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=rank, world_size=world)
+    for generation in (3, 4, 5):
+        groups.make_again()
+        assert summed() == 1
+        dist.barrier()
+        keys = [key for key in store.list_keys() if "ttp_generation_" in key and "again" in key]
+        assert keys and all(
+            f"ttp_generation_{generation}/" in key and key.count("ttp_generation_") == 1 for key in keys
+        ), keys
+        dist.barrier()
 
 
 def nothing_grows(store: Any, switches: int) -> None:

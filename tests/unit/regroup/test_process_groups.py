@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tests.unit.forkserver import fork_server
 from tests.unit.regroup import ranks
 from ttp.errors import ConfigError
-from ttp.regroup.process_groups import ProcessGroups
+from ttp.regroup.process_groups import ProcessGroups, Recipe
 
 DEADLINE_S = 200.0
 
@@ -54,8 +55,11 @@ def test_groups_are_the_same_again_for_whatever_uses_them(name: str, run: Run) -
     run(name, 4)
 
 
-def test_a_group_of_an_earlier_generation_is_refused(run: Run) -> None:
-    run("a_group_of_an_earlier_generation_is_refused", 2)
+@pytest.mark.parametrize(
+    "name", ["a_group_of_an_earlier_generation_is_refused", "a_program_that_joins_anew_keeps_its_keys"]
+)
+def test_generations_are_kept_apart(name: str, run: Run) -> None:
+    run(name, 2)
 
 
 @pytest.mark.parametrize("switches", [40, pytest.param(500, marks=pytest.mark.long)])
@@ -63,6 +67,14 @@ def test_nothing_grows_however_often_they_are_made_again(switches: int, run: Run
     run("nothing_grows", 2, switches)
 
 
-def test_without_groups_nothing_is_made() -> None:
-    with pytest.raises(ConfigError, match="not initialized in this process"):
-        ProcessGroups().make_again()
+def test_a_process_without_groups_has_none_to_make() -> None:
+    renewed = ProcessGroups().make_again()
+    assert renewed(None) is None and renewed(run) is run
+
+
+def test_groups_that_are_split_from_one_of_a_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's, after init_process_group(device_id=...): ranks outside a subgroup take part in making it."""
+    bound = Recipe(None, "0", (0, 1), "nccl", timedelta(seconds=9), "", "", "cuda:0")
+    monkeypatch.setattr("ttp.regroup.process_groups.recipes", lambda: [bound])
+    with pytest.raises(ConfigError, match=r"invalid TTP_REHEARSE: got process groups that are bound to a device \(0\)"):
+        ProcessGroups().check()

@@ -74,6 +74,50 @@ def test_another_result_is_named_and_no_update_is_made_with_it(changed: dict[str
     assert differences(RECORD, replace(RECORD)) == ""
 
 
+def test_once_train_has_ended_no_step_is_given_up() -> None:
+    gate, regrouping = rehearsing()
+    regrouping.end_train()
+    come_to(gate, RECORD)
+    assert gate.phase is Phase.UPDATING
+
+
+def test_a_framework_with_groups_of_its_own_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="invalid TTP_REHEARSE=every:3: this trainer's framework keeps process groups of its own"
+    ):
+        Regrouping(None, Gate(0), 3, 0, pause, own_groups=True)  # type: ignore[arg-type]
+    Regrouping(None, Gate(0), 0, 0, pause, own_groups=True)  # type: ignore[arg-type]
+
+
+def test_a_session_that_is_closed_on_the_way_out_is_refused() -> None:
+    gate, regrouping = rehearsing()
+    regrouping.check_close()
+    with pytest.raises(ConfigError, match="closes the session on its way out"):
+        try:
+            come_to(gate, RECORD)
+        finally:
+            regrouping.check_close()
+
+
+@pytest.mark.parametrize(
+    ("rehearsed", "every", "reported"),
+    [
+        (2, 3, "exited and entered again 2 times"),
+        (0, 3, "no step was computed twice (TTP_REHEARSE=every:3)"),
+        (0, 0, ""),
+    ],
+)
+def test_the_end_reports_once(rehearsed: int, every: int, reported: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ttp")
+    regrouping = Regrouping(None, Gate(0), every, 0, pause)  # type: ignore[arg-type]
+    regrouping._rehearsed = rehearsed
+    regrouping.report()
+    assert reported in caplog.text and bool(caplog.text) == bool(reported)
+    caplog.clear()
+    regrouping.report()
+    assert not caplog.text
+
+
 def test_without_a_decorated_train_no_step_is_left() -> None:
     gate = Gate(0, state_step=5)
     Regrouping(None, gate, 3, 1, pause)  # type: ignore[arg-type]

@@ -79,6 +79,12 @@ class HostObjects:
         for each in self._schedulers:
             each.begin_pass()
 
+    def step_back(self) -> None:
+        """The step in flight is given up: a GradScaler forgets that it has unscaled this step's gradients, which no state_dict has."""
+        for each in self._state.values():
+            if isinstance(each, torch.amp.GradScaler):
+                each._per_optimizer_states.clear()
+
     def give_back(self, taken: Mapping[str, Any], *, updated: bool) -> None:
         """Load what `take` returned. `updated`: an update has followed it, so the schedulers take their step after it.
 

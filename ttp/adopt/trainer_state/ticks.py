@@ -27,17 +27,17 @@ class Ticks:
         self._inner = inner
         self.early = False
         """The trainer calls it in front of its first forward pass: at the begin of the loop's body. Belongs to the run."""
-        self._start = _advanced(inner)
-        self._first_pass: int | None = None
-        """The count at the first forward pass of the step in flight; None: no pass was seen."""
-        self._newest_pass: int | None = None
-        self._newest: int | None = None
-        """The count at the newest update."""
-        self._before: int | None = None
+        self.begin(None, early=False)
 
     def begin(self, ticks: int | None, early: bool) -> None:
         """The scheduler was given a state back; this is what was known of it then."""
         self.ticks, self.early, self._start = ticks, early, _advanced(self._inner)
+        self._first_pass: int | None = None
+        """The count at the first forward pass of the step in flight; None: no pass was seen."""
+        self._newest_pass: int | None = None
+        self._newest: int | None = None
+        """The count at the newest update; None: none was seen since the state was given back."""
+        self._before: int | None = None
 
     def begin_pass(self) -> None:
         """A forward pass is about to begin."""
