@@ -318,6 +318,19 @@ def died_in_a_dump(seed: int) -> Scenario:
     return scenario
 
 
+def died_between_two_tries(seed: int) -> Scenario:
+    """Every step is computed twice; a rank dies when another one has given a step up, or has come to READY the second time."""
+    scenario = _calm(seed)
+    job = scenario.job
+    for process in job.ranks:
+        process.rehearsal.steps = set(range(1, job.training.steps + 1))
+    moment, count = random.Random(seed).choice(
+        (("given up 2", 1), ("given up 2", len(job.ranks)), ("READY 2", len(job.ranks) + 1))
+    )
+    job.hook(moment, count, lambda rank: job.kill((rank + 1) % len(job.ranks)))
+    return scenario
+
+
 def idle_controller_dies(seed: int) -> Scenario:
     """It dies between rename and tracker: its successor has the step published once more."""
     scenario = _with_standbys(seed)

@@ -32,6 +32,7 @@ from tests.simulation.arranged import (
     back_and_forth,
     calm_with_relayed_beats,
     deaf_while_its_clock_leaps,
+    died_between_two_tries,
     died_in_a_dump,
     disk_full_at_publish,
     each_publishes_its_piece,
@@ -193,6 +194,8 @@ MUTATIONS = (
     Mutation("the gate opens while its rank writes", ranks.gate_opens_for_a_writer, ("I7", "I5")),
     Mutation("a thaw opens nothing", ranks.thaw_opens_nothing, ("I11",)),
     Mutation("the gate opens by itself", ranks.gate_opens_by_itself, ("I7",)),
+    Mutation("the record of a step that all give up is kept", ranks.keeps_the_record_of_a_step_given_up, ("I15", "I6", "I9"), died_between_two_tries),
+    Mutation("one rank does the step that all others give up", ranks.one_rank_gives_no_step_up, ("I6",), died_between_two_tries),
     # The adapters: the gate, the handlers and the work thread as they are shipped.
     Mutation("an update that an exception left is taken for whole", adapters.an_update_that_was_left_is_whole, ("I3", RAISED), within=60),
     Mutation("a thaw comes with the ticket of the first freeze", adapters.the_gate_opens_with_an_older_ticket, ("I11",)),

@@ -20,6 +20,7 @@ from tests.simulation.collectives import ATTEMPT
 from tests.simulation.controllers import ROUNDING_S
 from tests.simulation.network import RankStream, Route, Stream
 from tests.simulation.piece_work import PieceWorker
+from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.replica import Replica
 from tests.simulation.waits import TRAINING, Blocked, Waits
 from tests.simulation.work import Worker
@@ -67,11 +68,12 @@ class Rank:
         self.ahead_s = 0.0
         """Its clock against the job's."""
         self.main_raised = False
+        self.rehearsal = Rehearsal(self)
         self.hang_update_at = 0
         self.slow_compute: dict[int, float] = {}
         """Seconds that a step's computation takes, by step, instead of the usual; inf: it never ends."""
         self.slow_update: dict[int, float] = {}
-        """Seconds that a step's update takes, by step, instead of the usual."""
+        """The same of its update."""
         self.pauses: dict[int, float] = {}
         """Seconds for which it does something else before a step, and says so: an evaluation, a save."""
         self._paused = False
@@ -409,15 +411,15 @@ class Rank:
             return
         self.replica.reduced(step)
         self.job.happened(f"READY {step}", self.rank)
-        members = self.job.training.collectives(self.rank)
-        self.gate.waiting = True
+        members, self.gate.waiting = self.job.training.collectives(self.rank), True
         self.boundary.contribute(members, step)
         update = partial(self.pass_gate, partial(self._begin_update, step), partial(self._update, step))
-        go_on = partial(self.run, update)
+        go_on = partial(self.run, self.rehearsal.instead_of(step, update))
         if step in self.late_results:
             go_on = partial(self.job.scheduler.after, self.late_results[step], go_on)
         returned = partial(self._returned, step, go_on)
-        self.job.collectives.enter("norm", step, members, self.rank, go_on, self._peer_failed, returned)
+        spanning = self.rehearsal.collective(step)
+        self.job.collectives.enter(spanning, step, members, self.rank, go_on, self._peer_failed, returned)
 
     def _returned(self, step: int, go_on: Callable[[], None], numbers: Sequence[float]) -> None:
         """The spanning collective was aborted and returned all the same: the shipped check says whether it counts."""
@@ -455,11 +457,8 @@ class Rank:
         self.gate.end_update(step)
         self.freed()
         self.job.happened(f"DONE {step}", self.rank)
-        members = self.job.everybody
-        self.gate.waiting = True
-        self.job.collectives.enter(
-            "gather", step, members, self.rank, partial(self.run, self._after_gather), self._peer_failed
-        )
+        self.gate.waiting, go_on = True, partial(self.run, self._after_gather)
+        self.job.collectives.enter("gather", step, self.job.everybody, self.rank, go_on, self._peer_failed)
 
     def _after_gather(self) -> None:
         step = self.gate.state_step

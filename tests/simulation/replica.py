@@ -19,7 +19,7 @@ class Replica:
         self.backup: tuple[int, dict[str, int]] | None = None
         self.host_states: dict[int, int] = {}
         """The data position and the like after each of the last few steps."""
-        self._host_state = 0
+        self._host_state = self._before = 0
         self.gradients_of = 0
         """The step whose reduced gradients are in memory, whole."""
         self._clean = self.values
@@ -28,7 +28,12 @@ class Replica:
     def compute(self, step: int) -> None:
         """Draw the batch of a step; the gradients in memory are no longer those of the step before."""
         self.gradients_of = 0
-        self._host_state = self.training.next_host_state(self._host_state, step)
+        self._before, self._host_state = self._host_state, self.training.next_host_state(self._host_state, step)
+
+    def step_back(self, step: int) -> None:
+        """The step is given up before its update: what the trainer remembers is that of the step before."""
+        self.gradients_of, self._host_state = 0, self._before
+        self.host_states.pop(step, None)
 
     def reduced(self, step: int) -> None:
         """Reduced gradients are final; what the trainer has to remember of the step is noted before its update."""

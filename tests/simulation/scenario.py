@@ -13,6 +13,7 @@ from tests.simulation.lost import lose_something
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
+from tests.simulation.rehearsal import rehearse
 from tests.simulation.situations import WATCHED, WATCHED_STEPS, drawn
 from tests.simulation.stale import remember
 from tests.simulation.training import LAYOUTS, Layout, Training, ring
@@ -89,6 +90,7 @@ def build(
     if watched:
         _pause(job, inputs)
     else:
+        rehearse(job, random.Random(f"rehearsed {seed}"))
         _slow_down(scenario, inputs)
     scenario.faults += lose_something(job, random.Random(f"lost {seed}"))
     if watched:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.simulation.controllers import Controller
 from tests.simulation.disk import Disk, File, Manifest, final_name
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.pieces import OwnDisks, key_of
+from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective
 from ttp.optim.step_agreement.participation import Contribution
@@ -47,6 +48,28 @@ def ready_passes_a_closed_gate(patch: Patch) -> None:
         self._step, self._phase = step, Phase.READY
 
     patch.setattr(Gate, "ready", wrong)
+
+
+def keeps_the_record_of_a_step_given_up(patch: Patch) -> None:
+    """Under a rehearsal: the record of the first try is reported, and no rank can be rolled forward to it."""
+    right = Rehearsal._step_back
+
+    def wrong(self: Rehearsal, step: int) -> None:
+        right(self, step)
+        gate, training = self._process.gate, self._process.job.training
+        gate._previous_record, gate._record = gate._record, training.record(step)
+
+    patch.setattr(Rehearsal, "_step_back", wrong)
+
+
+def one_rank_gives_no_step_up(patch: Patch) -> None:
+    """Under a rehearsal: the settings are not compared at the start, and rank 0 has none."""
+    right = Rehearsal.instead_of
+
+    def wrong(self: Rehearsal, step: int, update: Callable[[], None]) -> Callable[[], None]:
+        return update if self._process.rank == 0 else right(self, step, update)
+
+    patch.setattr(Rehearsal, "instead_of", wrong)
 
 
 def reports_before_the_update_ends(patch: Patch) -> None:
