@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 from ttp.config import Settings
 from ttp.errors import CheckpointError
-from ttp.fork_server.linux import end_with_parent
+from ttp.fork_server.linux import end_with_parent, lower_priority
 from ttp.mirror.remote import Remote
 from ttp.mirror.source import parse
 from ttp.mirror.upload import NotYet, Uploader
@@ -114,7 +113,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a job: the agent decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_await_end, args=(ending,), name="ttp-mirror-end", daemon=True).start()
-    os.nice(_NICE)
+    lower_priority(_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     source, remote = parse(json.loads(sys.argv[1])), Remote(Settings.from_env().mirror)

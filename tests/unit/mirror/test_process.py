@@ -247,6 +247,8 @@ def test_the_process_dies_with_its_agent_has_a_low_priority_and_is_picked_first_
         folder = Path(f"/proc/{pid}")
         until(lambda: (folder / "oom_score_adj").read_text() == "1000\n", "its settings", within_s=120)
         assert os.getpriority(os.PRIO_PROCESS, pid) >= 15
+        session = folder / "autogroup"  # where each session has its share of the CPU, nice counts within it alone
+        assert not session.exists() or session.read_text().endswith(" nice 15\n")
         os.kill(pid, signal.SIGSTOP)  # as during a fault: it reads no end of its stdin
         agent.kill()
         agent.wait()
