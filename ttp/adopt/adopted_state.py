@@ -35,7 +35,8 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 _PARTITIONS = "ZeroRedundancyOptimizer"
 _WHOLE = "whole"
-PART = "optimizer state of rank "
+PARTS = ("optimizer state of rank ", "shard ")
+"""How places begin that an optimizer divides its state into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,7 @@ class AdoptedState:
         if is_number and isinstance(entry.owner, DTensor) and any(block_of(entry.owner)[1]):
             return ""
         own = self.partitioned and entry.tensor is not entry.owner
-        return f"{PART}{world()[0]}" if own else _place(entry.owner)
+        return f"{PARTS[0]}{world()[0]}" if own else _place(entry.owner)
 
     def _check_layout(self) -> None:
         for entry in self._entries():
@@ -370,7 +371,7 @@ def _label(place: str, tensors: Sequence[HeldTensor]) -> str:
     """`all: embed.weight and 10 more` or `rows 0-127 of embed.weight and 10 more`, for people."""
     first = tensors[0]
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    if place.startswith(PART):
+    if place.startswith(PARTS):
         return f"{place}: {first.key}{more}"
     if place == _WHOLE or first.block is None:
         return f"whole state: {first.key}{more}"
