@@ -67,7 +67,7 @@ class Group:
 
 
 def made(name: str, nbytes: int) -> Group:
-    """Make a memory cgroup. Raises OSError: this machine lets nobody."""
+    """Make a memory cgroup. Raises OSError: it cannot be made here."""
     top, one = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
     if (one / "memory.limit_in_bytes").exists():
         folder, limit, kills = one / name, "memory.limit_in_bytes", "memory.oom_control"

@@ -74,7 +74,8 @@ class MegatronState(AdoptedState):
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         while type(model).__name__ in _WRAPPERS:
-            model = model.module
+            inner: Any = model.module
+            model = inner
         return model
 
     def _find_names(self) -> dict[int, str]:

@@ -29,6 +29,8 @@ LOOK_S = 1.0
 FIRST_PAUSE_S = 1.0
 """After a failure, doubled by each further one."""
 LONGEST_PAUSE_S = 60.0
+NEVER_TAKEN = 5
+"""A store that has refused so many times, and never taken a write, is not waited for at the job's end."""
 _NICE = 15
 _TOGETHER = 3
 """So many of the newest may lack files of other nodes."""
@@ -50,6 +52,9 @@ class Loop:
             if not self._ending.is_set():
                 self._ending.wait(pause_s)
             elif self._uploader.has_newest():
+                return
+            elif not self._probed and self._failures >= NEVER_TAKEN:
+                self._report("given up", error=f"the store has taken no write in {self._failures} tries")
                 return
             else:
                 time.sleep(min(pause_s, LOOK_S))
