@@ -1,7 +1,7 @@
 """One rank of `benchmarks.snapshot`'s jobs: trains a stack of layers, and prints what steps or saves took as JSON on rank 0.
 
 steps FOLDER EVERY STEPS     steps with a copy behind every EVERY-th (0: none)
-saves FOLDER TURNS           by turns: memcpy of the state, a save that is not waited for, DCP's async_save; then steps beside saves
+saves FOLDER TURNS           by turns: memcpy of the state, a save that is not waited for, DCP's async_save; then steps while a save is written, and alone
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYERS = 8
 BATCH = int(os.environ.get("SNAPSHOT_BATCH", "256"))
 WARM_UP = 4
 BESIDE = 20
-"""Steps that are timed beside a save, and as many without one."""
+"""Steps that are timed while one save is written, at most; then as many without one."""
 
 
 class Trainer:
@@ -56,6 +56,13 @@ class Trainer:
 def say(**found: Any) -> None:
     if dist.get_rank() == 0:
         print("FOUND " + json.dumps(found), flush=True)
+
+
+def writing(session: Any) -> bool:
+    """Say on all ranks whether rank 0's save, which is published when all shares are written, has not ended."""
+    under_way = torch.tensor([float(session._saves.under_way)])
+    dist.broadcast(under_way, 0)
+    return bool(under_way)
 
 
 def steps(folder: Path, every: int, count: int) -> None:
@@ -99,14 +106,21 @@ def saves(folder: Path, turns: int) -> None:
             found["memcpy"].append(copied - begun)
             found["save(wait=False)"].append(saved - copied)
             found["async_save"].append(ended_async - began_async)
-    alone, beside = [], []
-    for _ in range(max(1, turns // 3)):
-        alone += [trainer.step() for _ in range(BESIDE)]
+    alone: list[float] = []
+    beside: list[float] = []
+    written: list[float] = []
+    for _ in range(turns):
+        begun, steps = time.perf_counter(), 0
         session.save(wait=False)
-        beside += [trainer.step() for _ in range(BESIDE)]
+        while steps < BESIDE and writing(session):
+            beside.append(trainer.step())
+            steps += 1
         session._saves.finish()
         dist.barrier()
-    say(stalls=found, alone_s=alone, beside_s=beside, nbytes=sum(v.numel() * v.element_size() for v in held))
+        written.append(time.perf_counter() - begun)
+        alone += [trainer.step() for _ in range(steps)]
+    nbytes = sum(v.numel() * v.element_size() for v in held)
+    say(stalls=found, alone_s=alone, beside_s=beside, written_s=written, nbytes=nbytes)
     trainer.guard.save()
     trainer.guard.close()
 

@@ -4,7 +4,7 @@
    and without TLS, against plain TCP: in this process, by turns.
 2. Step time of two ranks (FSDP2, full shard) with a copy behind every 1st, 4th and 16th step against none: a job each, by turns.
 3. What `save(wait=False)` stops training for, against memcpy of the rank's bytes and DCP's `async_save` of the same state in the same job, and the time of
-   steps while a save is written.
+   steps while a save is written: for 50 and 500 MB a rank.
 
 Exit status 1 when a save stops training for more than STALL times a memcpy, or for longer than `async_save`, or steps beside a save take more than BESIDE times
 as long (medians).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._snapshot_worker import BATCH, LAYERS
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.copies import transfer
 from ttp.copies.region import Description, Region, places_of, region_bytes
@@ -124,14 +126,14 @@ def over_loopback(region: Region, credentials: Any, *, raw: bool = False) -> flo
     return took
 
 
-def job(folder: Path, *words: str) -> dict[str, Any]:
+def job(folder: Path, *words: str, **environ: str) -> dict[str, Any]:
     """Run one job under ttprun; return what its rank 0 has printed."""
     worker = str(Path(__file__).with_name("_snapshot_worker.py"))
     command = [sys.executable, "-m", "ttp.launch", "--nproc-per-node", str(RANKS), worker, words[0], str(folder)]
     done = subprocess.run(
         [*command, *words[1:]],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ},
         capture_output=True,
         text=True,
         check=False,
@@ -161,38 +163,56 @@ def step_times(turns: int, steps: int) -> None:
         print(f"   {name:28} {medians(values, 1e3)}   ratio {statistics.median(values) / plain:.3f}", flush=True)
 
 
-def saves(turns: int) -> list[str]:
+def saves(megabytes: int, turns: int) -> list[str]:
+    """`megabytes`: of the state of a rank, about."""
+    width = 8 * round(math.sqrt(megabytes * 1e6 * RANKS / (LAYERS * 3 * 4)) / 8)
+    batch = max(8, round(BATCH * (1024 / width) ** 2))  # steps of about the same time
     with tempfile.TemporaryDirectory() as folder:
-        answer = job(Path(folder), "saves", str(turns))
+        answer = job(Path(folder), "saves", str(turns), SNAPSHOT_WIDTH=str(width), SNAPSHOT_BATCH=str(batch))
     print(f"3. {RANKS} ranks, {answer['nbytes'] / 1e6:.0f} MB each: training stops for, ms (medians of {turns})")
     middle = {name: statistics.median(values) for name, values in answer["stalls"].items()}
     for name, values in answer["stalls"].items():
         print(f"   {name:28} {medians(values, 1e3)}   ratio to memcpy {middle[name] / middle['memcpy']:.2f}")
     alone, beside = (statistics.median(answer[name]) for name in ("alone_s", "beside_s"))
+    print(f"   {'until it is published':28} {medians(answer['written_s'], 1e3)}")
     print(f"   {'a step alone':28} {medians(answer['alone_s'], 1e3)}")
-    print(f"   {'a step while a save is written':28} {medians(answer['beside_s'], 1e3)}   ratio {beside / alone:.3f}")
+    print(
+        f"   {'a step while a save is written':28} {medians(answer['beside_s'], 1e3)}   ratio {beside / alone:.3f}",
+        flush=True,
+    )
     missed = []
     stall = middle["save(wait=False)"]
     if stall > STALL * middle["memcpy"]:
-        missed.append(f"a save stops training for {stall / middle['memcpy']:.2f} times a memcpy, limit {STALL}")
+        missed.append(
+            f"{megabytes} MB: a save stops training for {stall / middle['memcpy']:.2f} times a memcpy, limit {STALL}"
+        )
     if stall > middle["async_save"]:
-        missed.append(f"a save stops training for {stall / middle['async_save']:.2f} times async_save's stop, limit 1")
+        missed.append(
+            f"{megabytes} MB: a save stops training for {stall / middle['async_save']:.2f} times async_save's stop, limit 1"
+        )
     if beside > BESIDE * alone:
-        missed.append(f"a step beside a save takes {beside / alone:.3f} times one alone, limit {BESIDE}")
+        missed.append(
+            f"{megabytes} MB: a step beside a save takes {beside / alone:.3f} times one alone, limit {BESIDE}"
+        )
     return missed
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--megabytes", type=int, default=512, help="of part 1; 0: leave it out")
+    parser.add_argument("--saves", type=int, nargs="*", default=[50, 500], help="megabytes a rank of part 3")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=3, help="of each interval, by turns")
+    parser.add_argument("--jobs", type=int, default=3, help="of each interval, by turns, in part 2; 0: leave it out")
     parser.add_argument("--steps", type=int, default=48, help="that are timed in each job")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    snapshots(options.megabytes, options.turns)
-    step_times(options.jobs, options.steps)
-    missed = saves(options.turns)
+    if options.megabytes:
+        snapshots(options.megabytes, options.turns)
+    if options.jobs:
+        step_times(options.jobs, options.steps)
+    missed = []
+    for megabytes in options.saves:
+        missed += saves(megabytes, options.turns if megabytes < 200 else max(3, options.turns // 3))
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0

@@ -128,6 +128,11 @@ PARSED: dict[str, Proof] = {
     "ttprun --nproc-per-node 2 examples/your_trainer/nanogpt.py": Proof(_LOOPS),
     "ttprun --nproc-per-node 2 examples/your_trainer/accelerate_loop.py": Proof(_LOOPS),
     "ttprun --nproc-per-node 2 examples/your_trainer/ddp_sampler.py": Proof(_LOOPS),
+    "ttprun --nproc-per-node 2 examples/megatron_core/train.py":
+        Proof("tests/chaos/test_megatron_core.py::test_a_distributed_optimizer_killed_twice_has_the_bits_of_the_trainer_without_ttp"),
+    "ttprun --nproc-per-node 2 train.py":
+        Proof("tests/chaos/test_accelerate_launch.py::test_a_script_of_accelerate_killed_twice_has_the_baseline_run_s_bits",
+              {"train.py": "your_trainer/accelerate_loop.py"}),
     "ttprun --nproc-per-node 2 examples/lightning/train.py":
         Proof("tests/chaos/test_lightning.py::test_lightnings_trainer_killed_twice_has_the_baseline_run_s_bits"),
     "ttprun --nproc-per-node 2 examples/ddp/shortest.py":

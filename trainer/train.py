@@ -133,6 +133,7 @@ class Trainer:
             layout=layout,
             log_dir=output_dir / "log",
             keep_checkpoint_max=config.training_config.keep_checkpoint_max,
+            copies=ttp.CopyOptions(config.training_config.copies),
         )
         self.session.regrouping.on_regroup(self._renew_groups)
         self._describe(text, replicas)

@@ -80,6 +80,8 @@ def assemble_job(state: StateAt[Assembling], now: float, out: list[Effect]) -> C
         out.append(Send((rank,), welcome(running, rank)))
     fields: Fields = {"world_size": world_size, "groups": len(coverage.groups), "survives": running.survives}
     fields |= {"standbys": running.successors, "warnings": warnings(coverage)}
+    if coverage.copied:
+        fields |= {"copied": True}
     places: tuple[Fields, ...] = tuple(
         {"ranks": row.ranks, "host": row.host, "shards": row.shards, "also_on": row.also_on} for row in rows(coverage)
     )

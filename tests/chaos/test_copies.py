@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import JOB_S
+from tests.chaos.conftest import JOB_S, run_to_end
 from tests.chaos.launching import Launch
 from tests.chaos.test_commands import ROOT
 from tests.chaos.test_other_trainers import steps_of
@@ -236,6 +236,16 @@ def test_saves_that_are_not_waited_for_are_whole_and_a_fault_meanwhile_takes_the
         assert {4, 8, 12, 16, LAST} <= found
         assert equal_but_for_the_first_batch(untouched, last_of(tmp_path))
         assert not list((tmp_path / "checkpoints").glob("*_tmp_*"))
+
+
+@pytest.mark.long
+def test_the_bundled_trainer_without_replicas_goes_on_from_copies(tmp_path: Path) -> None:
+    alone = "--parallel_config.optimizer_replicas=1"
+    whole = run_to_end(tmp_path / "whole", 2, alone)
+    faults = "kill:rank=1,step=9,point=updating"
+    faulted = run_to_end(tmp_path / "faulted", 2, alone, "--training_config.copies=memory", faults=faults)
+    (saved,) = saved_steps(faulted.console_tail(200))
+    assert 0 < saved < 9 and faulted.final() == whole.final()
 
 
 @pytest.mark.long

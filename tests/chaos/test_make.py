@@ -25,7 +25,7 @@ SIZES = {
     "benchmarks.restart": "--ranks 2 --jobs 1 --kills-a-job 1",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
     "benchmarks.simulation": "--batches 1 --runs 3",
-    "benchmarks.snapshot": "--megabytes 8 --turns 3 --jobs 1 --steps 16",
+    "benchmarks.snapshot": "--megabytes 8 --turns 3 --jobs 1 --steps 16 --saves 4",
     "benchmarks.split_models": "--width 64 --length 8 --batch 1 --micro-batches 2",
     "benchmarks.step_time": "--world 2x1 --alone --layers 1 --width 64 --length 8 --rounds 2 --steps 1",
     "benchmarks.tls": "--ranks 16 --turns 1 --seconds 0.5",

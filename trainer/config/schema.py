@@ -106,6 +106,8 @@ class TrainingConfig:
     """auto: from the newest valid checkpoint of output_dir, if any; never; or a checkpoint's path."""
     local_copy_os: bool = False
     """Keep a copy of the last step's optimizer state: more memory, more steps to choose from at a fault."""
+    copies: Literal["memory"] | None = None
+    """memory: copies of each rank's shards in its node's memory, and of what has no replica on another node in the next node's; null: none."""
     max_device_memory: str | None = None
     """Memory of a rank's device that --plan compares its estimate with, as in 31GB; null: none."""
 

@@ -35,17 +35,31 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 _PARTITIONS = "ZeroRedundancyOptimizer"
 _WHOLE = "whole"
-_PART = "optimizer state of rank "
+PARTS = ("optimizer state of rank ", "shard ")
+"""How places begin that an optimizer divides its state into."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class Named:
     """A tensor of the state: its key, and where its live memory is found."""
 
     key: str
     tensor: torch.Tensor
     owner: torch.Tensor
     """The parameter that it belongs to, or itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a tensor of the state lies in the whole."""
+
+    place: str
+    """How it is spread over ranks; empty: it is not counted here."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    start: int = 0
+    """The first element that is held, of the whole or of the block."""
+    block: Block | None = None
 
 
 class AdoptedState:
@@ -60,9 +74,10 @@ class AdoptedState:
         self._updating = updating = updating_optimizer(optimizer)
         self.partitioned = updating is not optimizer
         """Each rank updates a part of the parameters, and sends them to the others within its step."""
-        self._module = unwrapped(model)
+        self._module = self._unwrapped(model)
         self._params = {clean_name(name): param for name, param in self._module.named_parameters()}
-        self._names = {id(param): name for name, param in self._params.items()}
+        self._names = self._find_names()
+        """Of all that the optimizer updates, by id."""
         self._check_groups()
         _create(updating)
         first = next(iter(self._params.values()))
@@ -74,22 +89,28 @@ class AdoptedState:
         """The module's own names of the buffers that are saved, by key."""
         self._kept = {key: _copy_of(self._module.get_buffer(name)) for key, name in self._buffer_names.items()}
         self._next = {key: _copy_of(buffer) for key, buffer in self._kept.items()}
+        self._addresses: dict[str, Address] = {}
+        """By key: looked up once, as DTensor computes its block anew each time, and ranks have agreed on them."""
         self._check_layout()
         self._tell_each_other()
+
+    def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        return unwrapped(model)
+
+    def _find_names(self) -> dict[int, str]:
+        return {id(param): name for name, param in self._params.items()}
 
     # --- what lies where ---
 
     def holdings(self) -> dict[str, list[HeldTensor]]:
         """Return views of everything that is counted here, by group id."""
         return {
-            self._group_ids[place]: [_held(entry) for entry in entries]
-            for place, entries in self._by_place().items()
-            if place in self._group_ids
+            self._group_ids[place]: tensors for place, tensors in self._by_place().items() if place in self._group_ids
         }
 
     def targets(self) -> list[HeldTensor]:
         """Return views of all that a loader must fill."""
-        return [_held(entry) for entry in self._entries() if _local(entry.tensor).numel()]
+        return [self._held(entry) for entry in self._entries() if _local(entry.tensor).numel()]
 
     def shard_groups(self) -> tuple[ShardGroup, ...]:
         return tuple(
@@ -200,31 +221,54 @@ class AdoptedState:
                 )
         return {key: name for key, name in found.items() if key in keys}
 
-    def _entries(self) -> Iterator[_Named]:
+    def _entries(self) -> Iterator[Named]:
         for name, param in self._params.items():
-            yield _Named(model_key(name), param, param)
+            yield Named(model_key(name), param, param)
         for name, buffer in self._kept.items():
-            yield _Named(model_key(name), buffer, buffer)
+            yield Named(model_key(name), buffer, buffer)
         for key, tensor in self._averages.tensors().items():
-            yield _Named(key, tensor, tensor)
+            yield Named(key, tensor, tensor)
         for group in self._updating.param_groups:
             for param in group["params"]:
                 for key, value in self._updating.state[param].items():
                     if value is not None:
-                        yield _Named(optim_state_key(self._names[id(param)], key), value, param)
+                        yield Named(optim_state_key(self._names[id(param)], key), value, param)
 
-    def _by_place(self) -> dict[str, list[_Named]]:
-        """Group what is counted here; a number that belongs to a parameter goes with the block that has its first element."""
-        places: dict[str, list[_Named]] = {}
+    @torch.no_grad()
+    def _by_place(self) -> dict[str, list[HeldTensor]]:
+        """Group what is counted here."""
+        places: dict[str, list[HeldTensor]] = {}
         for entry in self._entries():
-            if not _local(entry.owner).numel() and entry.owner.numel():
-                continue  # a block of nothing: fewer rows than ranks
-            is_number = entry.tensor is not entry.owner and not isinstance(entry.tensor, DTensor)
-            if is_number and isinstance(entry.owner, DTensor) and any(block_of(entry.owner)[1]):
-                continue
-            own = self.partitioned and entry.tensor is not entry.owner
-            places.setdefault(f"{_PART}{world()[0]}" if own else _place(entry.owner), []).append(entry)
+            if place := self._address(entry).place:
+                places.setdefault(place, []).append(self._held(entry))
         return places
+
+    def _held(self, entry: Named) -> HeldTensor:
+        address = self._address(entry)
+        return HeldTensor(entry.key, address.shape, address.start, _local(entry.tensor).view(-1), address.block)
+
+    def _address(self, entry: Named) -> Address:
+        if entry.key not in self._addresses:
+            self._addresses[entry.key] = self._find_address(entry)
+        return self._addresses[entry.key]
+
+    def _find_address(self, entry: Named) -> Address:
+        block = None
+        if isinstance(entry.tensor, DTensor):
+            sizes, offsets = block_of(entry.tensor)
+            block = None if tuple(sizes) == tuple(entry.tensor.shape) else Block(offsets, sizes)
+        return Address(self._counted_at(entry), tuple(entry.tensor.shape), block=block)
+
+    def _counted_at(self, entry: Named) -> str:
+        """Return the place that a tensor is counted at, empty for none: a number that belongs to a parameter goes with the block that has its
+        first element."""
+        if not _local(entry.owner).numel() and entry.owner.numel():
+            return ""  # a block of nothing: fewer rows than ranks
+        is_number = entry.tensor is not entry.owner and not isinstance(entry.tensor, DTensor)
+        if is_number and isinstance(entry.owner, DTensor) and any(block_of(entry.owner)[1]):
+            return ""
+        own = self.partitioned and entry.tensor is not entry.owner
+        return f"{PARTS[0]}{world()[0]}" if own else _place(entry.owner)
 
     def _check_layout(self) -> None:
         for entry in self._entries():
@@ -245,9 +289,9 @@ class AdoptedState:
 
     def _tell_each_other(self) -> None:
         """Learn the whole job's tensors, and who holds the same as this rank (a collective over WORLD)."""
-        held = {place: [_held(entry) for entry in entries] for place, entries in self._by_place().items()}
+        held = self._by_place()
         self._group_ids = {place: tiling.address_hash(tensors) for place, tensors in held.items()}
-        shapes = {entry.key: list(entry.tensor.shape) for entry in self._entries()}
+        shapes = {entry.key: list(self._address(entry).shape) for entry in self._entries()}
         names = [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
         gathered = exchange_json([sorted(self._group_ids.values()), shapes, names], self.device)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -327,20 +371,11 @@ def _place(tensor: torch.Tensor) -> str:
     return f"{tensor.device_mesh.mesh_dim_names}{tuple(tensor.device_mesh.shape)} {tensor.placements}"
 
 
-def _held(entry: _Named) -> HeldTensor:
-    tensor = entry.tensor
-    block = None
-    if isinstance(tensor, DTensor):
-        sizes, offsets = block_of(tensor)
-        block = None if tuple(sizes) == tuple(tensor.shape) else Block(offsets, sizes)
-    return HeldTensor(entry.key, tuple(tensor.shape), 0, _local(tensor).view(-1), block)
-
-
 def _label(place: str, tensors: Sequence[HeldTensor]) -> str:
     """`all: embed.weight and 10 more` or `rows 0-127 of embed.weight and 10 more`, for people."""
     first = tensors[0]
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    if place.startswith(_PART):
+    if place.startswith(PARTS):
         return f"{place}: {first.key}{more}"
     if place == _WHOLE or first.block is None:
         return f"whole state: {first.key}{more}"

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from ttp.adopt.adopted_state import AdoptedState, check_optimizer
 from ttp.adopt.averages import Average
+from ttp.adopt.megatron import MegatronState, distributed_optimizer
 from ttp.adopt.numbers import PassNumbers
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, ConfigError, NonFinite, ProtocolError
@@ -61,6 +62,9 @@ class AdoptedOptimizer:
     ) -> None:
         """A collective over WORLD. `copied`: the job has copies in memory. `norm_needed`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
         Raises ConfigError, LayoutError for what cannot be protected."""
+        distributed = distributed_optimizer(optimizer)
+        if distributed is not None:
+            optimizer = distributed.optimizer
         check_optimizer(optimizer, any(hasattr(param, "device_mesh") for param in model.parameters()), copied)
         self.optimizer = optimizer
         self.clip = clip
@@ -73,7 +77,11 @@ class AdoptedOptimizer:
         """Called with the step before it is READY: the trainer's host state is taken now."""
         self.on_step_end: Callable[[int], None] = lambda step: None
         """Called with the step when it is finished and the gate given back."""
-        self._state = AdoptedState(model, optimizer, averages)
+        self._state = (
+            AdoptedState(model, optimizer, averages)
+            if distributed is None
+            else MegatronState(model, distributed, averages)
+        )
         self.device = self._state.device
         self._steps = StepState(self.device)
         self.lane = self._steps.lane

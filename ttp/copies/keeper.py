@@ -33,7 +33,7 @@ from ttp.copies.memory import NoRoom
 from ttp.copies.region import Description, Region, data_bytes, region_bytes
 from ttp.errors import CheckpointError
 from ttp.fork_server import frames
-from ttp.fork_server.linux import end_with_parent
+from ttp.fork_server.linux import end_with_parent, lower_priority
 from ttp.identity.credentials import Credentials
 from ttp.identity.own import process_behind
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry, ShareResult
@@ -477,8 +477,7 @@ def main() -> int:
     end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the agent
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
+    lower_priority(NICE)
     orders = socket.socket(fileno=os.dup(0))
     _, descriptors = frames.receive(orders)
     memory, ranks = (socket.socket(fileno=descriptor) for descriptor in descriptors)

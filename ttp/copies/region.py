@@ -160,6 +160,8 @@ class Region:
         self._memory = memory
         self.description: Description | None = None
         self._starts: list[int] = []
+        self._written: dict[int, list[torch.Tensor]] = {}
+        """By slot that was written: the memory of its places."""
 
     def describe(self, description: Description) -> None:
         """Begin an attempt: every slot is empty. Where the memory has this very description, its slots are this attempt's and stay."""
@@ -190,7 +192,7 @@ class Region:
         return content if zlib.crc32(content) == check else b""
 
     def _take(self, description: Description) -> None:
-        self.description = description
+        self.description, self._written = description, {}
         self._starts, start = [], PAGE + DESCRIPTION_BYTES
         for slot in description.slots:
             self._starts.append(start)
@@ -206,13 +208,20 @@ class Region:
         self.clear(slot)
         start = self._starts[slot]
         self._put(start + PAGE, state)
-        data = start + PAGE + STATE_BYTES
-        for place, values in zip(self.description.slots[slot], tensors, strict=True):
-            if place.numel:
-                self._values(data, place).copy_(values)
+        if slot not in self._written:
+            data = start + PAGE + STATE_BYTES
+            self._written[slot] = [self._values(data, place) for place in self.description.slots[slot]]
+        for room, values in zip(self._written[slot], tensors, strict=True):
+            self._copy(room, values)
         self.commit(slot, step, sequence, len(state))
 
+    @staticmethod
+    def _copy(room: torch.Tensor, values: torch.Tensor) -> None:
+        room.copy_(values)
+
     def _values(self, data: int, place: TensorPlace) -> torch.Tensor:
+        if not place.numel:
+            return torch.empty(0, dtype=_dtype(place.dtype))
         part = self._memory[data + place.offset : data + place.offset + place.nbytes]
         return torch.frombuffer(part, dtype=_dtype(place.dtype))
 
@@ -246,7 +255,7 @@ class Region:
                 place.key,
                 place.shape,
                 place.start,
-                self._values(data, place) if place.numel else torch.empty(0, dtype=_dtype(place.dtype)),
+                self._values(data, place),
                 None if place.block is None else Block(*place.block),
             )
             for place in self.description.slots[slot]

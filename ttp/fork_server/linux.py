@@ -1,4 +1,4 @@
-"""What Linux offers to processes and Python does not: orphans' parent, death with the parent, and what `ps` shows.
+"""What Linux offers to processes and Python does not: orphans' parent, death with the parent, low priority, and what `ps` shows.
 
 Every function does nothing where the system has no such thing; `adopting_orphans` raises OSError.
 """
@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -24,6 +25,18 @@ def end_with_parent(number: int) -> None:
     """Have the kernel send this process a signal when the thread that started it ends."""
     with contextlib.suppress(AttributeError, OSError):
         _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def lower_priority(nice: int) -> None:
+    """Run this process, the only one of its session, behind those of other sessions.
+
+    Linux may give each session an equal share of the CPU (`sched_autogroup_enabled`): nice then counts within the session alone, and the session's
+    own nice decides.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 @contextlib.contextmanager

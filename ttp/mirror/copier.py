@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 from ttp.config import Settings
 from ttp.errors import CheckpointError
-from ttp.fork_server.linux import end_with_parent
+from ttp.fork_server.linux import end_with_parent, lower_priority
 from ttp.mirror.remote import Remote
 from ttp.mirror.source import parse
 from ttp.mirror.upload import NotYet, Uploader
@@ -30,6 +29,8 @@ LOOK_S = 1.0
 FIRST_PAUSE_S = 1.0
 """After a failure, doubled by each further one."""
 LONGEST_PAUSE_S = 60.0
+NEVER_TAKEN = 5
+"""A store that has refused so many times, and never taken a write, is not waited for at the job's end."""
 _NICE = 15
 _TOGETHER = 3
 """So many of the newest may lack files of other nodes."""
@@ -51,6 +52,9 @@ class Loop:
             if not self._ending.is_set():
                 self._ending.wait(pause_s)
             elif self._uploader.has_newest():
+                return
+            elif not self._probed and self._failures >= NEVER_TAKEN:
+                self._report("given up", error=f"the store has taken no write in {self._failures} tries")
                 return
             else:
                 time.sleep(min(pause_s, LOOK_S))
@@ -114,7 +118,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a job: the agent decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_await_end, args=(ending,), name="ttp-mirror-end", daemon=True).start()
-    os.nice(_NICE)
+    lower_priority(_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     source, remote = parse(json.loads(sys.argv[1])), Remote(Settings.from_env().mirror)

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from ttp.adopt import adopted_state
 from ttp.adopt.adopted_state import AdoptedState, unwrapped
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import ConfigError
 from ttp.optim.base_state import restore_hyper_parameters
+from ttp.optim.shard_layout.split import block_of
 
 
 class Running(torch.nn.Module):
@@ -180,3 +185,33 @@ def test_a_wrapper_of_an_optimizer_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="wraps another optimizer"):
         AdoptedOptimizer(model, Wrapper(SGD(model.parameters(), lr=0.1)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_blocks_are_looked_up_once_and_values_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor computes a block anew each time, and training waits for it; an optimizer may replace a tensor of its state."""
+    looked_at: list[Any] = []
+
+    def look(param: Any) -> Any:
+        looked_at.append(param)
+        return block_of(param)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        monkeypatch.setattr(adopted_state, "block_of", look)
+        model = torch.nn.Linear(4, 4)
+        distribute_module(model, init_device_mesh("cpu", (1,)), lambda _, module, mesh: split(module, mesh))
+        optimizer = AdamW(model.parameters())
+        state = AdoptedState(model, optimizer)
+        known = len(looked_at)
+        assert known >= 6, "two parameters, and two tensors of the state of each"
+        optimizer.state[model.weight]["exp_avg"] = optimizer.state[model.weight]["exp_avg"] + 7.0
+        assert kept(state, "optim.state.weight.exp_avg").tolist() == [7.0] * 16
+        assert len(looked_at) == known
+    finally:
+        dist.destroy_process_group()
+
+
+def split(module: torch.nn.Module, mesh: Any) -> None:
+    for name, param in list(module.named_parameters()):
+        module.register_parameter(name, torch.nn.Parameter(distribute_tensor(param, mesh, [Shard(0)])))

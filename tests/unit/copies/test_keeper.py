@@ -21,7 +21,7 @@ from tests.unit.copies.conftest import HOST, SECRET
 from tests.unit.copies.material import described
 from tests.waiting import LONG_S, until
 from ttp.copies.copy_memory import CopyMemory
-from ttp.copies.keeper import listen
+from ttp.copies.keeper import NICE, listen
 from ttp.copies.memory import Limit
 from ttp.errors import ConfigError
 from ttp.launch.attempts import copies as agent_copies
@@ -267,17 +267,41 @@ def test_a_rank_without_room_is_refused_with_the_figures(node: Node) -> None:
         node.attach(0, ("a", "b"))
 
 
+def save_request(node: Node, rank: int, ranks: int, step: int) -> dict[str, Any]:
+    return {
+        "do": "save", "step": step, "rank": rank, "ranks": ranks, "publishes": rank == 0, "directory": str(node.folder),
+        "cause": "periodic", "term": 1, "tmp_name": f"iter_{step:07d}_tmp_periodic_background_0_1",
+    }  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_share_is_not_written_of_another_step_than_the_one_that_was_asked_for(node: Node) -> None:
+    """The next attempt's rank has begun to use its memory before the keeper came to the save of the one before."""
+    saving = node.attach(0, ("a", "b"), "save")
+    saving.take(0, 8, 2, state(8), values(8, ("a", "b")))
+    saving.say(save_request(node, 0, 1, 7))
+    answer = saving.next_message(LONG_S)
+    assert answer is not None and answer["path"] == ""
+    assert answer["error"] == "the copy of save of rank 0 at step 7 is gone"
+    assert list(node.folder.glob("iter_*")) == []
+    saving.close()
+
+
+def test_a_keeper_has_a_low_priority_also_where_each_session_has_its_share_of_the_cpu(node: Node) -> None:
+    node.attach(0, ("a", "b")).close()
+    assert node.copies._process is not None
+    keeper = node.copies._process.pid
+    assert os.getpriority(os.PRIO_PROCESS, keeper) == NICE
+    session = Path(f"/proc/{keeper}/autogroup")
+    assert not session.exists() or session.read_text().endswith(f" nice {NICE}\n")
+
+
 @pytest.mark.long
 def test_what_a_rank_saves_is_published_by_the_keeper_and_not_offered(node: Node) -> None:
     saving = [node.attach(rank, (group,), "save") for rank, group in enumerate("ab")]
     for rank, memory in reversed(list(enumerate(saving))):
         memory.take(0, 7, 1, state(7), values(7, ("ab"[rank],)))
-        memory.say(
-            {
-                "do": "save", "step": 7, "rank": rank, "ranks": 2, "publishes": rank == 0, "directory": str(node.folder),
-                "cause": "periodic", "term": 1, "tmp_name": "iter_0000007_tmp_periodic_background_0_1",
-            }
-        )  # fmt: skip
+        memory.say(save_request(node, rank, 2, 7))
     answers = [memory.next_message(LONG_S) for memory in saving]
     path = str(node.folder / "iter_0000007")
     assert answers == [{"saved": 7, "path": path, "error": ""}, {"saved": 7, "path": "", "error": ""}]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,7 +30,7 @@ class Stopped(BaseException):
 def stopped_after(writes: int) -> Iterator[None]:
     """Every write into the memory goes through `_put` or a tensor's `copy_`; those after so many do not happen."""
     left = writes
-    put, values = Region._put, Region._values
+    put, copy = Region._put, Region._copy
 
     def one() -> None:
         nonlocal left
@@ -43,11 +42,11 @@ def stopped_after(writes: int) -> Iterator[None]:
         one()
         put(self, start, content)
 
-    def limited_values(self: Region, data: int, place: Any) -> torch.Tensor:
+    def limited_copy(room: torch.Tensor, values: torch.Tensor) -> None:
         one()
-        return values(self, data, place)
+        copy(room, values)
 
-    with mock.patch.object(Region, "_put", limited_put), mock.patch.object(Region, "_values", limited_values):
+    with mock.patch.object(Region, "_put", limited_put), mock.patch.object(Region, "_copy", staticmethod(limited_copy)):
         yield
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tests.unit.launch.journals import journal, reported
 from ttp.launch.report.incident import Report
 from ttp.launch.report.render import fault_lines
@@ -95,6 +97,16 @@ def test_a_refusal_says_why_nothing_was_saved_and_where_the_job_goes_on() -> Non
     saved = next(line for line in lines if line.startswith("saved"))
     assert saved.startswith("saved   nothing: no live rank can write at step 8") and saved.endswith("; 2 steps lost")
     assert lines[-1] == "next    restart 2 of 3, from /run/checkpoints/iter_0000006"
+
+
+@pytest.mark.parametrize(
+    ("following", "end"),
+    [("restart 2 of 3", "; 2 steps lost, unless copies in memory have them"), ("no restarts left", "; 2 steps lost")],
+)
+def test_a_loss_that_copies_may_make_good_is_not_said_to_be_one(following: str, end: str) -> None:
+    """They are looked at before the next attempt, if there is one."""
+    report = replace(KILL, incident=reported(journal("refused")).incident, next=following, copied=True)
+    assert next(line for line in fault_lines(report) if line.startswith("saved")).endswith(end)
 
 
 def test_a_thousand_culprits_fill_no_screen() -> None:

@@ -24,7 +24,8 @@ from tests.waiting import until
 from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.report.summary import mirror_text
-from ttp.mirror.copier import Loop
+from ttp.mirror import copier
+from ttp.mirror.copier import NEVER_TAKEN, Loop
 from ttp.mirror.remote import Remote, RemoteError
 from ttp.mirror.source import MirrorSource
 from ttp.mirror.upload import Uploader
@@ -105,6 +106,37 @@ def test_at_the_end_only_the_newest_is_waited_for(url: str, tmp_path: Path, job:
     ending.set()
     loop.run()
     assert said.what == ["mirrored"] and whole(url) == [3]
+
+
+def test_a_store_that_has_never_taken_a_write_is_not_waited_for_and_one_that_has_is(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong name or credential; a store that is away for a while."""
+    monkeypatch.setattr(copier, "LOOK_S", 0.0)
+    job.save(tmp_path, 1)
+
+    def refuse(self: Remote, *_: object) -> bool:
+        raise RemoteError("AccessDenied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "put_new", refuse)
+        loop, said, ending = loop_of(uploader(url, tmp_path))
+        ending.set()
+        loop.run()
+        assert said.what == ["failed"] * NEVER_TAKEN + ["given up"] and whole(url) == []
+        assert said.lines[-1]["error"] == f"the store has taken no write in {NEVER_TAKEN} tries"
+    loop, said, ending = loop_of(uploader(url, tmp_path))
+    assert loop.turn() == 0.0
+    job.save(tmp_path, 2)
+    put_new, tries = Remote.put_new, iter(range(10))
+
+    def away(self: Remote, name: str, content: bytes) -> bool:
+        return refuse(self) if next(tries) <= NEVER_TAKEN else put_new(self, name, content)
+
+    monkeypatch.setattr(Remote, "put_new", away)
+    ending.set()
+    loop.run()
+    assert said.what == ["mirrored", *["failed"] * (NEVER_TAKEN + 1), "mirrored"] and whole(url) == [2, 1]
 
 
 def test_while_other_nodes_lack_files_of_the_newest_an_older_checkpoint_becomes_whole(
@@ -248,6 +280,8 @@ def test_the_process_dies_with_its_agent_has_a_low_priority_and_is_picked_first_
         folder = Path(f"/proc/{pid}")
         until(lambda: (folder / "oom_score_adj").read_text() == "1000\n", "its settings", within_s=120)
         assert os.getpriority(os.PRIO_PROCESS, pid) >= 15
+        session = folder / "autogroup"  # where each session has its share of the CPU, nice counts within it alone
+        assert not session.exists() or session.read_text().endswith(" nice 15\n")
         os.kill(pid, signal.SIGSTOP)  # as during a fault: it reads no end of its stdin
         agent.kill()
         agent.wait()

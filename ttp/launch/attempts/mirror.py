@@ -162,5 +162,9 @@ def _log(fields: dict[str, Any]) -> None:
             )
         case "failed":
             log.warning("mirroring failed (%s so far): %s%s", fields["failures"], fields["error"], behind)
+        case "given up":
+            log.warning(
+                "the newest checkpoint is not in the mirror, and is not waited for: %s%s", fields["error"], behind
+            )
         case _:
             log.warning("not mirrored: %s", fields["error"])

@@ -83,6 +83,8 @@ class Report:
     next: str = ""
     elsewhere: str = ""
     """What another node's agent reported of a fault that no journal on this node has."""
+    copied: bool = False
+    """The ranks had copies in memory, which are looked at before the next attempt."""
 
 
 def report_fields(report: Report) -> dict[str, Any]:

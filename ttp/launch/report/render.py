@@ -66,7 +66,7 @@ def fault_lines(report: Report) -> list[str]:
         *(("", text) for culprit in culprits[:1] for text in culprit.trace[:-1]),
         ("where", _where(incident)),
         *(("" if place else "stood", text) for place, text in enumerate(_stood(report))),
-        ("saved", _saved(incident)),
+        ("saved", _saved(incident, report.copied and report.next.startswith("restart"))),
         ("took", _took(incident.took_ms or {}, incident.took_over)),
         ("next", _next(report)),
     ]
@@ -136,10 +136,12 @@ def _stood(report: Report) -> list[str]:
     return [*lines, f"all stacks, suspects first: {report.stacks}"] if report.stacks else lines
 
 
-def _saved(incident: Incident) -> str:
+def _saved(incident: Incident, copied: bool) -> str:
+    """`copied`: copies in memory may have later steps than the newest checkpoint; they are looked at when the ranks have ended."""
     lost = ""
     if incident.steps_lost is not None:
         lost = f"; {counted(incident.steps_lost, 'step')} lost" if incident.steps_lost else "; no step lost"
+        lost += ", unless copies in memory have them" if incident.steps_lost and copied else ""
     if (saved := incident.saved) is not None:
         written = f"{size_text(saved.bytes)}, written by {ranks_text(saved.ranks)}"
         return f"step {saved.step} in {saved.path} ({written}){lost}"

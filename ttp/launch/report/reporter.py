@@ -316,7 +316,9 @@ class Reporter:
         if log_dir is not None:
             report = _with_stacks(report, lines, log_dir)
         began_unix_s = report.began_unix_s or self._clock()
-        report = replace(report, next=CLOSE_ON_ALL if unannounced else ending.next, began_unix_s=began_unix_s)
+        copied = any(line["event"] == "assembled" and line["fields"].get("copied") for line in lines)
+        following = CLOSE_ON_ALL if unannounced else ending.next
+        report = replace(report, next=following, began_unix_s=began_unix_s, copied=copied)
         self._reports.append(report)
         self._down_since_unix_s = self._down_since_unix_s or began_unix_s
         self._write("fault", report_fields(report))
