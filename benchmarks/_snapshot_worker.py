@@ -118,7 +118,9 @@ def saves(folder: Path, turns: int) -> None:
         session._saves.finish()
         dist.barrier()
         written.append(time.perf_counter() - begun)
-        alone += [trainer.step() for _ in range(steps)]
+        for _ in range(steps):
+            dist.broadcast(torch.zeros(1), 0)  # as beside a save, where it says whether that is still written
+            alone.append(trainer.step())
     nbytes = sum(v.numel() * v.element_size() for v in held)
     say(stalls=found, alone_s=alone, beside_s=beside, written_s=written, nbytes=nbytes)
     trainer.guard.save()

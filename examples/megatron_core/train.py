@@ -62,7 +62,9 @@ def main() -> None:
     )
     optimizer = get_megatron_optimizer(settings, [model])
     copies = "memory" if args.instances == 1 else None  # TTP
-    guard = ttp.protect(model, optimizer, save_dirs=[args.save_dir], copies=copies, copy_every=copies and 1)  # TTP
+    guard = ttp.protect(
+        model, optimizer, save_dirs=[args.save_dir], copies=copies, copy_every=1 if copies else None
+    )  # TTP
     for step in range(guard.step + 1, args.steps + 1):  # TTP: in place of range(1, args.steps + 1)
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 - step / (args.steps + 1))

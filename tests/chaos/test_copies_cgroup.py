@@ -76,6 +76,8 @@ def made(name: str, nbytes: int) -> Group:
         folder, limit, kills = top / name, "memory.max", "memory.events"
     folder.mkdir()
     (folder / limit).write_text(str(nbytes))
+    with contextlib.suppress(OSError):
+        (folder / "memory.swap.max").write_text("0")  # else pages go there, for minutes
     return Group(folder, folder / limit, Counter(folder / kills))
 
 

@@ -10,7 +10,7 @@ blocks are replicas of each other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Address:
     start: int = 0
     """The first element that is held, of the whole or of the block."""
     block: Block | None = None
+    numel: int = 0
+    """Elements that are held, when it was looked up."""
 
 
 class AdoptedState:
@@ -245,11 +247,17 @@ class AdoptedState:
 
     def _held(self, entry: Named) -> HeldTensor:
         address = self._address(entry)
+        if _local(entry.tensor).numel() != address.numel:
+            raise ConfigError(
+                f"{entry.key}: got {_local(entry.tensor).numel()} elements, expected {address.numel}, as when ttp.protect was called: give parameters"
+                " and optimizer state their layout before"
+            )
         return HeldTensor(entry.key, address.shape, address.start, _local(entry.tensor).view(-1), address.block)
 
     def _address(self, entry: Named) -> Address:
         if entry.key not in self._addresses:
-            self._addresses[entry.key] = self._find_address(entry)
+            found = self._find_address(entry)
+            self._addresses[entry.key] = replace(found, numel=_local(entry.tensor).numel())
         return self._addresses[entry.key]
 
     def _find_address(self, entry: Named) -> Address:

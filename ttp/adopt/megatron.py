@@ -41,7 +41,7 @@ def distributed_optimizer(optimizer: Any) -> Any:
     if len(chain) != 1 or "DistributedOptimizer" not in kinds[0]:
         raise ConfigError(
             f"the optimizer: got {', '.join(type(each).__name__ for each in chain)} of Megatron-Core, expected one DistributedOptimizer: set"
-            " use_distributed_optimizer=True, without expert parallelism; any other of Megatron's is given as its inner one, optimizer.optimizer"
+            " use_distributed_optimizer=True, without expert parallelism"
         )
     return chain[0]
 
@@ -126,12 +126,9 @@ class MegatronState(AdoptedState):
     def counts(self, param: torch.Tensor) -> bool:
         return self._group_ids.get(self._part) in self._counted
 
+    @torch.no_grad()
     def loaded(self) -> None:
         super().loaded()
-        which = self._distributed
-        with torch.no_grad():
-            for shards, mains in zip(which.shard_float16_groups, which.shard_fp32_from_float16_groups, strict=True):
-                for shard, main in zip(shards, mains, strict=True):
-                    shard.copy_(main)
-        for chunk in which.model_chunks:
+        self._distributed._copy_main_params_to_model_params()
+        for chunk in self._distributed.model_chunks:
             chunk.start_param_sync(force_sync=True)

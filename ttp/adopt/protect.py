@@ -27,6 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from ttp.adopt.averages import Average
+from ttp.adopt.megatron import distributed_optimizer
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.trainer_state.feed import Feed
 from ttp.adopt.trainer_state.host_objects import HostObjects, Stateful, check_taken
@@ -118,6 +119,10 @@ def protect(
         raise ConfigError(f"schedulers: got a {type(schedulers).__name__}, expected a list of schedulers, [scheduler]")
     # The chaos harness and a rehearsal judge by the bits of each step: in barrier mode there are no others.
     known = settings or Settings.from_env()
+    if known.rehearse_every and distributed_optimizer(optimizer) is not None:
+        raise ConfigError(
+            "invalid TTP_REHEARSE: Megatron-Core keeps process groups of its own, expected a trainer whose groups are torch's. Leave TTP_REHEARSE out"
+        )
     judged = bool(known.chaos or known.rehearse_every)
     adopted = AdoptedOptimizer(
         model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite, copied=copy_options.enabled

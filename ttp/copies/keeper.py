@@ -33,7 +33,7 @@ from ttp.copies.memory import NoRoom
 from ttp.copies.region import Description, Region, data_bytes, region_bytes
 from ttp.errors import CheckpointError
 from ttp.fork_server import frames
-from ttp.fork_server.linux import end_with_parent, lower_priority
+from ttp.fork_server.linux import LowShare, end_with_parent
 from ttp.identity.credentials import Credentials
 from ttp.identity.own import process_behind
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry, ShareResult
@@ -90,6 +90,7 @@ class Keeper:
         self._server: Any = None
         self._client: Any = None
         self._listener: socket.socket | None = None
+        self._low_share = LowShare(NICE)
         for name, size in self._ask({"do": "all"})[0].get("memories", {}).items():
             self._open(name, size, 0)
 
@@ -368,7 +369,11 @@ class Keeper:
     # --- saves that training does not wait for ---
 
     def _save(self, name: str, request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-        """Write one rank's share of a save and tell it when that is durable; for the rank that asks for it, publish all ranks' shares."""
+        """Write a rank's share of a save; for the rank that asks, publish all. No rank waits for it, as for copies: it gets little of the CPU."""
+        with self._low_share:
+            say(self._saved(name, request))
+
+    def _saved(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         folder, step = Path(request["directory"]) / request["tmp_name"], request["step"]
         mine: dict[str, Any] = {}
         try:
@@ -394,7 +399,7 @@ class Keeper:
                 with contextlib.suppress(CheckpointError, OSError):
                     discard_staging(folder.parent, folder.name)
                 mine = {"error": str(error)}
-        say({"saved": step, "path": mine.get("path", ""), "error": mine.get("error", "")})
+        return {"saved": step, "path": mine.get("path", ""), "error": mine.get("error", "")}
 
     def _shares(self, folder: Path, ranks: int, mine: Mapping[str, Any]) -> list[ShareResult]:
         """Wait for the shares of all ranks. Raises CheckpointError."""
@@ -477,7 +482,8 @@ def main() -> int:
     end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the agent
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lower_priority(NICE)
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
     orders = socket.socket(fileno=os.dup(0))
     _, descriptors = frames.receive(orders)
     memory, ranks = (socket.socket(fileno=descriptor) for descriptor in descriptors)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,15 +30,50 @@ def end_with_parent(number: int) -> None:
 
 
 def lower_priority(nice: int) -> None:
-    """Run this process, the only one of its session, behind those of other sessions.
-
-    Linux may give each session an equal share of the CPU (`sched_autogroup_enabled`): nice then counts within the session alone, and the session's
-    own nice decides.
-    """
+    """Run this process, the only one of its session, behind others, and behind those of other sessions."""
     with contextlib.suppress(OSError):
         os.nice(nice)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(nice))
+    set_session_priority(nice)
+
+
+def set_session_priority(nice: int) -> None:
+    """Set the share of the CPU of this process's session, 0 to 19 (0: that of any other).
+
+    Linux may give each session an equal share (`sched_autogroup_enabled`): a process's own nice then counts within its session alone. Without
+    privileges the whole machine may do so once in 100 ms: it is tried again for a while.
+    """
+    until = time.monotonic() + 1.0
+    while True:
+        try:
+            Path("/proc/self/autogroup").write_text(str(nice))
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
+        except OSError:
+            pass  # the kernel has no such thing
+        return
+
+
+class LowShare:
+    """While one thread or several are within it, this process's session has a low share of the CPU."""
+
+    def __init__(self, nice: int) -> None:
+        self._nice = nice
+        self._lock = threading.Lock()
+        self._within = 0  # guarded by the lock
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                set_session_priority(self._nice)
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                set_session_priority(0)
 
 
 @contextlib.contextmanager
