@@ -46,7 +46,8 @@ def run(benchmark: str, measure: Measure, report: Report, options: argparse.Name
 
 
 def _work(rank: int, measure: Measure, options: argparse.Namespace, port: int, result: str) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(RANKS))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -148,7 +148,8 @@ def _thread_times() -> dict[str, float]:
 
 
 def work(rank: int, options: argparse.Namespace, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(options.ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(options.ranks))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
