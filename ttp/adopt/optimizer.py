@@ -336,6 +336,8 @@ class AdoptedOptimizer:
     def roll_forward(self, record: CommitRecord) -> int:
         if self._state.partitioned:
             raise CheckpointError(f"step {record.step}: {type(self.optimizer).__name__} needs all ranks to finish it")
+        self.lane.await_ready()
+        self._spanning.check_communicators(record.step)
         with self.lane.after_ready(), torch.no_grad():
             self._rolling = threading.get_ident()
             try:
@@ -392,6 +394,7 @@ class AdoptedOptimizer:
         self._state.loaded()
         self._steps.restart(step)
         self._steps.host_state = self._describe()
+        self.lane.mark_updated()  # a dump may come before the first update
 
     # --- inside ---
 

@@ -66,6 +66,11 @@ class Lane:
                 stream.wait_event(event)
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
+    def await_ready(self) -> None:
+        """Block until the reduced gradients are final on the device. Any thread."""
+        if self._ready is not None:
+            self._ready.synchronize()
+
     def drain(self) -> None:
         """Block until the newest update has finished on the device. Any thread."""
         if self._updated is not None:

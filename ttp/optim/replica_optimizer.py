@@ -317,8 +317,11 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         """Do the local update of `record.step` in place of the training thread; return the new state step.
 
         Of the record only what this rank cannot know by itself is used: the clip factor, and whether the step is skipped.
-        Raises ProtocolError, with nothing changed, unless this rank stands READY at that step.
+        Raises ProtocolError, with nothing changed, unless this rank stands READY at that step, AbortedCollective where its gradients may be
+        what an aborted reduction left.
         """
+        self.lane.await_ready()
+        self.spanning.check_communicators(record.step)
         with self.lane.after_ready(), torch.no_grad():
             self._apply(record)
             self.lane.mark_updated()
@@ -380,6 +383,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         with torch.no_grad():
             self._gather.start()
             self._gather.finish()
+        self.lane.mark_updated()  # a dump may come before the first update
 
     def count_from(self, step: int) -> None:
         """Take the state as it is, before the first step, for that of `step`: a pretrained model whose steps count on."""
