@@ -90,12 +90,12 @@ def _module(native: ModuleType) -> Any:
         finally:
             native.set_device(before)
 
-    def current_stream(of: Any = None) -> torch.Stream:
-        at = here(of)
+    def current_stream(device: Any = None) -> torch.Stream:
+        at = here(device)
         return torch.Stream(stream_id=native.current_stream(at.index), device_index=at.index, device_type=_TYPE)
 
-    def make_stream(of: Any = None, priority: int = 0) -> torch.Stream:
-        return torch.Stream(here(of), priority=priority)
+    def make_stream(device: Any = None, priority: int = 0) -> torch.Stream:
+        return torch.Stream(here(device), priority=priority)
 
     module.__dict__.update(
         Event=Event,
@@ -193,7 +193,7 @@ def drawn_traits(seed: int) -> dict[str, int]:
         "poison": rng.randint(0, 1),
         "late_release": rng.randint(0, 1),
         "lazy_load": rng.randint(0, 1),
-        "garbage": rng.randint(0, 3),
+        "garbage": rng.randint(0, 4),
         "blind_watchdog": rng.randint(0, 1),
         "remote_hangs": rng.randint(0, 1),
         "error_lag_ms": 0,

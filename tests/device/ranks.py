@@ -87,18 +87,23 @@ def run(claim: Claim, world: int, folder: Path, *, endings: dict[int, int] | Non
     assert [process.exitcode for process in ranks] == expected, f"TTP_TEST_SEED={seed}"
 
 
-def _main(claim: Claim, rank: Rank, environ: dict[str, str]) -> None:
-    os.environ.update(environ)
+def begin_ranks(rank: Rank) -> None:
+    """Have the device and, with other ranks, the process group of all."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    backend.register()
+    backend.set_traits(seed=rank.seed)
+    torch.get_device_module(rank.device).set_device(rank.device.index)
+    if rank.world > 1:
+        dist.init_process_group(
+            BACKENDS, init_method=f"file://{rank.folder}/store", rank=rank.number, world_size=rank.world
+        )
+
+
+def _main(claim: Claim, rank: Rank, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
     try:
-        backend.register()
-        backend.set_traits(seed=rank.seed)
-        torch.get_device_module(rank.device).set_device(rank.device.index)
-        if rank.world > 1:
-            dist.init_process_group(
-                BACKENDS, init_method=f"file://{rank.folder}/store", rank=rank.number, world_size=rank.world
-            )
+        begin_ranks(rank)
         claim(rank)
     except BaseException:
         (rank.folder / f"error_{rank.number}").write_text(f"rank {rank.number}:\n{traceback.format_exc()}")

@@ -153,6 +153,10 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._at_ready = [hyper_parameters(g) for g in self.param_groups]
         for part in self._parts:
             part.shards.create_base(base, kwargs, self._at_ready)
+        if self.lane.ordered:
+            with self.lane.roll_stream():
+                for part in self._parts:
+                    part.shards.warm_up(base, kwargs, self._at_ready, isinstance(clip, ClipValue))
         self._kinds = state_kinds(base, kwargs, self._at_ready, device)
         self._divisor = self.gradient_divisor
         self._steps.host_state = self._host_backup = self._describe()

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -28,6 +29,7 @@ struct Communicator {
     int64_t deadline; // milliseconds, monotonic
   };
   std::deque<Flight> flights; // guarded by mutex
+  std::map<std::size_t, at::Tensor> results; // the last ones, by their bytes: the stream's thread alone
   void abort(c10d::ErrorType reason);
 };
 
@@ -71,8 +73,10 @@ class Group : public c10d::Backend {
   struct Part {
     Tensors inputs, outputs;
     Carry carry;
+    bool in_place_kept = false; // an output that is an input's memory is not written (NCCL's gather in place)
   };
-  c10::intrusive_ptr<c10d::Work> submit(c10d::OpType type, Tensors inputs, Tensors outputs, Carry carry);
+  c10::intrusive_ptr<c10d::Work> submit(
+      c10d::OpType type, Tensors inputs, Tensors outputs, Carry carry, bool in_place_kept = false);
   c10::intrusive_ptr<c10d::Work> start(c10d::OpType type, std::vector<Part> parts, int64_t timeout_ms);
   void watch();
 

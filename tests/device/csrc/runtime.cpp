@@ -110,6 +110,7 @@ void work_off(Device& device, Stream& stream) {
         task.work();
       } catch (const std::exception& raised) {
         error = raised.what();
+        error = error.substr(0, error.find("\nException raised from"));
       }
       task.work = nullptr; // what it holds ends here, not with the lock
       lock.lock();

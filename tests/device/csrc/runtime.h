@@ -30,7 +30,7 @@ enum Trait : int {
   kPoison,        // new and freed memory is filled with NaN, in the order of its own stream
   kLateRelease,   // freed memory is not reused before its stream has come to the place where it was freed
   kLazyLoad,      // the first use of a kernel waits until the device is idle
-  kGarbage,       // what an aborted collective leaves: 0 what was there, 1 half of the result, 2 noise, 3 zeros
+  kGarbage,       // what an aborted collective leaves: 0 what was there, 1 half of the result, 2 noise, 3 zeros, 4 an earlier result
   kBlindWatchdog, // the watchdog notices no error and no timeout
   kStuckWatchdog, // the watchdog waits in a call of the device for ever
   kRemoteHangs,   // 1: a collective whose peer is gone does not end before it is aborted; 0: it ends with garbage
