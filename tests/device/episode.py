@@ -110,13 +110,14 @@ class Episode:
         """Train all steps; keep the state after each, and go back to the first."""
         self.wanted.append(self._state())
         first = self.optimizer.host_state(0)
+        fresh = [target.values.detach().cpu().clone() for target in self.optimizer.load_targets()]
         for step in range(1, STEPS + 1):
             self._step(step)
             self.wanted.append(self._state())
             assert self.optimizer.last_record is not None
             self.records.append(self.optimizer.last_record)
-        for target in self.optimizer.load_begin():
-            target.values.copy_(self.wanted[0][target.key, target.start])
+        for target, values in zip(self.optimizer.load_begin(), fresh, strict=True):
+            target.values.copy_(values)
         self.optimizer.load_end(0, first)
         self.optimizer.zero_grad()
 
@@ -307,6 +308,7 @@ class Episode:
 
     def end(self) -> None:
         """Give back what can be: kernels, groups; a thread that waits at its gate stays."""
+        self._faulty = True  # the fault may not have come yet
         self._stopped.set()
         self.gate.reopen(self._ticket)
         backend.release(self.rank)

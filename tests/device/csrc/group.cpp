@@ -261,7 +261,8 @@ c10::intrusive_ptr<c10d::Work> Group::start(c10d::OpType type, std::vector<Part>
       }
       copies->push_back(std::move(copy));
     }
-    std::thread([carried, copies, communicator, inner] {
+    const bool begun = !communicator->aborted; // else no peer may get bytes of what this rank does not finish
+    if (begun) std::thread([carried, copies, communicator, inner] {
       const at::NoGradGuard no_grad;
       bool failed = false;
       try {

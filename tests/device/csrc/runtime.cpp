@@ -311,9 +311,13 @@ void synchronize_mark(const MarkPtr& mark) {
 
 void hang(int number, int stream) {
   Device& device = devices()[number];
-  launch(number, stream, [&device] {
+  uint64_t before;
+  {
+    std::lock_guard<std::mutex> lock(device.mutex);
+    before = device.releases; // one that is still queued when kernels are released does not hang any more
+  }
+  launch(number, stream, [&device, before] {
     std::unique_lock<std::mutex> lock(device.mutex);
-    const uint64_t before = device.releases;
     device.hung++;
     device.changed.notify_all();
     device.changed.wait(lock, [&] { return device.releases != before || !device.error.empty(); });
