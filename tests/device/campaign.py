@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.device.build import extension
 from tests.device.episode import Episode
-from tests.device.mutants import apply
+from tests.device.mutants import MUTANTS, planted
 from tests.device.plan import KINDS, plan_of
 from tests.device.ranks import Rank, begin_ranks
 from tests.unit.forkserver import fork_server
@@ -29,7 +29,7 @@ from ttp.nccl import NCCL_SETTINGS
 
 EACH = 20
 """Episodes of one set of processes."""
-EPISODE_S = 15.0
+EPISODE_S = 40.0
 WORLDS = (2, 3, 4)
 
 
@@ -103,7 +103,8 @@ def _set(
 
 def _rank_main(rank: Rank, seeds: list[int], kinds: tuple[str, ...], mutant: str, forced: dict[str, Any]) -> None:
     plan: Any = None
-    os.environ.update({name: value for name, (value, _) in NCCL_SETTINGS.items()})
+    if mutant != "the settings of the watchdog are torch's own":
+        os.environ.update({name: value for name, (value, _) in NCCL_SETTINGS.items()})
     try:
         begin_ranks(rank)
         beside = dist.new_group(backend="gloo")
@@ -113,7 +114,6 @@ def _rank_main(rank: Rank, seeds: list[int], kinds: tuple[str, ...], mutant: str
             dist.all_gather_object(everyone, value, group=beside)
             return everyone
 
-        apply(mutant)
         with (
             open(rank.folder / f"results_{rank.number}", "w") as results,
             open(rank.folder / f"stacks_{rank.number}", "w") as stacks,
@@ -121,10 +121,12 @@ def _rank_main(rank: Rank, seeds: list[int], kinds: tuple[str, ...], mutant: str
             for seed in seeds:
                 faulthandler.dump_traceback_later(EPISODE_S, exit=True, file=stacks)
                 plan = plan_of(seed, rank.world, kinds, **forced)
-                episode = Episode(plan, rank.number, rank.world, exchange)
+                with planted(mutant, "build"):
+                    episode = Episode(plan, rank.number, rank.world, exchange)
                 episode.rehearse()
                 exchange(None)
-                result = episode.run()
+                with planted(mutant, "run"):
+                    result = episode.run()
                 exchange(None)
                 episode.end()
                 print(result, plan, file=results, flush=True)
@@ -134,6 +136,20 @@ def _rank_main(rank: Rank, seeds: list[int], kinds: tuple[str, ...], mutant: str
         )
         os._exit(1)
     os._exit(0)
+
+
+def caught(mutant: str) -> str:
+    """Return how a planted mistake shows; empty: it does not."""
+    chosen = MUTANTS[mutant]
+    outcome = campaign(
+        range(chosen.episodes),
+        kinds=chosen.kinds,
+        mutant=mutant,
+        world=chosen.world,
+        stop_at_first=True,
+        **chosen.forced,
+    )
+    return outcome.violations[0] if outcome.violations else ""
 
 
 def main() -> int:

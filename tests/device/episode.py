@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.device import backend
-from tests.device.plan import STEPS, Plan
+from tests.device.plan import AT, STEPS, Plan
+from ttp.checkpoint import host_copy
 from ttp.checkpoint.host_copy import HostCopier
 from ttp.controller.core.facts.coverage import Group
 from ttp.controller.core.facts.decision import Decision, Refusal, decide
@@ -34,6 +35,9 @@ from ttp.proto.messages import CommitRecord, StateReport
 TOO_LONG_S = 15.0
 """Nothing of an episode takes longer, on a machine that has much else to do: what does, hangs."""
 FREEZE_S = 1.0
+
+QUIET = ("frozen", "slow", "hang_beside")
+"""Faults at which no collective fails."""
 
 State = dict[tuple[str, int], torch.Tensor]
 
@@ -79,6 +83,7 @@ class Episode:
         self._faulty = False
         self._begun = time.monotonic()
         self._ticket = 0
+        self._raised: BaseException | None = None
         self._froze = threading.Event()
         """Somebody asks for a freeze."""
         before = set(dist.distributed_c10d._world.pg_map)
@@ -99,7 +104,9 @@ class Episode:
             masters_apart=settings["masters_apart"], gradient_accumulation_shard=settings["gradient_accumulation_shard"],
             compare_every=0, **dict(plan.options),
         )  # fmt: skip
+        host_copy.STAGING_BYTES = 512  # so that all pieces go through it, in several parts
         self.copier = HostCopier(self.device)
+        self._beside = torch.get_device_module(self.device).Stream(self.device)
         self.groups = [pg for pg in dist.distributed_c10d._world.pg_map if pg not in before]
         self.wanted: list[State] = []
         self.records: list[CommitRecord] = []
@@ -155,6 +162,8 @@ class Episode:
         self._begun = time.monotonic()
         training.start()
         self._await_end(training)
+        if self._raised is not None and self.plan.kind in QUIET:
+            raise Violation(f"training raised {self._raised!r} without a fault of its own") from self._raised
         return self._dump()
 
     def _train(self) -> None:
@@ -162,7 +171,8 @@ class Episode:
             torch.get_device_module(self.device).set_device(self.device)
             for step in range(1, STEPS + 1):
                 self._step(step)
-        except BaseException:
+        except BaseException as error:
+            self._raised = error
             self.gate.abandon()
             self._froze.set()
 
@@ -178,6 +188,8 @@ class Episode:
     def _point(self, name: str, step: int) -> None:
         plan = self.plan
         self._begun = time.monotonic()
+        if (name, step) == (plan.point, plan.step) and plan.kind in AT and self.rank != plan.victim:
+            time.sleep(3 * plan.lag_s)  # the victim waits for this rank
         if (
             self._faulty
             or (name, step) != (plan.point, plan.step)
@@ -186,8 +198,10 @@ class Episode:
             return
         self._faulty = True
         sim = torch.get_device_module(self.device)
-        if plan.kind.startswith("hang"):
-            backend.hang(sim.Stream(self.device) if plan.kind == "hang_beside" else sim.current_stream(self.device))
+        if plan.kind in ("hang", "hung_stop"):
+            backend.hang(sim.current_stream(self.device))
+        elif plan.kind in ("hang_beside", "stuck"):
+            backend.hang(self._beside)
         elif plan.kind == "slow":
             backend.sleep(0.05, sim.current_stream(self.device))
         elif plan.kind == "fail":
@@ -196,15 +210,15 @@ class Episode:
             threading.Timer(plan.lag_s, self._abort).start()
         elif plan.kind.startswith("abort"):
             self._abort()
-        threading.Timer(plan.lag_s * 2, self._froze.set).start()
+        threading.Timer(plan.lag_s * (10 if plan.kind in AT else 2), self._froze.set).start()
         if plan.kind == "raise":
             raise RuntimeError("planned")
-        if plan.kind in ("stop", "dead"):
+        if plan.kind in ("stop", "dead", "hung_stop", "stuck"):
             self._stopped.wait()
             raise RuntimeError("the episode is over")
 
     def _abort(self) -> None:
-        groups = self.groups[-1:] if self.plan.kind == "abort_one" else self.groups
+        groups = {"abort_one": self.groups[-1:], "abort_early": self.groups[1:]}.get(self.plan.kind, self.groups)
         for group in groups:
             group._get_backend(self.device).abort()
 

@@ -14,6 +14,8 @@ from typing import Any
 from tests.device.backend import drawn_traits
 
 STEPS = 4
+AT = {"abort_waiting": "ready", "abort_early": "backward"}
+"""Where a fault happens that is not to happen anywhere else."""
 POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
 KINDS = {
     "stop": "the training thread does not go on",
@@ -21,10 +23,14 @@ KINDS = {
     "raise": "the training thread raises",
     "hang": "a kernel hangs on the training thread's stream",
     "hang_beside": "a kernel hangs on a stream that nothing waits for",
+    "hung_stop": "the same, and the training thread does not go on",
+    "stuck": "a kernel hangs on a stream that nothing waits for, and the training thread does not go on",
     "slow": "a kernel takes long on the training thread's stream",
     "abort": "this rank's communicators are aborted",
     "abort_one": "one of this rank's communicators is aborted",
     "abort_all": "every rank's communicators are aborted, wherever it is",
+    "abort_waiting": "this rank's communicators are aborted while it waits for the others in the step's collective; the error shows late",
+    "abort_early": "this rank's communicators but the first are aborted while it waits for the others in a reduction",
     "fail": "the device fails for good",
     "frozen": "no fault: the job is frozen at any moment",
 }
@@ -60,7 +66,7 @@ def plan_of(seed: int, world: int, kinds: Collection[str] = tuple(KINDS), **forc
     """Draw an episode. `kinds`: of which faults; `forced`: fields, settings or traits that are not drawn."""
     rng = random.Random(f"plan {seed} {world}")
     dtype = rng.choice(("float32", "float32", "bfloat16"))
-    base = rng.choice(("AdamW", "AdamW", "Adam", "SGD", "Adagrad"))
+    base = forced.get("base", rng.choice(("AdamW", "AdamW", "Adam", "SGD", "Adagrad")))
     options: dict[str, Any] = {"lr": 0.05}
     if base == "SGD":
         options["momentum"] = 0.9
@@ -93,6 +99,12 @@ def plan_of(seed: int, world: int, kinds: Collection[str] = tuple(KINDS), **forc
                 break
         else:
             raise KeyError(name)
+    if fields["kind"] in AT:
+        fields |= {"point": AT[fields["kind"]], "lag_s": 0.02}
+    if fields["kind"] == "abort_early":  # all reductions are under way by then: none is refused
+        settings |= {"bucket_bytes": 1 << 20, "gradient_accumulation_shard": False, "ring": False}
+    if fields["kind"] == "abort_waiting":
+        traits["error_lag_ms"] = 5000
     return Plan(
         seed=seed, settings=tuple(settings.items()), options=tuple(options.items()), traits=tuple(traits.items()), **fields
     )  # fmt: skip

@@ -235,6 +235,9 @@ int exchange_stream(int device, int stream) {
 int new_stream(int device) {
   check(device);
   add_count(kStreams);
+  if (trait(kAllocSyncs)) {
+    wait_until(devices()[device], [&] { return all_idle(devices()[device]); });
+  }
   std::lock_guard<std::mutex> lock(devices()[device].mutex);
   if (devices()[device].streams.empty()) {
     devices()[device].streams.push_back(std::make_unique<Stream>()); // the default stream
@@ -388,6 +391,31 @@ void poison(const Block* block) {
   }
 }
 
+// Fill what other streams use as well once they have come to its end, on a stream that holds up no other.
+void spoil_later(Block* block) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, int>, int> beside;
+  int stream;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    int& known = beside[{block->device, block->stream}];
+    if (known == 0) {
+      std::lock_guard<std::mutex> device_lock(devices()[block->device].mutex);
+      devices()[block->device].streams.push_back(std::make_unique<Stream>());
+      known = static_cast<int>(devices()[block->device].streams.size()) - 1;
+    }
+    stream = known;
+  }
+  block->ends.push_back(record(block->device, block->stream));
+  for (const auto& end : block->ends) {
+    wait_for(block->device, stream, end);
+  }
+  void* memory = block->memory;
+  const std::size_t bytes = block->bytes;
+  submit(block->device, stream, [memory, bytes] { std::memset(memory, 0xff, bytes); });
+  block->ends = {record(block->device, stream)};
+}
+
 } // namespace
 
 Block* allocate(int device, std::size_t bytes) {
@@ -422,6 +450,8 @@ void release(Block* block) {
     }
     if (block->users.empty()) {
       poison(block);
+    } else if (trait(kPoison) && !trait(kOneQueue)) {
+      spoil_later(block);
     }
     if (trait(kLateRelease)) {
       block->ends.push_back(record(block->device, block->stream));

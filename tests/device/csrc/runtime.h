@@ -26,7 +26,7 @@ using Work = std::function<void()>;
 enum Trait : int {
   kOneQueue,      // one hardware queue: what is submitted starts in the order of submission, over all streams
   kDelayUs,       // every task begins after a random delay of up to so many microseconds
-  kAllocSyncs,    // memory from the driver waits until the device is idle, and counts as an allocation
+  kAllocSyncs,    // memory and streams from the driver wait until the device is idle
   kPoison,        // new and freed memory is filled with NaN, in the order of its own stream
   kLateRelease,   // freed memory is not reused before its stream has come to the place where it was freed
   kLazyLoad,      // the first use of a kernel waits until the device is idle
