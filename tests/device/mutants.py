@@ -60,7 +60,6 @@ def _compute_stream(self: Any, device: torch.device) -> None:
 _copier_init = host_copy.HostCopier.__init__
 _copier_call = host_copy.HostCopier.__call__
 _apply = TTPReplicaOptimizer._apply
-_check = Spanning.check_communicators
 
 
 def _made_later(stack: contextlib.ExitStack) -> None:
@@ -87,16 +86,6 @@ def _marked_first(stack: contextlib.ExitStack) -> None:
 def _participants_only(self: Any, result: Any, size: int) -> None:
     if result[0] != size:
         raise AbortedCollective("some rank's contribution is missing")
-
-
-def _unchecked(caller: str) -> Plant:
-    """The communicators are not asked in this function."""
-
-    def check(self: Any, step: int) -> None:
-        if sys._getframe(1).f_code.co_name != caller:
-            _check(self, step)
-
-    return _instead(Spanning, "check_communicators", check)
 
 
 def _take_at_once(self: Any, half: int, staged: torch.Tensor, into: torch.Tensor) -> None:
@@ -180,11 +169,8 @@ MUTANTS = {
     "a record of an earlier step is taken": Mutant(
         _instead(Contribution, "check", _participants_only), ("abort_waiting",), forced={"garbage": 4, "step": 3}
     ),
-    "communicators are not asked behind the step's collective": Mutant(
-        _unchecked("agree"), ("abort_early",), forced={"garbage": 2}
-    ),
-    "communicators are not asked before a roll forward": Mutant(
-        _unchecked("roll_forward"), ("abort_early",), forced={"garbage": 2}
+    "ranks are READY before their gradients are final": Mutant(
+        _instead(Lane, "await_ready", _nothing), ("abort_early",), forced={"garbage": 2}
     ),
     "a copy is read before it has ended": Mutant(
         _instead(host_copy.HostCopier, "_take", _take_at_once), ("frozen",), forced=LATE
@@ -203,6 +189,9 @@ MUTANTS = {
     ),
     "memory that the device reads is used again too early": Mutant(
         _instead(Spanning, "_on_device", _used_again), ("frozen",), forced=LATE
+    ),
+    "communicators are not asked before a rank is READY": Mutant(
+        _instead(Spanning, "check_communicators", _nothing), ("abort_early",), forced={"garbage": 2}
     ),
     "the settings of the watchdog are torch's own": Mutant(lambda stack: None, ("abort",)),
 }  # fmt: skip

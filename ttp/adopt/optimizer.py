@@ -204,8 +204,7 @@ class AdoptedOptimizer:
             self._state.share_buffers()
         self.on_ready(step)
         with self._steps.in_collective():
-            self._spanning.check_communicators(step)
-            self._steps.ready(step)
+            self._steps.ready(step, self._spanning.check_communicators)
             record, self._ending = self._agree(step)
         self._steps.point("record", step)
         self._steps.tracker.begin_update(step, record)
@@ -336,8 +335,6 @@ class AdoptedOptimizer:
     def roll_forward(self, record: CommitRecord) -> int:
         if self._state.partitioned:
             raise CheckpointError(f"step {record.step}: {type(self.optimizer).__name__} needs all ranks to finish it")
-        self.lane.await_ready()
-        self._spanning.check_communicators(record.step)
         with self.lane.after_ready(), torch.no_grad():
             self._rolling = threading.get_ident()
             try:

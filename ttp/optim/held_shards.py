@@ -101,7 +101,11 @@ class HeldShards:
 
     @torch.no_grad()
     def warm_up(
-        self, base: Callable[..., Optimizer], kwargs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], clamped: bool
+        self,
+        base: Callable[..., Optimizer],
+        kwargs: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        clamped: bool,
     ) -> None:
         """Do an update of the largest bucket's size on memory that is given back: the device then has its kernels loaded and the current
         stream has the memory for temporary values, so that a roll forward asks for neither."""

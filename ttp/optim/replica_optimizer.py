@@ -249,9 +249,9 @@ class TTPReplicaOptimizer(OptimizerOfShards):
             self._at_ready = [hyper_parameters(group) for group in self.param_groups]
             self._rates = tuple(float(group["lr"]) for group in self._at_ready)
             self._divisor = self.gradient_divisor
-            self.spanning.check_communicators(step)
-            state.ready(step)
-            record, ending = self._agree(step, sums)
+            squares = self._squares()  # launched before the wait: the device has something to do
+            state.ready(step, self.spanning.check_communicators)
+            record, ending = self._agree(step, squares, sums)
         state.point("record", step)
         return record, ending
 
@@ -321,11 +321,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         """Do the local update of `record.step` in place of the training thread; return the new state step.
 
         Of the record only what this rank cannot know by itself is used: the clip factor, and whether the step is skipped.
-        Raises ProtocolError, with nothing changed, unless this rank stands READY at that step, AbortedCollective where its gradients may be
-        what an aborted reduction left.
+        Raises ProtocolError, with nothing changed, unless this rank stands READY at that step.
         """
-        self.lane.await_ready()
-        self.spanning.check_communicators(record.step)
         with self.lane.after_ready(), torch.no_grad():
             self._apply(record)
             self.lane.mark_updated()
@@ -405,9 +402,14 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._steps.host_state = self._host_backup = self._describe()
 
-    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, Ending]:
+    def _squares(self) -> torch.Tensor:
+        """Return the sum of squares (FP64, 0-d) of the reduced gradients that this rank counts."""
+        return torch.stack([part.shards.square_sum() for part in self._parts]).sum()
+
+    def _agree(
+        self, step: int, squares: torch.Tensor, sums: Sequence[float] | torch.Tensor | None
+    ) -> tuple[CommitRecord, Ending]:
         """Make the commit record of the spanning collective's result: the same on every rank."""
-        squares = torch.stack([part.shards.square_sum() for part in self._parts]).sum()
         tracker = self._steps.tracker
         agreed = self.spanning.agree(step, squares, tracker.notice, tracker.unled, sums)
         scale = self._scale.scale

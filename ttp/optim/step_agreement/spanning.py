@@ -97,9 +97,8 @@ class Spanning:
             vector[:NUMBERS] = proof * whole
             vector[NUMBERS + 2] = alone  # each rank's own, not its group's sum
             self._sum(step, vector[: NUMBERS + 3], self._barrier)
-        numbers = torch.cat([in_span, vector]).tolist()  # the step's one wait for the device
-        # Not before: until then a reduction may still be aborted, and leave what it left to a result that is whole.
-        self.check_communicators(step)
+        numbers = torch.cat([in_span, vector]).tolist()  # waits for the device
+        self.check_communicators(step)  # not before: until then the collective may be aborted
         contribution.check(numbers[:NUMBERS], self._size(self._span))
         if self._barrier is not None:
             contribution.check(numbers[NUMBERS : 2 * NUMBERS], self._size(self._barrier))
