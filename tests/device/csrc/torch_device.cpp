@@ -246,8 +246,10 @@ at::Tensor empty_strided(
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
-  const int device = index_of(self.device());
-  synchronize(device, current_stream(device), kFallbackWaits);
+  if (self.numel() != 0) { // the host copies what was there
+    const int device = index_of(self.device());
+    synchronize(device, current_stream(device), kFallbackWaits);
+  }
   return at::native::resize_(self, size, format);
 }
 
@@ -451,7 +453,19 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const int stream = current_stream(device);
   const std::string name = toString(op.operator_name());
   load_kernel(device, name);
-  Kind kind = empty_out ? Kind::kWaits : kind_of(op);
+  Kind kind = kind_of(op);
+  if (torch::jit::Stack sizes; empty_out && kind == Kind::kInPlace && shapes_of(op, arguments, sizes)) {
+    for (std::size_t result = 0; result < sizes.size(); result++) {
+      for (std::size_t place = 0; place < count; place++) {
+        const auto* alias = schema.arguments()[place].alias_info();
+        if (alias != nullptr && alias->beforeSets() == schema.returns()[result].alias_info()->beforeSets()) {
+          arguments[place].toTensor().resize_(sizes[result].toTensor().sizes());
+        }
+      }
+    }
+  } else if (empty_out) {
+    kind = Kind::kWaits;
+  }
 
   if (kind == Kind::kInPlace) {
     torch::jit::Stack queued;
