@@ -30,11 +30,12 @@ def register() -> None:
     if hasattr(torch, NAME):
         return
     native = extension()
-    torch.utils.rename_privateuse1_backend(NAME)
+    utils: Any = torch.utils
+    utils.rename_privateuse1_backend(NAME)
     native.register_hooks()
     module = _module(native)
-    torch._register_device_module(NAME, module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]
+    utils.generate_methods_for_privateuse1_backend(for_storage=True)
     if dist.is_available():
         _register_group()
     for entry in filter(None, os.environ.get(TRAITS, "").split(",")):
@@ -48,7 +49,9 @@ def _register_group() -> None:
 
 def _group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return the group that torch asks for: gloo's own timeout is longer, as it only carries the bytes."""
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, timeout=timedelta(hours=1))
+    inner = dist.ProcessGroupGloo(
+        dist.distributed_c10d.PrefixStore("simccl", store), rank, size, timeout=timedelta(hours=1)
+    )
     return extension().Group(inner, rank, size, int(timeout.total_seconds() * 1000))
 
 
@@ -128,7 +131,7 @@ def _module(native: ModuleType) -> Any:
     return module
 
 
-_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)
+_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
 
 
 # --- what a test asks of the device, and no real one has ---

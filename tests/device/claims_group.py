@@ -21,7 +21,8 @@ def _sim() -> Any:
 
 
 def _error(rank: Rank, group: Any = None) -> str:
-    return str((group or dist.group.WORLD)._get_backend(rank.device).get_error().name)
+    chosen: Any = group or dist.group.WORLD
+    return str(chosen._get_backend(rank.device).get_error().name)
 
 
 def _soon(rank: Rank, expected: str) -> None:

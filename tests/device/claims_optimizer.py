@@ -24,7 +24,7 @@ def step_waits_twice(rank: Rank) -> None:
         optimizer = kind(model.named_parameters(), bucket_bytes=256, clip=ttp.ClipNorm(0.1), compare_every=0)
         for sums in ([1.0], torch.ones(1, device=rank.device)):
             optimizer.zero_grad()
-            model(torch.ones(4, 16, device=rank.device)).square().mean().backward()
+            torch.autograd.backward(model(torch.ones(4, 16, device=rank.device)).square().mean())
             before = backend.counts()
             result = optimizer.step(sums=sums)
             after = backend.counts()
@@ -41,15 +41,15 @@ def dump_asks_nothing_of_the_device_but_copies(rank: Rank) -> None:
     host_copy.STAGING_BYTES = 4096
     copier = HostCopier(rank.device)
     shapes = ((10_007, torch.float32), (5, torch.bfloat16), (1, torch.int64), (0, torch.float32), (2048, torch.uint8))
-    wanted = [torch.randint(100, (numel,)).to(dtype) for numel, dtype in shapes]
-    held = [values.to(rank.device) for values in wanted]
+    expected = [torch.randint(100, (numel,)).to(dtype) for numel, dtype in shapes]
+    held = [values.to(rank.device) for values in expected]
     sim = torch.get_device_module(rank.device)
     sim.synchronize()
     backend.set_traits(alloc_syncs=1, lazy_load=1, delay_us=300)
     backend.hang()
     before = backend.counts()
     copied = [copier(values) for values in held]
-    assert all(torch.equal(a, b) for a, b in zip(copied, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copied, expected, strict=True))
     after = backend.counts()
     assert all(after[name] == before[name] for name in ("segments", "streams", "loads")), f"{after} after {before}"
     backend.release(rank.device.index)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import backend
+from tests.device.build import extension
 from tests.device.plan import AT, STEPS, Plan
 from ttp.checkpoint import host_copy
 from ttp.checkpoint.host_copy import HostCopier
@@ -90,7 +91,7 @@ class Episode:
         self.group = dist.new_group(list(range(world)))
         torch.manual_seed(plan.seed)
         settings = dict(plan.settings)
-        dtype = getattr(torch, plan.dtype)
+        dtype = self._dtype = getattr(torch, plan.dtype)
         self.model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Linear(24, 12)).to(
             self.device, dtype
         )
@@ -108,19 +109,19 @@ class Episode:
         self.copier = HostCopier(self.device)
         self._beside = torch.get_device_module(self.device).Stream(self.device)
         self.groups = [pg for pg in dist.distributed_c10d._world.pg_map if pg not in before]
-        self.wanted: list[State] = []
+        self.expected: list[State] = []
         self.records: list[CommitRecord] = []
 
     # --- the run without a fault ---
 
     def rehearse(self) -> None:
         """Train all steps; keep the state after each, and go back to the first."""
-        self.wanted.append(self._state())
+        self.expected.append(self._state())
         first = self.optimizer.host_state(0)
         fresh = [target.values.detach().cpu().clone() for target in self.optimizer.load_targets()]
         for step in range(1, STEPS + 1):
             self._step(step)
-            self.wanted.append(self._state())
+            self.expected.append(self._state())
             assert self.optimizer.last_record is not None
             self.records.append(self.optimizer.last_record)
         for target, values in zip(self.optimizer.load_begin(), fresh, strict=True):
@@ -134,10 +135,10 @@ class Episode:
         self.optimizer.zero_grad()
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
         for last in (False, True):
-            batch = torch.randn(6, 12, generator=generator).to(self.device, self.model[0].weight.dtype)
+            batch = torch.randn(6, 12, generator=generator).to(self.device, self._dtype)
             with contextlib.nullcontext() if last else self.optimizer.no_sync():
                 loss = self.optimizer.scale_loss(self.model(batch).float().square().mean())
-                loss.backward()
+                torch.autograd.backward(loss)
             losses += loss.detach()
         sums: Any = losses if self.on_device else [float(step)]
         self.optimizer.step(sums=sums)
@@ -256,7 +257,7 @@ class Episode:
             unable = {rank for rank in decision.able if not any(writer == rank for writer, _ in written)}
             if not unable:
                 raise Violation(
-                    f"step {decision.step}: nobody wrote {[g.label for g in groups if g.group_id not in covered]}"
+                    f"step {decision.step}: no rank wrote {[g.label for g in groups if g.group_id not in covered]}"
                 )
             reports = {rank: one for rank, one in reports.items() if rank not in unable}
 
@@ -308,7 +309,7 @@ class Episode:
             return set()
         for state in copied.values():
             for key, values in state.items():
-                if not torch.equal(values.flatten(), self.wanted[decision.step][key].flatten()):
+                if not torch.equal(values.flatten(), self.expected[decision.step][key].flatten()):
                     raise Violation(f"step {decision.step} is saved with other bits in {key}")
         return set(copied)
 
@@ -328,7 +329,7 @@ class Episode:
         backend.release(self.rank)
         for group in self.groups:
             group._get_backend(self.device).abort()
-        backend.extension().clear_error(self.rank)
+        extension().clear_error(self.rank)
         backend.set_traits(delay_us=0, alloc_syncs=0, poison=0, late_release=0, lazy_load=0, one_queue=0)
         with contextlib.suppress(RuntimeError):
             torch.get_device_module(self.device).synchronize(self.device)

@@ -41,7 +41,7 @@ class Mutant:
 
 
 def _instead(owner: Any, name: str, value: Any) -> Plant:
-    return lambda stack: stack.enter_context(patch.object(owner, name, value))  # type: ignore[arg-type, return-value]
+    return lambda stack: stack.enter_context(patch.object(owner, name, value))
 
 
 def _nothing(*args: Any, **options: Any) -> None:

@@ -102,7 +102,7 @@ def plan_of(seed: int, world: int, kinds: Collection[str] = tuple(KINDS), **forc
     if fields["kind"] in AT:
         fields |= {"point": AT[fields["kind"]], "lag_s": 0.02}
     if fields["kind"] == "abort_early":  # all reductions are under way by then: none is refused
-        settings |= {"bucket_bytes": 1 << 20, "gradient_accumulation_shard": False, "ring": False}
+        settings |= {"bucket_bytes": 1 << 20, "gradient_accumulation_shard": False, "ring": world % 2 == 1}
     if fields["kind"] == "abort_waiting":
         traits["error_lag_ms"] = 5000
     return Plan(

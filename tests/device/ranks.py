@@ -11,7 +11,7 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -64,12 +64,22 @@ def claims_of(module: ModuleType) -> list[str]:
     ]
 
 
-def run(claim: Claim, world: int, folder: Path, *, endings: dict[int, int] | None = None, **environ: str) -> None:
+def run(
+    claim: Claim,
+    world: int,
+    folder: Path,
+    *,
+    endings: Mapping[int, int] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
     """Run a claim on `world` ranks; raises AssertionError with what they raised. endings: exit codes of ranks that are to end otherwise."""
     extension()  # compiled once, by whoever comes first, and not within a rank's deadline
     seed = int(os.environ.get("TTP_TEST_SEED", random.SystemRandom().randrange(2**31)))
     context = fork_server()
-    ranks = [context.Process(target=_main, args=(claim, Rank(n, world, folder, seed), environ)) for n in range(world)]
+    ranks = [
+        context.Process(target=_main, args=(claim, Rank(n, world, folder, seed), dict(environ or {})))
+        for n in range(world)
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + DEADLINE_S

@@ -46,7 +46,7 @@ class HostCopier:
         step = self._halves[0].numel() // values.element_size()
         under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         with self._module.stream(self._stream):
-            for number, (part, into) in enumerate(zip(values.split(step), host.split(step), strict=True)):
+            for number, (part, into) in enumerate(zip(torch.split(values, step), torch.split(host, step), strict=True)):
                 half = number % 2
                 staged = self._halves[half][: part.nbytes].view(values.dtype)
                 staged.copy_(part, non_blocking=True)

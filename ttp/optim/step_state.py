@@ -51,7 +51,7 @@ class StepState:
 
     def ready(self, step: int, check: Callable[[int], None]) -> None:
         """This rank's reduced gradients of `step` are final once the current stream gets here. Waits for the device: until then a reduction may
-        be aborted, and what it left would be in what this rank tells the others. `check(step)` then raises if one was."""
+        be aborted, and what it left would be in what this rank contributes. `check(step)` then raises if one was."""
         self.lane.mark_ready()
         self.lane.await_ready()
         check(step)
