@@ -93,3 +93,66 @@ def test_hung_rank_is_saved_by_the_other(tmp_path: Path, whole: str) -> None:
     text = train(tmp_path / "job", "hang:rank=1,step=5,point=record", **HOSTILE)
     assert re.search(r"saved +step 5", text), text
     assert weights(text) == whole
+
+
+DDP = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ttp
+place = int(os.environ["LOCAL_RANK"])
+torch.sim.set_device(place)
+device = torch.device("sim", place)
+dist.init_process_group("cpu:gloo,sim:simccl", device_id=device)
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+model = DistributedDataParallel(net, device_ids=[place], find_unused_parameters=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+guard = ttp.protect(model, optimizer, clip=ttp.ClipNorm(0.5) if sys.argv[2] == "norm" else None, save_dirs=[sys.argv[1]])
+while guard.step < 8:
+    generator = torch.Generator().manual_seed(guard.step * 10 + dist.get_rank())
+    x = torch.randn(16, 32, generator=generator).to(device)
+    optimizer.zero_grad()
+    (model(x) - x.sum(1, keepdim=True).sin()).square().mean().backward()
+    optimizer.step()
+if dist.get_rank() == 0:
+    print("weights", float(sum(p.detach().double().cpu().sum() for p in net.parameters())).hex(), flush=True)
+guard.close()
+"""
+
+
+def protect(folder: Path, mode: str, fault: str = "", **traits: int) -> str:
+    """Train DDP on the device under `ttp.protect` to its end; return what the job reported."""
+    extension()
+    folder.mkdir()
+    (folder / "ddp.py").write_text(DDP)
+    environ = autoloading(folder / "plugin", os.environ, **traits) | {"OMP_NUM_THREADS": "1"}
+    if fault:
+        environ["TTP_FAULTS"] = fault
+    command = [
+        sys.executable,
+        "-m",
+        "ttp.launch",
+        "--nproc-per-node",
+        "2",
+        str(folder / "ddp.py"),
+        str(folder / "saved"),
+        mode,
+    ]
+    done = subprocess.run(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=JOB_S
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["barrier", "norm"])
+@pytest.mark.parametrize("point", ["backward", "ready", "record", "updating", "done"])
+def test_ddp_survives_a_kill_at_every_point_of_a_step(mode: str, point: str, tmp_path: Path) -> None:
+    """Under `ttp.protect`; the bits are those without a fault."""
+    whole = protect(tmp_path / "whole", mode)
+    text = protect(tmp_path / "job", mode, f"kill:rank=1,step=5,point={point}", **HOSTILE)
+    assert re.search(rf"saved +step {4 if point in ('backward', 'ready') else 5}", text), text
+    assert re.findall(r"weights (\S+)", text) == re.findall(r"weights (\S+)", whole), text

@@ -453,7 +453,7 @@ void release(Block* block) {
     } else if (trait(kPoison) && !trait(kOneQueue)) {
       spoil_later(block);
     }
-    if (trait(kLateRelease)) {
+    if (trait(kLateRelease) && !block->users.empty()) { // its own stream may have it again at once, as on a real device
       block->ends.push_back(record(block->device, block->stream));
     }
   }

@@ -28,7 +28,7 @@ enum Trait : int {
   kDelayUs,       // every task begins after a random delay of up to so many microseconds
   kAllocSyncs,    // memory and streams from the driver wait until the device is idle
   kPoison,        // new and freed memory is filled with NaN, in the order of its own stream
-  kLateRelease,   // freed memory is not reused before its stream has come to the place where it was freed
+  kLateRelease,   // memory that several streams use is not reused before its own has come to the place where it was freed
   kLazyLoad,      // the first use of a kernel waits until the device is idle
   kGarbage,       // what an aborted collective leaves: 0 what was there, 1 half of the result, 2 noise, 3 zeros, 4 an earlier result
   kBlindWatchdog, // the watchdog notices no error and no timeout

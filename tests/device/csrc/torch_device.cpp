@@ -405,7 +405,11 @@ Kind kind_of(const c10::OperatorHandle& op) {
 
 void run_queued(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const at::NoGradGuard no_grad;
-  op.callBoxed(stack);
+  try {
+    op.callBoxed(stack);
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(toString(op.operator_name()) + ": " + error.what_without_backtrace());
+  }
 }
 
 std::mutex without_meta_mutex;
