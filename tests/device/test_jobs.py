@@ -59,9 +59,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_job_on_a_hostile_device_survives_a_kill(tmp_path: Path, whole: str) -> None:
-    """The survivor, whose update may still be under way, saves it; nothing is lost."""
+    """The survivor saves the step of the record if it has that, the one before if only the dead rank had it; nothing is lost."""
     text = train(tmp_path / "job", "kill:rank=1,step=5,point=updating", **HOSTILE)
-    assert "data parallel on sim" in text and re.search(r"saved +step 5", text) and "0 steps" in text, text
+    assert "data parallel on sim" in text and re.search(r"saved +step [45]\b", text) and "0 steps" in text, text
     assert weights(text) == whole
 
 
@@ -71,8 +71,7 @@ def test_job_on_a_hostile_device_survives_a_kill(tmp_path: Path, whole: str) -> 
 def test_kill_at_every_point_of_a_step(point: str, rank: int, tmp_path: Path, whole: str) -> None:
     """Of either rank: the step of the record, or the one before."""
     text = train(tmp_path / "job", f"kill:rank={rank},step=5,point={point}", **HOSTILE)
-    saved = 4 if point in ("backward", "ready") else 5
-    assert re.search(rf"saved +step {saved}", text), text
+    assert re.search(rf"saved +step {'4' if point in ('backward', 'ready') else '[45]'}\b", text), text
     assert weights(text) == whole
 
 
@@ -83,7 +82,7 @@ def test_kill_with_other_memory(axes: tuple[str, ...], tmp_path: Path) -> None:
     """Masters apart from the parameters; gradients that are given back while they travel. Four ranks."""
     before = train(tmp_path / "whole", "", *axes, ranks=4)
     text = train(tmp_path / "job", "kill:rank=3,step=5,point=record", *axes, ranks=4, **HOSTILE)
-    assert re.search(r"saved +step 5", text), text
+    assert re.search(r"saved +step [45]\b", text), text
     assert weights(text) == weights(before)
 
 
@@ -91,7 +90,7 @@ def test_kill_with_other_memory(axes: tuple[str, ...], tmp_path: Path) -> None:
 def test_hung_rank_is_saved_by_the_other(tmp_path: Path, whole: str) -> None:
     """A training thread that stands still in its update, beside kernels that wait for it."""
     text = train(tmp_path / "job", "hang:rank=1,step=5,point=record", **HOSTILE)
-    assert re.search(r"saved +step 5", text), text
+    assert re.search(r"saved +step [45]\b", text), text
     assert weights(text) == whole
 
 
@@ -154,5 +153,5 @@ def test_ddp_survives_a_kill_at_every_point_of_a_step(mode: str, point: str, tmp
     """Under `ttp.protect`; the bits are those without a fault."""
     whole = protect(tmp_path / "whole", mode)
     text = protect(tmp_path / "job", mode, f"kill:rank=1,step=5,point={point}", **HOSTILE)
-    assert re.search(rf"saved +step {4 if point in ('backward', 'ready') else 5}", text), text
+    assert re.search(rf"saved +step {'4' if point in ('backward', 'ready') else '[45]'}\b", text), text
     assert re.findall(r"weights (\S+)", text) == re.findall(r"weights (\S+)", whole), text
