@@ -13,6 +13,7 @@ MATRIX_ARGS ?=
 PAIRS_ARGS ?=
 FLAKY_ARGS ?=
 FUZZ_ARGS ?=
+DEVICE_FAULTS ?=
 MUTANTS_ARGS ?=
 SLOWEST := --durations=15 --durations-min=3
 NEWEST := build/newest_torch
@@ -27,7 +28,7 @@ help:
 	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
 	@echo "make newest                       the demo, DDP and FSDP2, one fault each, with the newest torch that pip gives (a part of make chaos)"
 	@echo "make flaky [FLAKY_ARGS='--minutes 60']  every test with real processes ten times beside two busy ones; goes on where it was"
-	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input and attackers, real kills"
+	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input and attackers, faults on a device of threads, real kills"
 	@echo "make mutants [MUTANTS_ARGS='--most 300']  the next 30 small changes of the machines, each in up to 20,000 random jobs; goes on where it was"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md and docs/architecture.md, and its picture"
@@ -80,6 +81,7 @@ soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
 	@$(PY) -m tests.model.pairs $(PAIRS_ARGS)
 	@$(PY) -m tests.fuzz $(if $(SEED),$(SEED),0) $(FUZZ_ARGS)
+	@$(PY) -m tests.device.campaign $(if $(SEED),$(SEED),0) $(if $(DEVICE_FAULTS),$(DEVICE_FAULTS),10000)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)

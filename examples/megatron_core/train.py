@@ -61,10 +61,8 @@ def main() -> None:
         optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, clip_grad=1.0
     )
     optimizer = get_megatron_optimizer(settings, [model])
-    copies = "memory" if args.instances == 1 else None  # TTP
-    guard = ttp.protect(
-        model, optimizer, save_dirs=[args.save_dir], copies=copies, copy_every=1 if copies else None
-    )  # TTP
+    copies = {"copies": "memory", "copy_every": 1} if args.instances == 1 else {}  # TTP
+    guard = ttp.protect(model, optimizer, save_dirs=[args.save_dir], **copies)  # TTP
     for step in range(guard.step + 1, args.steps + 1):  # TTP: in place of range(1, args.steps + 1)
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 - step / (args.steps + 1))

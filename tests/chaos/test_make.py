@@ -86,7 +86,7 @@ def test_every_benchmark_runs_small(module: str) -> None:
 
 @pytest.mark.long
 def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> None:
-    """All four, one after the other, and `make` ends well."""
+    """All five, one after the other, and `make` ends well."""
     done = make(
         "soak",
         "SEED=5",
@@ -94,6 +94,7 @@ def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> N
         "KILLS=1",
         "PAIRS_ARGS=--most 300 raise+kill",
         "FUZZ_ARGS=1 test_processor.py",
+        "DEVICE_FAULTS=2",
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,6 +102,7 @@ def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> N
         "seeds 5 to 24: 20 jobs",
         "left at 300 situations: kill + raise",
         "fuzz: seed 5, 1 cases a test",
+        "2 faults on the device",
         "1 kills, 1 without a lost step",
     ):
         assert reported in done.stdout, done.stdout

@@ -8,24 +8,25 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ttp.errors import ConfigError
 
-from .device_table import DEVICES, HOST, DeviceKind
+from .device_table import DEVICES, HOST, PLUGIN, DeviceKind
 
 
 def choose_device(name: str, asked_by: str = "training_config.device") -> DeviceKind:
     """Return the device called `name`, or the first one present for `auto`. `asked_by`: the key or option that names it. Raises
     ConfigError when the table has no such device, or this host."""
     if name == "auto":
-        return next(kind for kind in DEVICES.values() if _missing(kind) is None)
+        return next(_named(kind) for kind in DEVICES.values() if _missing(kind) is None)
     if name not in DEVICES:
         raise ConfigError(f"{asked_by}: got {name!r}, expected auto, {', '.join(DEVICES)}")
     kind = DEVICES[name]
     reason = _missing(kind)
     if reason is not None:
         raise ConfigError(f"{asked_by} is {name!r}: {reason} use {HOST} or auto")
-    return kind
+    return _named(kind)
 
 
 def bind(kind: DeviceKind, local_rank: int, asked_by: str = "--training_config.device") -> torch.device:
@@ -61,9 +62,22 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _named(kind: DeviceKind) -> DeviceKind:
+    """Return the kind itself, or, of a plug-in's device, what torch knows of it."""
+    if kind.name != PLUGIN:
+        return kind
+    name = torch._C._get_privateuse1_backend_name()  # torch has no public name for it
+    return DeviceKind(name, dist.get_default_backend_for_device(name))
+
+
 def _missing(kind: DeviceKind) -> str | None:
     """Return why this process cannot use the device, up to what else to use, or None."""
     if kind.is_host:
+        return None
+    if kind.name == PLUGIN:
+        module = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
+        if module is None or not module.is_available():
+            return "no plug-in has brought a device to torch: install one with an entry point `torch.backends`,"
         return None
     if kind.plugin is not None:
         if importlib.util.find_spec(kind.plugin) is None:

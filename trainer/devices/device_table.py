@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 HOST = "cpu"
+PLUGIN = "plugin"
+"""Stands for the device that a plug-in has brought to torch by itself, when torch was imported (torch's entry points `torch.backends`): its own
+name and its backend are torch's to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ DEVICES = {
         DeviceKind("cuda", "nccl"),
         DeviceKind("npu", "hccl", plugin="torch_npu"),
         DeviceKind("musa", "mccl", plugin="torch_musa"),
+        DeviceKind(PLUGIN, ""),
         DeviceKind(HOST, "gloo"),
     )
 }

@@ -225,8 +225,7 @@ class AdoptedOptimizer:
             self._state.share_buffers()
         self.on_ready(step)
         with self._steps.in_collective():
-            self._spanning.check_communicators(step)
-            self._steps.ready(step)
+            self._steps.ready(step, self._spanning.check_communicators)
             record, self._ending = self._agree(step)
         self._steps.point("record", step)
         self._steps.tracker.begin_update(step, record)
@@ -413,6 +412,7 @@ class AdoptedOptimizer:
         self._state.loaded()
         self._steps.restart(step)
         self._steps.host_state = self._describe()
+        self.lane.mark_updated()  # a dump may come before the first update
 
     # --- inside ---
 

@@ -30,11 +30,13 @@ from ttp.checkpoint.format.file_index import BlobEntry, TensorEntry
 from ttp.checkpoint.format.manifest import check_json_value
 from ttp.checkpoint.format.tiling import boxes_of
 from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.host_copy import HostCopier
 from ttp.checkpoint.staging import claimed, make_staging
 from ttp.errors import CheckpointError, NotWritable
 from ttp.proto.messages import FileEntry, Part, ShareResult
 from ttp.text.wording import size_text
 
+CPU = torch.device("cpu")
 FILE_BYTES = 512 << 20
 """A share is cut into files of about this size: torch's writer keeps a host copy of a whole file's tensors at once."""
 BOX_BYTES = 128 << 20
@@ -56,6 +58,7 @@ def write_share(
     make: bool = True,
     advance: Callable[[int], None] = lambda count: None,
     digests: bool = False,
+    copier: HostCopier | None = None,
 ) -> ShareResult:
     """Write tensors and blobs into `directory/tmp_name/__<rank>_<suffix>_<n>.distcp`; durable on return.
 
@@ -65,8 +68,8 @@ def write_share(
     make: False for a publisher, which must find the directory that it claimed or fail.
     digests: take the SHA-256 of each file besides its checksum, for a signature.
     blobs: plain values (numbers, strings, booleans, None, and lists, tuples and dictionaries of them) by key.
-    Called by the processor's work thread with the gate closed, so that the values are stable; device tensors are copied on
-    a stream of their own, which never waits for a stuck collective.
+    copier: brings tensors of a device to the host; may be left out where all tensors are on the CPU.
+    Called by the processor's work thread with the gate closed, so that the values are stable.
     Raises NotWritable when the file system refuses (the share's files are removed again, so that a full disk gets its
     space back), CheckpointError for a blob that is not plain, a name that is not a staging directory's, or a link in the directory's place.
     """
@@ -80,7 +83,7 @@ def write_share(
     try:
         if make:
             make_staging(root, tmp_name)
-        copier = _DeviceCopier()
+        copier = copier or HostCopier(CPU)
         with ThreadPoolExecutor(1, thread_name_prefix="ttp-sync") as beside:
             for number, batch in enumerate(_batches(boxes) or [[]]):
                 if batch or (packed and number == 0):
@@ -145,7 +148,7 @@ def _write_file(
     batch: Sequence[HeldBox],
     packed: Mapping[str, bytes],
     aliases: Mapping[str, Sequence[str]],
-    copier: _DeviceCopier,
+    copier: HostCopier,
 ) -> None:
     """Write one file by DCP's own writer, with its table of contents; durable when `target` is finished. Raises OSError."""
 
@@ -204,30 +207,6 @@ def _refusal(rank: int, path: Path, error: OSError) -> str:
         f"rank {rank} cannot write into {path}: {error.strerror or error} ({free}); "
         f"make room in {path.parent} or list another checkpoint directory after it"
     )
-
-
-class _DeviceCopier:
-    """Brings elements to the host. Device memory is read on a stream of this writer's own: the default stream may wait
-    behind a collective that will never end."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        if values.device.type == "cpu" and (values.numel() == 0 or values.stride(0) != 1):
-            return values.clone()  # one element of a wider stride counts as contiguous
-        if values.device.type == "cpu":
-            # torch.save writes a tensor's whole storage, so DCP clones every view. A storage of the view's own size over
-            # the same memory spares that copy, a third of the time and all of the extra memory.
-            return torch.from_numpy(values.view(torch.uint8).numpy()).view(values.dtype)
-        device = values.device
-        module = torch.get_device_module(device)
-        if device not in self._streams:
-            self._streams[device] = module.Stream(device=device)
-        with module.stream(self._streams[device]):
-            host = values.to("cpu")
-            self._streams[device].synchronize()
-        return host
 
 
 class _Target(FileSystem):

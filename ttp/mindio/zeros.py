@@ -31,8 +31,10 @@ def count_zeros(parts: Sequence[ParameterPart]) -> torch.Tensor:
 
 
 class _CountsZeros(TTPReplicaOptimizer):
-    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, Ending]:
-        return super()._agree(step, count_zeros(self._parts) if sums is None else sums)
+    def _agree(
+        self, step: int, squares: torch.Tensor, sums: Sequence[float] | torch.Tensor | None
+    ) -> tuple[CommitRecord, Ending]:
+        return super()._agree(step, squares, count_zeros(self._parts) if sums is None else sums)
 
 
 class CountingReplicaOptimizer(_CountsZeros):

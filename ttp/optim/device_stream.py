@@ -13,13 +13,15 @@ import torch
 
 
 class Lane:
-    """A side stream beside the training thread's stream, and two marks that other threads can wait for."""
+    """A side stream beside the training thread's stream, one for roll forwards, and two marks that other threads can wait for."""
 
     def __init__(self, device: torch.device) -> None:
         # Any back end with streams: cuda, or one that a plug-in registers (npu, musa).
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
         self._side = None if self._module is None else self._module.Stream(device)
+        # Made now: at a fault a driver may have anything but launches wait for the whole device.
+        self._roll = None if self._module is None else self._module.Stream(device)
         self._ready: Any = None
         self._updated: Any = None
 
@@ -53,18 +55,29 @@ class Lane:
         """Mark the update as finished once the current stream gets here."""
         self._updated = self._mark()
 
+    def roll_stream(self) -> AbstractContextManager[Any]:
+        """Enter the stream of roll forwards, after all that is queued on the current stream: to warm it up."""
+        if self._roll is None:
+            return nullcontext()
+        self._roll.wait_stream(self._module.current_stream(self._device))
+        return self._module.stream(self._roll)  # type: ignore[no-any-return]
+
     def after_ready(self) -> AbstractContextManager[Any]:
-        """Enter a fresh stream for another thread, after the gradients are final.
+        """Enter the stream of roll forwards, for another thread, after the gradients are final.
 
         The training thread's own stream may be stuck in a collective for ever, so nothing may be queued behind it.
         """
-        if self._module is None:
+        if self._roll is None:
             return nullcontext()
-        stream = self._module.Stream(self._device)
         for event in (self._ready, self._updated):
             if event is not None:
-                stream.wait_event(event)
-        return self._module.stream(stream)  # type: ignore[no-any-return]
+                self._roll.wait_event(event)
+        return self._module.stream(self._roll)  # type: ignore[no-any-return]
+
+    def await_ready(self) -> None:
+        """Block until the reduced gradients are final on the device. Any thread."""
+        if self._ready is not None:
+            self._ready.synchronize()
 
     def drain(self) -> None:
         """Block until the newest update has finished on the device. Any thread."""

@@ -99,6 +99,32 @@ class HeldShards:
             self._pairs = (live, copies)
             self._copies = {id(value): copy for value, copy in zip(live, copies, strict=True)}
 
+    @torch.no_grad()
+    def warm_up(
+        self,
+        base: Callable[..., Optimizer],
+        kwargs: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        clamped: bool,
+    ) -> None:
+        """Do an update of the largest bucket's size on memory that is given back: the device then has its kernels loaded and the current
+        stream has the memory for temporary values, so that a roll forward asks for neither."""
+        if self._local_copy:
+            self.copy_now()
+        if not self._updates:
+            return
+        largest = max(self._updates, key=lambda update: sum(row.numel() for row in update.reduced))
+        cut = [
+            {**groups[number], "params": [torch.nn.Parameter(torch.zeros_like(param)) for param in group["params"]]}
+            for group, number in zip(largest.base.param_groups, largest.groups, strict=True)
+        ]
+        for group in cut:
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param).mul_(1.0)
+                if clamped:
+                    param.grad.clamp_(0.0, 0.0)
+        base(cut, **kwargs).step()
+
     def masters_from_params(self) -> None:
         """Take the parameters as they are for masters."""
         for rows, memory in zip(self._masters, self._memory, strict=True):

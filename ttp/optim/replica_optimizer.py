@@ -153,6 +153,10 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._at_ready = [hyper_parameters(g) for g in self.param_groups]
         for part in self._parts:
             part.shards.create_base(base, kwargs, self._at_ready)
+        if self.lane.ordered:
+            with self.lane.roll_stream():
+                for part in self._parts:
+                    part.shards.warm_up(base, kwargs, self._at_ready, isinstance(clip, ClipValue))
         self._kinds = state_kinds(base, kwargs, self._at_ready, device)
         self._divisor = self.gradient_divisor
         self._steps.host_state = self._host_backup = self._describe()
@@ -245,9 +249,9 @@ class TTPReplicaOptimizer(OptimizerOfShards):
             self._at_ready = [hyper_parameters(group) for group in self.param_groups]
             self._rates = tuple(float(group["lr"]) for group in self._at_ready)
             self._divisor = self.gradient_divisor
-            self.spanning.check_communicators(step)
-            state.ready(step)
-            record, ending = self._agree(step, sums)
+            squares = self._squares()  # launched before the wait: the device has something to do
+            state.ready(step, self.spanning.check_communicators)
+            record, ending = self._agree(step, squares, sums)
         state.point("record", step)
         return record, ending
 
@@ -387,6 +391,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         with torch.no_grad():
             self._gather.start()
             self._gather.finish()
+        self.lane.mark_updated()  # a dump may come before the first update
 
     def count_from(self, step: int) -> None:
         """Take the state as it is, before the first step, for that of `step`: a pretrained model whose steps count on."""
@@ -404,9 +409,14 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._steps.host_state = self._host_backup = self._describe()
 
-    def _agree(self, step: int, sums: Sequence[float] | torch.Tensor | None) -> tuple[CommitRecord, Ending]:
+    def _squares(self) -> torch.Tensor:
+        """Return the sum of squares (FP64, 0-d) of the reduced gradients that this rank counts."""
+        return torch.stack([part.shards.square_sum() for part in self._parts]).sum()
+
+    def _agree(
+        self, step: int, squares: torch.Tensor, sums: Sequence[float] | torch.Tensor | None
+    ) -> tuple[CommitRecord, Ending]:
         """Make the commit record of the spanning collective's result: the same on every rank."""
-        squares = torch.stack([part.shards.square_sum() for part in self._parts]).sum()
         tracker = self._steps.tracker
         agreed = self.spanning.agree(step, squares, tracker.notice, tracker.unled, sums)
         scale = self._scale.scale

@@ -49,9 +49,12 @@ class StepState:
             self._computing, self._ready = step, 0
         return begins
 
-    def ready(self, step: int) -> None:
-        """This rank's reduced gradients of `step` are final."""
+    def ready(self, step: int, check: Callable[[int], None]) -> None:
+        """This rank's reduced gradients of `step` are final once the current stream gets here. Waits for the device: until then a reduction may
+        be aborted, and what it left would be in what this rank contributes. `check(step)` then raises if one was."""
         self.lane.mark_ready()
+        self.lane.await_ready()
+        check(step)
         self._ready = step
         self.tracker.ready(step)
         self.point("ready", step)

@@ -18,6 +18,7 @@ from ttp.checkpoint.format.keys import param_group_blobs
 from ttp.checkpoint.format.manifest import check_json_value
 from ttp.checkpoint.format.signature import NO_KEYS, Keys
 from ttp.checkpoint.format.types import HeldTensor
+from ttp.checkpoint.host_copy import HostCopier
 from ttp.checkpoint.store import SharedStore, Store
 from ttp.checkpoint.write import WrittenShare, WrittenShares, merge_results, write_share
 from ttp.errors import CheckpointError, ConfigError
@@ -118,6 +119,7 @@ class OptimizerStateProvider:
         self.standby = ""
         """Address of the standby controller that this rank has started, if any."""
         self._written = WrittenShares()
+        self._copier = HostCopier(optimizer.device)
         self._rank = registration.rank
         self.layout: dict[str, Any] = json.loads(registration.layout)
         """For the manifest."""
@@ -162,6 +164,7 @@ class OptimizerStateProvider:
                 suffix=suffix,
                 advance=self._advance,
                 digests=self._digests,
+                copier=self._copier,
             )
 
     def publish(self, order: PublishOrder) -> str:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -282,45 +282,3 @@ def test_a_wider_stride_of_one_element_is_written(tmp_path: Path) -> None:
     result = write_share(tmp_path, "iter_0000001_tmp_a", 0, [held], {})
     (entry,) = read_contents(tmp_path / "iter_0000001_tmp_a", [result]).tensors
     assert tiling.nbytes_of([held]) == 4 and entry.sizes == (1,)
-
-
-class _FakeAccelerator:
-    """Says what happens on which stream, as torch's device modules do."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def Stream(self, device: torch.device) -> _FakeAccelerator:
-        self.calls.append(f"new stream of {device}")
-        return self
-
-    @contextmanager
-    def stream(self, stream: object) -> Iterator[None]:
-        self.calls.append("enter")
-        yield
-        self.calls.append("leave")
-
-    def synchronize(self) -> None:
-        self.calls.append("wait for the stream")
-
-
-class _DeviceValues:
-    device = torch.device("cuda:1")
-
-    def __init__(self, accelerator: _FakeAccelerator) -> None:
-        self._accelerator = accelerator
-
-    def to(self, device: str) -> torch.Tensor:
-        self._accelerator.calls.append(f"copy to {device}")
-        return torch.ones(3)
-
-
-def test_device_memory_is_copied_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default stream may stand behind a collective for good; one stream serves all copies of a share."""
-    accelerator = _FakeAccelerator()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
-    copier = write._DeviceCopier()
-    for _ in range(2):
-        assert torch.equal(copier(cast(torch.Tensor, _DeviceValues(accelerator))), torch.ones(3))
-    copied = ["enter", "copy to cpu", "wait for the stream", "leave"]
-    assert accelerator.calls == ["new stream of cuda:1", *copied, *copied]

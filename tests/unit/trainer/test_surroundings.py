@@ -31,6 +31,7 @@ def test_the_table_has_every_name_that_the_configuration_takes() -> None:
         "cuda": "cpu:gloo,cuda:nccl",
         "npu": "cpu:gloo,npu:hccl",
         "musa": "cpu:gloo,musa:mccl",
+        "plugin": "cpu:gloo,plugin:",
         "cpu": "gloo",
     }
 

@@ -79,11 +79,17 @@ class Spanning:
         """
         contribution = Contribution(self.attempt, step)
         finite = squares.isfinite()
-        overflow, alone = (~finite).double(), torch.full_like(squares, float(unled))
-        noticed = torch.full_like(squares, float(notice))
-        proof = torch.tensor(contribution.numbers, dtype=torch.float64, device=self._device)
-        norm = torch.where(finite, squares, torch.zeros_like(squares))
-        extra = torch.as_tensor([] if sums is None else sums, dtype=torch.float64, device=self._device).reshape(-1)
+        overflow, norm = (~finite).double(), torch.where(finite, squares, torch.zeros_like(squares))
+        own = [*contribution.numbers, float(notice), float(unled)]
+        if torch.is_tensor(sums) and sums.device.type != "cpu":
+            given = self._on_device(own)
+            extra = sums.to(torch.float64).reshape(-1)
+        else:
+            given = self._on_device(
+                own + torch.as_tensor([] if sums is None else sums, dtype=torch.float64).flatten().tolist()
+            )
+            extra = given[len(own) :]
+        proof, noticed, alone = given[:NUMBERS], given[NUMBERS], given[NUMBERS + 1]
         vector = torch.cat([proof, torch.stack([overflow, noticed, alone, norm]), extra])
         if self._span is not None:
             self._sum(step, vector, self._span)
@@ -95,14 +101,19 @@ class Spanning:
             vector[:NUMBERS] = proof * whole
             vector[NUMBERS + 2] = alone  # each rank's own, not its group's sum
             self._sum(step, vector[: NUMBERS + 3], self._barrier)
-        self.check_communicators(step)
-        numbers = torch.cat([in_span, vector]).tolist()  # the one wait for the device
+        numbers = torch.cat([in_span, vector]).tolist()  # waits for the device
+        self.check_communicators(step)  # not before: until then the collective may be aborted
         contribution.check(numbers[:NUMBERS], self._size(self._span))
         if self._barrier is not None:
             contribution.check(numbers[NUMBERS : 2 * NUMBERS], self._size(self._barrier))
         overflows, notices, unleds, total, *summed = numbers[2 * NUMBERS :]
         ending = ending_of(notices, unleds, self._whole_size, world()[1])
         return Agreed(total, round(overflows), ending, tuple(summed))
+
+    def _on_device(self, numbers: Sequence[float]) -> torch.Tensor:
+        """Bring numbers to the device without waiting for it: from memory that it reads by itself."""
+        pinned = self._device.type != "cpu"
+        return torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned).to(self._device, non_blocking=True)
 
     @property
     def spans_job(self) -> bool:

@@ -1,0 +1,18 @@
+"""ttp's optimizers and the dump on the device, by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.device import claims_optimizer as claims
+from tests.device.ranks import run
+
+
+def test_a_step_waits_for_the_device_twice(tmp_path: Path) -> None:
+    """Each wait more costs the device the time between two launches."""
+    run(claims.step_waits_twice, 2, tmp_path)
+
+
+def test_a_dump_asks_nothing_of_the_device_but_copies(tmp_path: Path) -> None:
+    """A driver may have all else wait for the whole device, which never becomes idle."""
+    run(claims.dump_asks_nothing_of_the_device_but_copies, 1, tmp_path)
