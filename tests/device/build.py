@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -51,14 +52,18 @@ def _compile(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test processes begin together
         if (folder / f"{NAME}.so").exists():
             return
-        from torch.utils import cpp_extension
+        with warnings.catch_warnings():  # of distutils, which setuptools replaces
+            warnings.simplefilter("ignore")
+            from torch.utils import cpp_extension
 
-        jobs = os.environ.setdefault("MAX_JOBS", "2")
+        jobs, path = os.environ.setdefault("MAX_JOBS", "2"), os.environ["PATH"]
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"  # where ninja is
         try:
             cpp_extension.load(
                 NAME, [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
                 extra_cflags=FLAGS, build_directory=str(folder), is_python_module=False, verbose=False,
             )  # fmt: skip
         finally:
+            os.environ["PATH"] = path
             if jobs == "2":
                 os.environ.pop("MAX_JOBS", None)

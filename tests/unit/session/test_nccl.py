@@ -66,8 +66,11 @@ def test_ttprun_sets_them_before_workers_start(
 
 @pytest.mark.parametrize(("device", "count"), [("cuda", 1), ("cpu", 0)])
 def test_a_start_on_an_accelerator_shows_each_line_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, count: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, device: str, count: int
 ) -> None:
+    monkeypatch.setattr(
+        "ttp.runtime.state_provider.HostCopier", lambda device: None
+    )  # this host may have no such device
     optimizer = ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
     optimizer.device = torch.device(device)
     session = ttp.start(optimizer, save_dirs=[tmp_path], settings=Settings(nccl_warnings=("TORCH_NCCL_X is not set",)))
