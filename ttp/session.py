@@ -247,8 +247,8 @@ class Session:
         )
         gate = self._protection.gate if self._protection is not None else None
         self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
-        own = publisher is not None
-        self.regrouping = Regrouping(optimizer, gate, settings.rehearse_every, self.rank, self.pause, own_groups=own)
+        every, own = settings.rehearse_every, self._saves_itself
+        self.regrouping = Regrouping(optimizer, gate, every, self.rank, self.pause, own_groups=own)
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
@@ -266,8 +266,6 @@ class Session:
     @property
     def _device(self) -> torch.device:
         return self.optimizer.device
-
-    # --- resume ---
 
     def resume(
         self, choice: str = "auto", *, check: Callable[[Mapping[str, Any]], None] = lambda state: None
@@ -373,7 +371,9 @@ class Session:
             self._saves.warn_not_finite(path, manifest.step)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
 
-    # --- training ---
+    def step_state(self) -> Mapping[str, Any]:
+        """Return what `set_step_state` was given for the newest step (empty: nothing): where `train` goes on when it is entered again."""
+        return self.holder.step_states.get(step) if (step := self.optimizer.current_step) else {}
 
     def set_step_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Say what step + 1 needs in order to go on, once `step` is committed (JSON values; called before its update)."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +26,7 @@ SMALL = (
 """A model so small that a test's time is the starting of processes."""
 
 STEPS = 24
+ROOT = Path(__file__).resolve().parents[2]
 
 JOB_S = 800.0
 """A job of a few attempts takes a minute; this is for a machine that has ten times as much to do."""
@@ -106,3 +110,27 @@ def hang_up_is_not_ignored() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+def install_library(folder: Path, packages: Sequence[str]) -> Path:
+    """Install packages without their dependencies into a folder of its own, for PYTHONPATH."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run_script(ranks: int, *script: str, faults: str = "", launcher: str = "ttp.launch") -> str:
+    """Run a script with its arguments to its good end under a launcher; return what all of it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), *script],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults},
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    return text

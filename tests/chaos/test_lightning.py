@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import JOB_S
+from tests.chaos.conftest import JOB_S, install_library
 from tests.chaos.test_commands import ROOT
 from tests.chaos.test_other_trainers import EXAMPLES, compare, marked, steps_of, train
 
@@ -125,11 +125,7 @@ refused(BoringModel(), callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("library")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return install_library(tmp_path_factory.mktemp("library"), PACKAGES)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import JOB_S
+from tests.chaos.conftest import JOB_S, install_library, run_script
 from tests.chaos.test_commands import ROOT
 from tests.chaos.test_other_trainers import EXAMPLES, compare, marked, steps_of, without_ttp
 
@@ -72,11 +72,7 @@ refused(lambda model, optimizer: (made()[0], optimizer))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("library")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return install_library(tmp_path_factory.mktemp("library"), PACKAGES)
 
 
 @pytest.fixture(autouse=True)
@@ -86,17 +82,7 @@ def with_library(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(script: Path, ranks: int, *arguments: str, faults: str = "", launcher: str = "ttp.launch") -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), str(script), "--steps", "20", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults},
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-        check=False,
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text
+    text = run_script(ranks, str(script), "--steps", "20", *arguments, faults=faults, launcher=launcher)
     assert len(re.findall(r"restarting \(", text)) == (len(faults.split(";")) if faults else 0)
     return text
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.chaos.conftest import JOB_S
+from tests.chaos.conftest import JOB_S, run_script
 from tests.chaos.test_commands import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -25,18 +25,8 @@ def train(
     folder: Path, ranks: int, example: str, *arguments: str, faults: str = "", launcher: str = "ttp.launch"
 ) -> str:
     """Run an example to its end under ttprun and return what it printed."""
-    command = [sys.executable, "-m", launcher, "--nproc-per-node", str(ranks), str(EXAMPLES / example), *arguments]
-    done = subprocess.run(
-        [*command, "--save-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TTP_FAULTS": faults},
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-        check=False,
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text
+    script = (str(EXAMPLES / example), *arguments, "--save-dir", str(folder))
+    text = run_script(ranks, *script, faults=faults, launcher=launcher)
     assert "took no batch from guard" not in text and "wrote no checkpoint" not in text, text
     assert re.findall(r"restarting \((\d) of 3 restarts\)", text) == [
         str(1 + n) for n in range(len(faults.split(";") if faults else ()))

@@ -9,8 +9,8 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +20,14 @@ SOURCES = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parents[2] / "build" / "sim_device"
 NAME = "sim_device"
 FLAGS = ["-O1", "-g0", "-std=c++20", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+
+_LOAD = """
+import sys
+from torch.utils import cpp_extension
+name, folder, flags, *sources = sys.argv[1:]
+cpp_extension.load(name, sources, extra_cflags=flags.split(), build_directory=folder, is_python_module=False)
+"""
+"""Run in an interpreter of its own: torch's compiling imports setuptools, which asks that distutils was not imported before."""
 
 
 def extension() -> ModuleType:
@@ -52,18 +60,14 @@ def _compile(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test processes begin together
         if (folder / f"{NAME}.so").exists():
             return
-        with warnings.catch_warnings():  # of distutils, which setuptools replaces
-            warnings.simplefilter("ignore")
-            from torch.utils import cpp_extension
-
-        jobs, path = os.environ.setdefault("MAX_JOBS", "2"), os.environ["PATH"]
-        os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"  # where ninja is
-        try:
-            cpp_extension.load(
-                NAME, [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
-                extra_cflags=FLAGS, build_directory=str(folder), is_python_module=False, verbose=False,
-            )  # fmt: skip
-        finally:
-            os.environ["PATH"] = path
-            if jobs == "2":
-                os.environ.pop("MAX_JOBS", None)
+        sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where ninja is
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD, NAME, str(folder), " ".join(FLAGS), *sources],
+            env={"MAX_JOBS": "2", **os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"the device of tests/device does not compile:\n{done.stdout}{done.stderr}")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.device import backend
 from tests.device.build import extension
-from tests.unit.forkserver import fork_server
+from tests.unit.forkserver import fork_server, run_ranks_to_end
 
 DEADLINE_S = 120.0
 BACKENDS = f"cpu:gloo,{backend.NAME}:{backend.BACKEND}"
@@ -80,19 +80,7 @@ def run(
         context.Process(target=_main, args=(claim, Rank(n, world, folder, seed), dict(environ or {})))
         for n in range(world)
     ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + DEADLINE_S
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [number for number, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    errors = "\n".join(path.read_text() for path in sorted(folder.glob("error_*")))
-    assert not errors, f"TTP_TEST_SEED={seed}:\n{errors}"
-    assert not late, f"TTP_TEST_SEED={seed}: ranks {late} of {world} still ran after {DEADLINE_S} s"
+    run_ranks_to_end(ranks, folder, DEADLINE_S, f"TTP_TEST_SEED={seed}")
     expected = [(endings or {}).get(number, 0) for number in range(world)]
     assert [process.exitcode for process in ranks] == expected, f"TTP_TEST_SEED={seed}"
 

@@ -131,9 +131,9 @@ class AdoptedOptimizer:
         self._steps.tracker = tracker
         self._spanning.attempt = attempt
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
-        """Use the process groups that have taken the place of these: `renewed` returns each one's successor. No collective is under way."""
-        self._spanning.rewire(renewed)
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these: `successor` returns each one's successor. No collective is under way."""
+        self._spanning.rewire(successor)
 
     def step_back(self) -> None:
         """The step in flight is given up before its update: gradients, buffers and settings are as they were after the newest one."""

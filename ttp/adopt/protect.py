@@ -41,7 +41,7 @@ from ttp.errors import CheckpointError, ConfigError
 from ttp.exchange.json_collectives import check_joined
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
-from ttp.regroup.process_groups import Renewed
+from ttp.regroup.process_groups import Successor
 from ttp.regroup.wrappers import renew_attributes, renew_model
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
@@ -328,10 +328,10 @@ class Guard:
         if step and not self._feed.used:  # what is drawn next is the next step's batch, as before the restart
             self._seeds.seed_after(step, int(state.get("passes", 0)) - 1)
 
-    def _regroup(self, renewed: Renewed) -> None:
+    def _regroup(self, successor: Successor) -> None:
         """`train` is entered again: all is as it was after the newest step."""
-        renew_model(self._model, renewed)
-        renew_attributes(self._adopted.optimizer, renewed)
+        renew_model(self._model, successor)
+        renew_attributes(self._adopted.optimizer, successor)
         self._adopted.step_back()
         self._host.step_back()
         self._passes, self._recomputed = 0, False

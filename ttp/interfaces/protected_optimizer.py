@@ -53,8 +53,8 @@ class ProtectedOptimizer(Protocol):
     def attach(self, tracker: UpdateTracker, attempt: int = 0) -> None:
         """Report the phases of every step to `tracker` from now on; `attempt`: this attempt's number, the same on every rank."""
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
-        """Use the process groups that have taken the place of these: `renewed` returns each one's successor. No collective is under way."""
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these: `successor` returns each one's successor. No collective is under way."""
 
     # --- any thread that has the gate ---
 

@@ -84,7 +84,7 @@ class Wires(Protocol):
 
     def gather(self, memory: BucketMemory) -> Works: ...
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
         """Use the process groups that have taken the place of these; nothing is on the wire."""
 
 
@@ -103,9 +103,9 @@ class RankRow:
         """By the memory of a bucket, what each of the others sends of this rank's slot, in the group's order; and memory to keep."""
         self._spare: list[torch.Tensor] = []
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
         """Use the group that has taken the place of this row's; nothing is on the wire."""
-        self._group = renewed(self._group)
+        self._group = successor(self._group)
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a bucket."""
@@ -225,8 +225,8 @@ class _RowWires:
     def gather(self, memory: BucketMemory) -> Works:
         return self._row.gather(memory.params)
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
-        self._row.rewire(renewed)
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
+        self._row.rewire(successor)
 
 
 class EvenWires(_RowWires):
@@ -239,9 +239,9 @@ class EvenWires(_RowWires):
         self._column = _subgroup(group, column, timeout)
         self._received: dict[int, torch.Tensor] = {}
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
-        super().rewire(renewed)
-        self._column = renewed(self._column)
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
+        super().rewire(successor)
+        self._column = successor(self._column)
 
     def exchange(self, memory: BucketMemory) -> Works:
         if self._replicas == 1:
@@ -283,9 +283,9 @@ class RingWires(_RowWires):
         self._from = _global_rank(group, self._previous)
         self._to = _global_rank(group, layout.successor[rank])
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
-        super().rewire(renewed)
-        self._ring = renewed(self._ring)
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
+        super().rewire(successor)
+        self._ring = successor(self._ring)
 
     def exchange(self, memory: BucketMemory) -> Works:
         give, take = self._own_and_taken(memory)

@@ -41,10 +41,10 @@ class ParameterPart:
     wires: Wires
     shards: HeldShards
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
         """Use the process groups that have taken the place of these."""
-        self.group = renewed(self.group)
-        self.wires.rewire(renewed)
+        self.group = successor(self.group)
+        self.wires.rewire(successor)
 
     def held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
         """Return (shard, tensors) of what this rank holds; without shards in which nothing is counted."""

@@ -311,12 +311,12 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         for part in self._parts:
             part.shards.masters_from_params()
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
-        """Use the process groups that have taken the place of these: `renewed` returns each one's successor. No collective is under way."""
-        self._group = renewed(self._group)
-        self.spanning.rewire(renewed)
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
+        """Use the process groups that have taken the place of these: `successor` returns each one's successor. No collective is under way."""
+        self._group = successor(self._group)
+        self.spanning.rewire(successor)
         for part in self._parts:
-            part.rewire(renewed)
+            part.rewire(successor)
 
     def close(self) -> None:
         """Take the hooks off the parameters, so that another optimizer may have them."""

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from ttp.errors import ConfigError
 
-Renewed = Callable[[Any], Any]
+Successor = Callable[[Any], Any]
 """Of a process group that was closed: the one in its place. Of None, a group of now, and one without this rank: the same."""
 
 c10d: Any = distributed_c10d
@@ -65,7 +65,7 @@ class ProcessGroups:
                 " subgroup, expected none. Call init_process_group without device_id"
             )
 
-    def make_again(self) -> Renewed:
+    def make_again(self) -> Successor:
         """Close every group and make it again (every rank of the job calls, with no collective under way); without groups there is none to make.
 
         Blocks until the other ranks of each group have come, at most for the group's timeout. Raises ConfigError.
@@ -87,7 +87,7 @@ class ProcessGroups:
 
         current = set(successors.values())
 
-        def renewed(group: Any) -> Any:
+        def successor(group: Any) -> Any:
             if not isinstance(group, dist.ProcessGroup):
                 return group
             if group in current:
@@ -99,7 +99,7 @@ class ProcessGroups:
                 )
             return successors[group]
 
-        return renewed
+        return successor
 
     def _make(self, made: list[Recipe], rank: int) -> list[Any]:
         """Make all of them, the default group first; return them in the same order."""

@@ -18,13 +18,13 @@ from ttp.errors import ConfigError, NotRepeatable, Regroup
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
-from ttp.regroup.process_groups import GROUPS, Renewed
+from ttp.regroup.process_groups import GROUPS, Successor
 from ttp.runtime.rank_runtime import show
 
 MAKE_AGAIN_AT_MOST_S = 120.0
 """Groups that take longer to be made again count as a standstill."""
 
-OnRegroup = Callable[[Renewed], None]
+OnRegroup = Callable[[Successor], None]
 
 
 class Regrouping:
@@ -79,10 +79,10 @@ class Regrouping:
         """`train` was exited: make the groups again, and give them to whatever holds one (every rank calls)."""
         began = time.perf_counter()
         with self._pause(MAKE_AGAIN_AT_MOST_S):
-            renewed = GROUPS.make_again()
-            self._optimizer.rewire(renewed)
+            successor = GROUPS.make_again()
+            self._optimizer.rewire(successor)
             for callback in self._callbacks:
-                callback(renewed)
+                callback(successor)
         self._took_s = time.perf_counter() - began
 
     def _before_update(self, record: CommitRecord) -> None:
@@ -97,7 +97,7 @@ class Regrouping:
         if differing := differences(first, record):
             raise NotRepeatable(
                 f"rehearsal: step {record.step} gave another result when train() was called again: {differing}. Have train() begin from the"
-                " session's state alone (optimizer.current_step, session.step_state), and make iterators, schedules and random numbers"
+                " session's state alone (optimizer.current_step, session.step_state()), and make iterators, schedules and random numbers"
                 " within it"
             )
         self._rehearsed += 1

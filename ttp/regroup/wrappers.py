@@ -13,23 +13,23 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.regroup.process_groups import Renewed
+from ttp.regroup.process_groups import Successor
 
 
-def renew_model(model: Module, renewed: Renewed) -> None:
+def renew_model(model: Module, successor: Successor) -> None:
     """Have every module use the process groups in the place of those that it holds. No collective is under way."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            module._update_process_group(renewed(module.process_group))  # type: ignore[no-untyped-call]
+            module._update_process_group(successor(module.process_group))  # type: ignore[no-untyped-call]
         for holder in (module, *_mesh_infos(module)):
-            renew_attributes(holder, renewed)
+            renew_attributes(holder, successor)
 
 
-def renew_attributes(holder: object, renewed: Renewed) -> None:
+def renew_attributes(holder: object, successor: Successor) -> None:
     """Do so with the attributes of one object, such as an optimizer that divides its work over a group (ZeroRedundancyOptimizer)."""
     for name, value in list(vars(holder).items()):
         if isinstance(value, dist.ProcessGroup):
-            setattr(holder, name, renewed(value))
+            setattr(holder, name, successor(value))
 
 
 def _mesh_infos(module: Module) -> Iterator[Any]:

@@ -101,6 +101,21 @@ def test_a_trainer_that_raises_goes_on_as_if_it_had_not(
     assert all(torch.equal(a, b) for a, b in zip(again.close(), weights, strict=True))
 
 
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_trainer_that_is_entered_again_goes_on_as_if_it_had_not(
+    tmp_path: Path, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients, batch norm's buffers, the schedule, random numbers and the place in the data go back to the newest step."""
+    caplog.set_level(logging.INFO, "ttp")
+    states = []
+    for name, settings in (("whole", ON), ("rehearsed", Settings(enable=True, rehearse_every=every))):
+        trainer = Trainer(tmp_path / name, settings, BASES["SGD"])
+        ttp.ttp_to_persist(trainer.train)()
+        states.append([*trainer.close(), torch.tensor(trainer.scheduler.get_last_lr())])
+    assert all(map(torch.equal, *states))
+    assert f"entered again {EPOCHS * BATCHES // every} times, with equal results" in caplog.text
+
+
 def test_the_end_of_an_epoch_is_where_the_epoch_s_own_work_is_done_again(tmp_path: Path) -> None:
     """A checkpoint of an epoch's last step: no batch of it remains, and its end comes once more."""
     first = Trainer(tmp_path, OFF, BASES["AdamW"], save_interval=BATCHES)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.unit.forkserver import fork_server
+from tests.unit.forkserver import fork_server, run_ranks_to_end
 from tests.unit.optim import rank_main
 
 DEADLINE_S = 240.0
@@ -25,19 +24,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         ranks = [
             context.Process(target=rank_main.main, args=(rank, world, names, str(tmp_path))) for rank in range(world)
         ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + DEADLINE_S
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        errors = "\n".join(path.read_text() for path in sorted(tmp_path.glob("error_*")))
-        assert not errors, errors
-        assert not late, f"ranks {late} of {world} still ran after {DEADLINE_S} s in {names}"
+        run_ranks_to_end(ranks, tmp_path, DEADLINE_S, str(names))
         assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
         # A scenario that did not run cannot pass.
         assert len(list(tmp_path.glob("done_*"))) == world

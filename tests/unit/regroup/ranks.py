@@ -68,13 +68,13 @@ def everything_has_its_name_and_members_again(store: Any) -> None:
     objects = [r.group for r in recipes()]
     hook, groups, count = sys.excepthook, ProcessGroups(), _world.group_count
     for _ in range(2):
-        renewed = groups.make_again()
+        successor = groups.make_again()
         assert [(r.name, r.ranks, r.backend, r.timeout, r.tag, r.description) for r in recipes()] == before
-        assert [renewed(group) for group in objects] == [r.group for r in recipes()]
+        assert [successor(group) for group in objects] == [r.group for r in recipes()]
         assert not {id(group) for group in objects} & {id(r.group) for r in recipes()}
-        objects = [renewed(group) for group in objects]
-        mine, local = renewed(mine), renewed(local)
-        assert renewed(mine) is mine and renewed(others) == others and renewed(None) is None
+        objects = [successor(group) for group in objects]
+        mine, local = successor(mine), successor(local)
+        assert successor(mine) is mine and successor(others) == others and successor(None) is None
         assert summed() == 6 and summed(mine) == (1 if rank < 2 else 5) and (local is None or summed(local) == 3)
         assert summed(mesh["data"].get_group()) == (2 if rank % 2 == 0 else 4)
         assert (matrix @ matrix.T).full_tensor().equal(torch.arange(16.0).view(4, 4) @ torch.arange(16.0).view(4, 4).T)
@@ -86,9 +86,9 @@ def everything_has_its_name_and_members_again(store: Any) -> None:
 def a_group_of_an_earlier_generation_is_refused(store: Any) -> None:
     first, groups = dist.group.WORLD, ProcessGroups()
     groups.make_again()
-    renewed = groups.make_again()
+    successor = groups.make_again()
     try:
-        renewed(first)
+        successor(first)
     except ConfigError as error:
         assert "earlier generation" in str(error)
     else:
@@ -177,8 +177,8 @@ def ddp_and_fsdp2_give_the_bits_that_they_gave(store: Any) -> None:
     expected = gradients(plain), gradients(sharded)
     groups = ProcessGroups()
     for _ in range(3):
-        renewed = groups.make_again()
+        successor = groups.make_again()
         for model in (plain, holder):
-            renew_model(model, renewed)
+            renew_model(model, successor)
         assert holder.group is dist.group.WORLD is plain.process_group
         assert (gradients(plain), gradients(sharded)) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.unit.forkserver import fork_server
+from tests.unit.forkserver import fork_server, run_ranks_to_end
 from tests.unit.regroup import ranks
 from ttp.errors import ConfigError
 from ttp.regroup.process_groups import ProcessGroups, Recipe
@@ -31,18 +30,7 @@ def run(tmp_path: Path) -> Run:
             context.Process(target=ranks.main, args=(name, given, rank, world, store.port, str(tmp_path)))
             for rank in range(world)
         ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + DEADLINE_S
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
-        errors = "\n".join(path.read_text() for path in sorted(tmp_path.glob("error_*")))
-        assert not errors, errors
-        assert not late, f"ranks {late} still ran after {DEADLINE_S} s"
+        run_ranks_to_end(processes, tmp_path, DEADLINE_S, name)
         assert len(list(tmp_path.glob("done_*"))) == world
 
     return on_ranks
@@ -68,8 +56,8 @@ def test_nothing_grows_however_often_they_are_made_again(switches: int, run: Run
 
 
 def test_a_process_without_groups_has_none_to_make() -> None:
-    renewed = ProcessGroups().make_again()
-    assert renewed(None) is None and renewed(run) is run
+    successor = ProcessGroups().make_again()
+    assert successor(None) is None and successor(run) is run
 
 
 def test_groups_that_are_split_from_one_of_a_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

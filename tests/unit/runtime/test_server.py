@@ -19,6 +19,7 @@ from ttp.proto.messages import (
     Finished,
     Freeze,
     Heartbeat,
+    KeepAlive,
     Phase,
     Progress,
     Published,
@@ -58,9 +59,11 @@ class RawStream:
         self._outbox.put(envelope)
 
     def next(self) -> tuple[tuple[int, ...], Downward | None]:
-        """Return the next message to ranks; what only says that the controller is there comes by the clock."""
+        """Return the next message to ranks; what only shows that the controller is there comes by the clock."""
         while not self.received:
-            self.received += [each for each in decode_parcels(next(self._answers)) if each.ranks]
+            self.received += [
+                each for each in decode_parcels(next(self._answers)) if not isinstance(each.message, KeepAlive)
+            ]
         parcel = self.received.pop(0)
         return parcel.ranks, parcel.message
 

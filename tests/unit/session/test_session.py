@@ -77,6 +77,31 @@ def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path:
     assert losses == whole
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_loop_that_takes_its_place_from_the_step_state_can_be_entered_again(tmp_path: Path, every: int) -> None:
+    """The place in the data is what was given for the newest step, in the first step too, and after a resume."""
+    whole = do_steps(*new_run(tmp_path / "whole", ON), 9)
+    current_session().save()
+    current_session().close()
+    model, optimizer, session = new_run(tmp_path / "rehearsed", dataclasses.replace(ON, rehearse_every=every))
+    losses: dict[int, float] = {}
+
+    def train(last: int) -> None:
+        position = session.step_state().get("position", 0)
+        for step in range(optimizer.current_step + 1, last + 1):
+            assert position == 2 * (step - 1)
+            losses[step] = do_steps(model, optimizer, session, step)[0]
+            position += 2
+
+    ttp.ttp_to_persist(train)(9)
+    session.save()
+    session.close()
+    assert list(losses.values()) == whole
+    model, optimizer, session = new_run(tmp_path / "rehearsed", OFF, seed=1)
+    assert session.resume() is not None and session.step_state() == {"position": 18}
+    session.close()
+
+
 def test_a_piece_carries_the_term_of_the_controller_that_ordered_it(tmp_path: Path) -> None:
     """A standby took over within the attempt: an order of the first controller comes late, and changes nothing."""
     own = Settings(enable=False, shared_dirs=False, host="node-x")

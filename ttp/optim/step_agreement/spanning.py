@@ -56,9 +56,9 @@ class Spanning:
         self._left: list[tuple[Any, torch.Tensor]] = []
         """Collectives that were not waited for to the end, with their memory: one may still complete."""
 
-    def rewire(self, renewed: Callable[[Any], Any]) -> None:
+    def rewire(self, successor: Callable[[Any], Any]) -> None:
         """Use the process groups that have taken the place of these."""
-        self._span, self._barrier = renewed(self._span), renewed(self._barrier)
+        self._span, self._barrier = successor(self._span), successor(self._barrier)
 
     def check_communicators(self, step: int) -> None:
         """Before READY and before the update: raise AbortedCollective if a communicator reports an error. At once on the CPU."""
