@@ -1,0 +1,230 @@
+"""The command line of the self-test: what TTP relies on, tried for real on the device that is named, within five minutes.
+
+    python -m ttp.selftest --device cuda [--ranks N] [--kills 3] [--minutes 5] [--seed S] [--output DIR] [trainer overrides]
+
+0  every check that means something on this device was run, and passed
+1  a check failed, or could not be run
+2  a wrong command line, or no such device
+
+DIR/report.json and DIR/report.txt are what to send. The jobs' own files are beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from ttp import files
+from ttp.chaos.observed.training_job import JobError
+from ttp.errors import ConfigError
+from ttp.inputs.options import above_zero, whole
+from ttp.selftest.report import FAILED, NOT_RUN, PASSED, Check, as_json, as_text
+from ttp.text.console import open_console
+from ttp.version import VERSION
+
+GOOD, BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
+MINUTES = 5.0
+KILLS = 3
+PROBE_S = 120.0
+"""Loading a plug-in and its kernels may take a minute on a cold disk."""
+_OWN = (
+    "report.json",
+    "report.txt",
+    "killed",
+    "baseline",
+    "blocked",
+    "cpu_weights",
+    "cpu_steps",
+    "off_1",
+    "off_2",
+    "on_1",
+    "on_2",
+)
+
+
+class OutOfTime(JobError):
+    """The self-test's time is over."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the self-test; return the exit status. argparse itself exits with 2."""
+    args = parse(argv)
+    console = open_console()
+    try:
+        return _run(args, console)
+    except ConfigError as error:
+        console.print(f"ttp.selftest: {error}", markup=False, style="red")
+        return USAGE
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has been ended")
+        return INTERRUPTED
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; what is for the trainer is in `overrides`."""
+    parser = argparse.ArgumentParser(prog="python -m ttp.selftest", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="cpu, cuda, npu, musa, xpu, a plug-in's own name, or auto (default: the first one present)",
+    )
+    parser.add_argument(
+        "--ranks", type=whole(1, 1000), help="ranks of each job (default: 2, or 1 where there is one device)"
+    )
+    parser.add_argument(
+        "--kills", type=whole(1, 100), default=KILLS, help=f"how often a rank is killed (default: {KILLS})"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=above_zero("minutes", 1e6),
+        default=MINUTES,
+        help=f"what is not done by then is not run (default: {MINUTES:g})",
+    )
+    parser.add_argument("--seed", type=whole(), help="of the moments of the kills (default: random, printed)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output/selftest"), help="folder of the report and of the jobs"
+    )
+    args, overrides = parser.parse_known_args(argv)
+    args.overrides = overrides
+    return args
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
+    output: Path = args.output.resolve()
+    _prepare(output)
+    began, unix_s = time.monotonic(), time.time()
+    console.print(f"TTP self-test on {args.device}: at most {args.minutes:g} minutes; seed {seed}", markup=False)
+    checks: list[Check] = []
+    with _time_limit(args.minutes):
+        probed = _probe(args.device)
+        device = probed["device"]
+        console.print(f"{device['type']}: {device['name']}; driver {device['driver']}", markup=False)
+        for each in probed["checks"]:
+            _add(console, checks, Check(**each))
+        # After the probe: a device that is not there is known without rich, gRPC and what else the jobs need.
+        from ttp.selftest.jobs import Jobs
+
+        ranks = _ranks(args.ranks, device)
+        _run_jobs(
+            console, Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console), checks
+        )
+    about = {
+        "device": device,
+        "torch": probed["torch"],
+        "python": platform.python_version(),
+        "ttp": VERSION,
+        "ranks": ranks,
+        "seed": seed,
+        "unix_s": round(unix_s, 1),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    report = as_json(about, checks)
+    files.replace(output / "report.json", json.dumps(report, indent=2) + "\n")
+    files.replace(output / "report.txt", as_text(report))
+    good = report["verdict"] == PASSED
+    console.print(
+        f"[bold {'green' if good else 'red'}]{report['verdict'].upper()}[/]: {output / 'report.json'}, {output / 'report.txt'}"
+    )
+    return GOOD if good else BAD
+
+
+def _run_jobs(console: Console, jobs: Any, checks: list[Check]) -> None:
+    over = False
+    for title, names, run in jobs.parts():
+        if over:
+            found = [Check(name, NOT_RUN, "the time was over") for name in names]
+        else:
+            console.print(f"... {title}", markup=False)
+            try:
+                found = run()
+            except OutOfTime as error:
+                over, found = True, [Check(name, NOT_RUN, str(error)) for name in names]
+            except JobError as error:
+                found = [
+                    Check(names[0], FAILED, str(error)),
+                    *(Check(name, NOT_RUN, f"{names[0]} failed") for name in names[1:]),
+                ]
+        for each in found:
+            _add(console, checks, each)
+
+
+def _add(console: Console, checks: list[Check], check: Check) -> None:
+    checks.append(check)
+    figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())
+    color = {PASSED: "green", FAILED: "red", NOT_RUN: "red"}.get(check.status, "default")
+    parts = [escape(part) for part in (check.reason, figures) if part]
+    console.print(f"[{color}]{check.status}[/] {escape(check.name)}{': ' if parts else ''}{'; '.join(parts)}")
+
+
+def _probe(device: str) -> dict[str, Any]:
+    """Ask a process of its own what the device is and does. Raises ConfigError: there is none."""
+    command = [sys.executable, "-m", "ttp.selftest.device_probe", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--device {device}: its probe did not end within {PROBE_S:g} s, expected a few. Try: {' '.join(command)}"
+        ) from None
+    if done.returncode == USAGE:
+        raise ConfigError(done.stderr.strip().splitlines()[-1])
+    if done.returncode != 0:
+        raise ConfigError(
+            f"--device {device}: its probe ended with {done.returncode}, expected 0. Try: {' '.join(command)}"
+        )
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _ranks(asked: int | None, device: dict[str, Any]) -> int:
+    """Return the ranks of each job. Raises ConfigError: there are fewer devices. count 0: the CPU, which takes any number."""
+    count = int(device["count"])
+    if asked is not None and count and asked > count:
+        raise ConfigError(
+            f"--ranks: got {asked}, expected at most {count}, the number of {device['type']} devices here"
+        )
+    return asked or (min(2, count) if count else 2)
+
+
+@contextmanager
+def _time_limit(minutes: float) -> Iterator[None]:
+    """Raise OutOfTime in this, the main thread, once the time is over."""
+
+    def end(signum: int, frame: object) -> NoReturn:
+        raise OutOfTime(f"{minutes:g} minutes were not enough; give more with --minutes")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _prepare(output: Path) -> None:
+    """Empty the folder of an earlier self-test, and of nothing else. Raises ConfigError."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output: got {output}, a file, expected a folder")
+    files.make_folder(output)
+    found = sorted(output.iterdir())
+    if strange := [path.name for path in found if path.name not in _OWN]:
+        raise ConfigError(
+            f"--output is {output}: it holds {strange[0]!r}, which no self-test makes; name another folder, or empty it"
+        )
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
