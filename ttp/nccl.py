@@ -24,6 +24,10 @@ NCCL_SETTINGS = {
 """Variable: (value, why)."""
 
 
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""How many hardware queues CUDA gives a process (default: 8). Megatron-LM asks for 1, so that kernels start in the order of their launches."""
+
+
 def set_nccl(environ: MutableMapping[str, str]) -> None:
     """Set what the user has not set, before workers start."""
     for name, (value, _) in NCCL_SETTINGS.items():
@@ -32,10 +36,17 @@ def set_nccl(environ: MutableMapping[str, str]) -> None:
 
 def nccl_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return a line for each variable that is not as TTP needs it."""
-    return tuple(
+    one_queue = (
+        f"{MAX_CONNECTIONS}={environ[MAX_CONNECTIONS]!r}: expected 2 or more, as with one hardware queue the copies of an emergency checkpoint"
+        " may wait behind a collective that does not end. Unset it, or try `python -m ttp.selftest` with it"
+        if environ.get(MAX_CONNECTIONS) == "1"
+        else ""
+    )
+    settings = tuple(
         f"{name}={environ[name]!r}: expected {value}, as {reason}. Unset it; ttprun sets it"
         if name in environ
         else f"{name} is not set: expected {value}, as {reason}. Set it before the process group is made, or start the job with ttprun"
         for name, (value, reason) in NCCL_SETTINGS.items()
         if environ.get(name) != value
     )
+    return (*settings, one_queue) if one_queue else settings

@@ -15,6 +15,9 @@ export HCCL_EXEC_TIMEOUT=${HCCL_EXEC_TIMEOUT:-600} # seconds that NPUs wait for 
 export ASCEND_RT_VISIBLE_DEVICES=${ASCEND_RT_VISIBLE_DEVICES:-0}
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$ASCEND_RT_VISIBLE_DEVICES} # the same devices, where they are GPUs
 
+# CUDA_DEVICE_MAX_CONNECTIONS stays unset. Megatron-LM's scripts set 1: then all streams share one hardware queue, and at a fault the
+# copies of the emergency checkpoint may wait behind a collective that never ends. `python -m ttp.selftest --device cuda` shows it.
+
 port=${MASTER_PORT:-8828}
 log_path="msrun_log"
 project_dir=$(cd "$(dirname "$0")" && pwd)

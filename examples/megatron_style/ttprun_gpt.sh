@@ -20,6 +20,9 @@ export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} # TTP: the trainer gives it to the 
 export TTP_OT=${TTP_OT:-360}                 # TTP: seconds for all that a fault takes, until the ranks have left
 export ENABLE_TTP=${ENABLE_TTP:-True}        # TTP: False is the trainer as it was
 
+# TTP: no CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM's own scripts have it: with one hardware queue the copies of the emergency checkpoint
+# may wait behind a collective that never ends. Where tensor parallelism needs it, such a fault may cost the steps since the newest checkpoint.
+
 DISTRIBUTED_ARGS="--nproc_per_node $NPUS_PER_NODE --nnodes $NNODES --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port $MASTER_PORT"
 
 # TTP: ttprun in place of torchrun

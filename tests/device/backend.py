@@ -115,6 +115,8 @@ def _module(native: ModuleType) -> Any:
         current_device=native.current_device,
         set_device=lambda chosen: native.set_device(here(chosen).index),
         synchronize=lambda of=None: native.synchronize_device(here(of).index),
+        get_device_name=lambda of=None: "threads of the host",
+        _sleep=lambda cycles: sleep(cycles / 1e9),  # as torch.cuda has it, with a clock of 1 GHz
         manual_seed=lambda seed: None,  # its random numbers are the host's
         manual_seed_all=lambda seed: None,
         get_rng_state=lambda of=None: torch.get_rng_state(),

@@ -54,7 +54,15 @@ _WORKERS_OWN = ("TTP_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "W
 
 READ_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
 """Not these: torch sets them itself."""
-ACCELERATORS = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
+ACCELERATORS = (
+    "/dev/nvidiactl",
+    "/dev/davinci_manager",
+    "/dev/kfd",
+    "/dev/mtgpu.0",
+    "/dev/mtgpu0",
+    "/dev/cambricon_ctl",
+)
+"""Device files of drivers that a training job may use. A display's alone (/dev/dri) says nothing."""
 
 
 def is_read_at_import(name: str) -> bool:

@@ -23,10 +23,19 @@ import shutil  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 from collections.abc import Iterator, Sequence  # noqa: E402
+from types import ModuleType  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-DEVICE_FILES = ("/dev/nvidia", "/dev/davinci", "/dev/kfd", "/dev/dri", "/dev/infiniband")
+DEVICE_FILES = (
+    "/dev/nvidia",
+    "/dev/davinci",
+    "/dev/kfd",
+    "/dev/mtgpu",
+    "/dev/cambricon",
+    "/dev/dri",
+    "/dev/infiniband",
+)
 BAD_FORK = 3
 REQUEST_S = 2.0
 """How long one who has connected may take to send its request."""
@@ -197,9 +206,12 @@ def unusable() -> str:
 
 
 def _bad_fork() -> bool:
-    torch = sys.modules.get("torch")
-    backends = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu"))
-    return any(asked() for backend in backends if (asked := getattr(backend, "_is_in_bad_fork", None)) is not None)
+    """Ask every back end in torch's namespace, its own and those that plug-ins register: each has this name, as torch asks it before it seeds."""
+    backends = [each for each in vars(sys.modules.get("torch", sys)).values() if isinstance(each, ModuleType)]
+    asked = (
+        vars(backend).get("_is_in_bad_fork") for backend in backends
+    )  # a module that loads on a look is left alone
+    return any(question() for question in asked if question is not None)
 
 
 def _open_files() -> Iterator[str]:

@@ -12,10 +12,11 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
 from ttp.config import MOST_S, enabled
+from ttp.fork_server.preload import has_accelerator
 from ttp.inputs.options import above_zero, whole
 from ttp.launch import msrun
 from ttp.launch.attempts.crash_loop import FUTILE_STARTS
-from ttp.launch.watch.death_watch import LONGEST_POLL_S, POLL_S
+from ttp.launch.watch.death_watch import ACCELERATOR_POLL_S, LONGEST_POLL_S, POLL_S
 
 LEAST_POLL_S = 1e-4
 MAX_RESTARTS = 3
@@ -70,9 +71,9 @@ def make_parser() -> ArgumentParser:
         "--ttp-death-poll",
         "--ttp_death_poll",
         type=above_zero("seconds (10 ms are 0.01)", LONGEST_POLL_S, LEAST_POLL_S),
-        default=POLL_S,
+        default=None,
         metavar="SECONDS",
-        help=f"interval at which workers are checked for their death, at most {LONGEST_POLL_S:g} (default: {POLL_S})",
+        help=f"interval at which workers are checked for their death, at most {LONGEST_POLL_S:g} (default: {POLL_S}, and {ACCELERATOR_POLL_S} on a node with accelerators)",
     )
     group.add_argument(
         "--ttp-futile-starts",
@@ -139,6 +140,13 @@ def make_parser() -> ArgumentParser:
     if enabled() and "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=MAX_RESTARTS)
     return parser
+
+
+def death_poll_s(args: Namespace) -> float:
+    """Return the interval of the death watch, in seconds: what the option says, else that of a node with or without accelerators."""
+    if args.ttp_death_poll is not None:
+        return float(args.ttp_death_poll)
+    return ACCELERATOR_POLL_S if has_accelerator() else POLL_S
 
 
 def hides_stderr(args: Namespace) -> bool:

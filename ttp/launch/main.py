@@ -35,7 +35,7 @@ from ttp.fork_server.servers import ForkServers
 from ttp.identity import own
 from ttp.identity.secret import SecretSource
 from ttp.launch.agent import HoldAgent
-from ttp.launch.arguments import hides_stderr, make_parser
+from ttp.launch.arguments import death_poll_s, hides_stderr, make_parser
 from ttp.launch.attempts.context import LaunchContext, Running
 from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
@@ -192,7 +192,7 @@ def make_launching(
     reporter = Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name)
     return LaunchContext(
         total_timeout_s=settings.total_timeout_s,
-        poll_s=args.ttp_death_poll,
+        poll_s=death_poll_s(args),
         open_link=open_link,
         request_shutdown=request_shutdown,
         futile_starts=args.ttp_futile_starts,

@@ -8,16 +8,19 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+
+import torch
 
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError
 from ttp.exchange import error_file
 from ttp.exchange.first_step import FirstStep
+from ttp.optim.step_agreement.communicators import silent_backends
 from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
 from ttp.processor.core.events import ProcessorSettings
@@ -44,6 +47,17 @@ LOOKS_A_LEASE = 3
 """How often in a lease a rank that has lost every controller looks for one that another rank has started: a new controller waits a lease for all."""
 ASKED_UP_TO = 64
 """Ranks of a job in which each may ask, and reports that it waits: the answer names them all. In a larger one a rank of each node does."""
+
+
+def _device_warnings(device: torch.device, settings: Settings) -> Iterator[str]:
+    """Yield what is not as TTP needs it on this device, for the log of each node's first rank."""
+    if device.type == "cuda":
+        yield from settings.nccl_warnings
+    for backend in silent_backends(device):
+        yield (
+            f"process groups of backend {backend} cannot report an error of {device.type} (no get_error): a collective that was aborted there without"
+            " raising is not noticed. Set the backend so that it waits or raises, and never aborts"
+        )
 
 
 class Protection:
@@ -77,8 +91,8 @@ class Protection:
             drain=optimizer.lane.drain_within if optimizer.lane.ordered else None,
         )
         optimizer.attach(self.gate, attempt_number(settings.start_name))
-        if optimizer.device.type == "cuda" and settings.local_rank <= 0:
-            for line in settings.nccl_warnings:
+        if settings.local_rank <= 0:
+            for line in _device_warnings(optimizer.device, settings):
                 show(logging.WARNING, line)
         if place := standby_place(settings, rank, world_size):
             holder.standby = self._standbys.first(place, self._controller.store())

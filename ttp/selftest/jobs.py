@@ -27,6 +27,7 @@ ON_CPU_STEPS = 5
 """Steps that are trained on the CPU from the device's checkpoint."""
 CLOSE = 0.02
 """Largest relative difference of a loss on the CPU from the device's: other kernels round otherwise."""
+TIMED_STEPS = 30
 _UNMEASURED = 10
 """First steps of a job, which load and allocate."""
 KILLED, TIMES = "kill and restart", "from a kill to the next new step"
@@ -244,17 +245,16 @@ class Jobs:
 
     def time_of_a_step(self) -> list[Check]:
         """With TTP and without, in turns. Measured, without a bound: what is a step's time here says little of a large model's."""
-        on: list[float] = []
-        off: list[float] = []
-        if self._baseline is not None:
-            on.append(_step_ms(self._baseline))
+        times: dict[str, list[float]] = {"on": [], "off": []}
         for number in (1, 2):
-            for times, name, environ in ((off, f"off_{number}", {"ENABLE_TTP": "False"}), (on, f"on_{number}", {})):
-                if times is on and len(on) > number:
-                    continue
-                with self._job(name, environ=environ) as job:
+            for how, environ in (("off", {"ENABLE_TTP": "False"}), ("on", {})):
+                overrides = [f"--training_config.training_iters={TIMED_STEPS}"]
+                if how == "off" and self.lone:
+                    overrides.append("--training_config.copies=null")
+                with self._job(f"{how}_{number}", *overrides, environ=environ) as job:
                     _ended(job)
-                times.append(_step_ms(self.output / name))
+                times[how].append(_step_ms(job.output_dir))
+        on, off = times["on"], times["off"]
         figures: Figures = {
             "ratio": round(statistics.median(on) / statistics.median(off), 3),
             "spread": f"{min(on) / max(off):.3f} to {max(on) / min(off):.3f}",

@@ -13,6 +13,7 @@ PASSED, FAILED, MEASURED, NOT_APPLICABLE, NOT_RUN = "passed", "failed", "measure
 INCOMPLETE = "incomplete"
 """Of the whole: nothing failed, and something could not be run."""
 FORMAT = 1
+_NOT_SHOWN = ("format", "verdict", "device", "checks", "trainer_device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,8 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"TTP self-test: {report['verdict']}"
-    for name, value in report.items():
-        if name not in ("format", "verdict", "checks"):
-            yield f"  {name:<10} {value}"
+    about = {**report["device"], **report}
+    yield from (f"  {name:<15} {value}" for name, value in about.items() if name not in _NOT_SHOWN)
     for check in report["checks"]:
         yield f"{check['status']:<15} {check['name']}{': ' if check['reason'] else ''}{check['reason']}"
         yield from (f"{'':<17}{name} {value}" for name, value in check["figures"].items())

@@ -206,8 +206,14 @@ def test_a_listener_leaves_no_directory() -> None:
     assert not listener.path.parent.exists()
 
 
-def test_an_accelerator_that_was_initialized_is_not_forked_with(script: Callable[[str], str], tmp_path: Path) -> None:
-    path = module(tmp_path, "torch", "class cuda:\n    _is_in_bad_fork = staticmethod(lambda: True)")
+@pytest.mark.parametrize("backend", ["cuda", "musa", "a_plug_ins_own"])
+def test_an_accelerator_that_was_initialized_is_not_forked_with(
+    script: Callable[[str], str], tmp_path: Path, backend: str
+) -> None:
+    """Each back end in torch's namespace is asked, whatever its name; one that was not initialized, and what is no back end, is in nobody's way."""
+    lines = ("from types import ModuleType", "import json", f"{backend}, other = ModuleType({backend!r}), ModuleType('other')",
+             f"{backend}._is_in_bad_fork, other._is_in_bad_fork = lambda: True, lambda: False")  # fmt: skip
+    path = module(tmp_path, "torch", "\n".join(lines))
     with (
         serving(["torch"], environ=path) as server,
         pytest.raises(NotForked, match="an imported module initialized the accelerator"),

@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.unit.checkpoint.signing import make_keys
 from ttp.errors import ConfigError
 from ttp.exchange import discovery
+from ttp.launch import arguments
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.checks import GLOO_TLS_FILES, check_arguments
 from ttp.launch.main import main
@@ -51,7 +52,7 @@ OF_MSRUN = [
 ]  # fmt: skip
 OWN_DEFAULTS: dict[str, object] = {
     "ttp_ot": None,
-    "ttp_death_poll": 0.01,
+    "ttp_death_poll": None,
     "ttp_futile_starts": 3,
     "ttp_story": None,
     "preload": [],
@@ -112,6 +113,7 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
             "preload": "what earlier workers had imported",
             "secret_file": "`TTP_SECRET_FILE`, `TTP_SECRET`; on one node a new secret for each job",
             "spare_node": "off",
+            "ttp_death_poll": "0.01; 0.02 beside accelerators",
             "sign_key": "`TTP_SIGN_KEY`",
             "verify_key": "`TTP_VERIFY_KEY`",
         }
@@ -421,6 +423,14 @@ def test_a_backend_whose_client_is_missing_is_refused_with_what_to_do(monkeypatc
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="etcd-v2", rdzv_endpoint="a:2379")
     with pytest.raises(ConfigError, match=r"got 'etcd-v2', whose client cannot be imported \(No module named 'etcd'\)"):
         choose.make_rendezvous(config)
+
+
+def test_deaths_are_looked_for_half_as_often_beside_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the option says how often."""
+    for present, expected in ((False, 0.01), (True, 0.02)):
+        monkeypatch.setattr(arguments, "has_accelerator", lambda present=present: present)
+        assert arguments.death_poll_s(make_parser().parse_args(["train.py"])) == expected
+        assert arguments.death_poll_s(make_parser().parse_args(["--ttp-death-poll=0.002", "train.py"])) == 0.002
 
 
 def test_a_poll_that_was_meant_in_milliseconds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

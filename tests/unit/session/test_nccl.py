@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import ttp
 from ttp.config import Settings
 from ttp.launch import main
 from ttp.nccl import NCCL_SETTINGS, nccl_warnings, set_nccl
+from ttp.optim.step_agreement import communicators
+from ttp.runtime import rank_runtime
 
 
 def test_every_setting_is_set_that_the_user_left_open() -> None:
@@ -34,6 +37,32 @@ def test_without_ttprun_each_missing_setting_is_named() -> None:
     lines = Settings.from_env({}).nccl_warnings
     assert [line.split()[0] for line in lines] == list(NCCL_SETTINGS)
     assert all(" is not set: expected 0, as " in line and "start the job with ttprun" in line for line in lines)
+
+
+def test_one_hardware_queue_is_warned_of() -> None:
+    """Megatron-LM's scripts ask for it; a dump's copies would wait behind a kernel that hangs."""
+    environ = {name: value for name, (value, _) in NCCL_SETTINGS.items()}
+    for value, count in (("1", 1), ("8", 0), ("", 0)):
+        lines = nccl_warnings({**environ, "CUDA_DEVICE_MAX_CONNECTIONS": value})
+        assert [line.split(":")[0] for line in lines] == ["CUDA_DEVICE_MAX_CONNECTIONS='1'"] * count
+    assert nccl_warnings(environ) == ()
+
+
+@pytest.mark.parametrize(("device", "backend", "count"), [("xpu", "xccl", 1), ("xpu", "gloo", 0), ("cpu", "xccl", 0)])
+def test_a_backend_that_cannot_report_errors_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, count: int
+) -> None:
+    """Gloo raises by itself, and so does all on the CPU."""
+
+    class Silent:
+        def name(self) -> str:
+            return backend
+
+    group = SimpleNamespace(_get_backend=lambda device: Silent())
+    monkeypatch.setattr(communicators, "_process_groups", lambda: [group, group])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    lines = list(rank_runtime._device_warnings(torch.device(device), Settings()))
+    assert [line.split(" cannot")[0] for line in lines] == [f"process groups of backend {backend}"] * count
 
 
 def test_torch_knows_each_setting() -> None:

@@ -24,6 +24,8 @@ PF_EXITING = 0x4
 
 POLL_S = 0.01
 """Default time between two looks at every worker: the wakeup is what costs, so half the time is nearly twice the processor time."""
+ACCELERATOR_POLL_S = 0.02
+"""The same on a node with accelerators: their steps and restarts are longer, and a wakeup there delays a thread that launches kernels."""
 LONGEST_POLL_S = 1.0
 """With a longer interval every other sign of a death would come first."""
 

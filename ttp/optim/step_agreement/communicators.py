@@ -13,13 +13,16 @@ import torch.distributed as dist
 
 from ttp.errors import AbortedCollective
 
+_RAISES = "gloo"
+"""The backend of which a failed collective raises, on a device too."""
+
 
 def check_communicators(device: torch.device, step: int) -> None:
     """Raise AbortedCollective naming the first process group whose communicator on `device` reports an error. At once on the CPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return
     for group in _process_groups():
-        error = _error_of(group, device)
+        error = _error_of(_backend_of(group, device))
         if error:
             raise AbortedCollective(
                 f"step {step}: the communicator of process group {group.group_name} reports {error}: its collectives may have"
@@ -27,15 +30,31 @@ def check_communicators(device: torch.device, step: int) -> None:
             )
 
 
+def silent_backends(device: torch.device) -> tuple[str, ...]:
+    """Return the names of the backends of this rank's groups on `device` that cannot be asked for an error and need not raise. None on the CPU."""
+    if device.type == "cpu" or not dist.is_initialized():
+        return ()
+    backends = [backend for group in _process_groups() if (backend := _backend_of(group, device)) is not None]
+    return tuple(sorted({backend.name() for backend in backends if _error_of(backend) is None} - {_RAISES}))
+
+
 def _process_groups() -> list[Any]:
     """Return this rank's process groups, the user's as well. torch lists them in a private name only."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def _error_of(group: Any, device: torch.device) -> str:
-    """Return the name of the error that a group's communicator reports; empty: none, or it cannot say (gloo)."""
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """Return a group's communicator on `device`; None: it has none there."""
     try:
-        error = group._get_backend(device).get_error()
-    except (AttributeError, RuntimeError):  # the group has no communicator on this device, or one that cannot say
-        return ""
+        return group._get_backend(device)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _error_of(backend: Any) -> str | None:
+    """Return the name of the error that a communicator reports; empty: none; None: it cannot say (gloo; torch's base class raises)."""
+    try:
+        error = backend.get_error()
+    except (AttributeError, RuntimeError):
+        return None
     return "" if error.name == "SUCCESS" else str(error.name)
