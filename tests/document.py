@@ -1,4 +1,4 @@
-"""The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`); the table of docs/timeouts.md; the README's line on what was tested.
+"""The generated parts of docs/protocol.md: `python -m tests.document` writes them anew (`make docs`); the table of docs/timeouts.md; the README's line on what was tested; the table of self-tests.
 
 Owns the tables that the code knows better than a person: the transitions between stages, and what each event means in each state; the
 messages and their fields; and, by hand but checked, the timing constants. What was tested where is taken from docs/results.json. A test
@@ -31,6 +31,8 @@ DOCUMENT = ROOT / "docs" / "protocol.md"
 TIMEOUTS = ROOT / "docs" / "timeouts.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.json"
+SELFTEST = ROOT / "docs" / "selftest.md"
+SELFTESTS = ROOT / "docs" / "selftest_results.json"
 _PART = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Table = Mapping[tuple[Any, type], Callable[..., Any]]
@@ -182,22 +184,70 @@ def listed_constants(text: str) -> dict[tuple[str, str], float]:
 _TESTED = re.compile(r"^\*\*Tested\*\*:.*$", re.MULTILINE)
 
 
-def render_tested(text: str, results: list[dict[str, str]]) -> str:
-    """Return the README with its line on what was tested. A result without a torch version is a path that has not run."""
-    ran = "; ".join(
+def render_tested(text: str, results: list[dict[str, str]], selftests: list[dict[str, Any]]) -> str:
+    """Return the README with its line on what was tested. A result without a torch version is a path that has not run, but where a self-test has
+    passed on that device (docs/selftest_results.json)."""
+    passed = {found["device"]["type"]: found["torch"] for found in selftests if found["verdict"] == "passed"}
+    ran = [
         f"on {found['device']} with {found['backend']}, torch {found['torch']}, nodes as {found['nodes']}"
         for found in results
         if "torch" in found
-    )
-    not_run = " and ".join(found["device"] for found in results if "torch" not in found)
-    rest = f" The {not_run} paths are written and have not run yet." if not_run else ""
-    return _TESTED.sub(f"**Tested**: {ran}.{rest}", text)
+    ]
+    open_paths = [found for found in results if "torch" not in found]
+    ran += [
+        f"[by self-test](docs/selftest.md) on {found['device']}, torch {passed[found['device'].lower()]}"
+        for found in open_paths
+        if found["device"].lower() in passed
+    ]
+    not_run = " and ".join(found["device"] for found in open_paths if found["device"].lower() not in passed)
+    rest = f" The {not_run} paths are written, not run: [test yours](docs/selftest.md)." if not_run else ""
+    return _TESTED.sub(f"**Tested**: {'; '.join(ran)}.{rest}", text)
+
+
+def selftest_table(selftests: list[dict[str, Any]]) -> str:
+    """Return docs/selftest.md's table of the reports that were sent."""
+    lines = [
+        _row("device", "driver", "torch", "TTP", "ranks", "verdict", "kill to next step", "dump", "step, on to off")
+    ]
+    lines.append(_row(*["---"] * 9))
+    for found in selftests:
+        figures = {name: value for check in found["checks"] for name, value in check["figures"].items()}
+        lines.append(
+            _row(
+                f"{found['device']['type']}: {found['device']['name']}",
+                *(
+                    str(each)
+                    for each in (
+                        found["device"]["driver"],
+                        found["torch"],
+                        found["ttp"],
+                        found["ranks"],
+                        found["verdict"],
+                    )
+                ),
+                *(f"{figures[name]} ms" if name in figures else "-" for name in ("median_ms", "dump_ms")),
+                str(figures.get("spread", "-")),
+            )
+        )
+    return "\n".join(lines)
+
+
+def selftests() -> list[dict[str, Any]]:
+    """Return the reports of docs/selftest_results.json."""
+    found: list[dict[str, Any]] = json.loads(SELFTESTS.read_text(encoding="utf-8"))
+    return found
+
+
+def render_selftests(text: str) -> str:
+    """Return docs/selftest.md with its table."""
+    return _PART.sub(lambda found: f"{found[1]}\n{selftest_table(selftests())}\n{found[3]}", text)
 
 
 def main() -> int:
     for path, write in (
         (DOCUMENT, render),
-        (README, lambda text: render_tested(text, json.loads(RESULTS.read_text(encoding="utf-8")))),
+        (README, lambda text: render_tested(text, json.loads(RESULTS.read_text(encoding="utf-8")), selftests())),
+        (SELFTEST, render_selftests),
     ):
         text = path.read_text(encoding="utf-8")
         new = write(text)

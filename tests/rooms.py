@@ -81,6 +81,7 @@ ORDER = (
     "ttp.trainer.parallel",
     "ttp.trainer.plan",
     "ttp.trainer",
+    "ttp.selftest",
 )
 """Every room, the lowest first. Modules of `ttp/` that everybody imports are rooms of their own: users find them there."""
 

@@ -10,12 +10,15 @@ from tests.device.backend import TRAITS
 _ROOT = Path(__file__).parents[2]
 
 
-def autoloading(folder: Path, environ: Mapping[str, str], **traits: int) -> dict[str, str]:
-    """Write a distribution with the entry point into `folder`; return `environ` with it, and with the device's traits."""
+REGISTER = "tests.device.backend:register"
+
+
+def autoloading(folder: Path, environ: Mapping[str, str], entry: str = REGISTER, /, **traits: int) -> dict[str, str]:
+    """Write a distribution with the entry point into `folder`; return `environ` with it, and with the device's traits. entry: what torch calls."""
     described = folder / "sim_device-1.0.dist-info"
     described.mkdir(parents=True, exist_ok=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: sim-device\nVersion: 1.0\n")
-    (described / "entry_points.txt").write_text("[torch.backends]\nsim = tests.device.backend:register\n")
+    (described / "entry_points.txt").write_text(f"[torch.backends]\nsim = {entry}\n")
     path = ":".join(filter(None, (str(folder), str(_ROOT), environ.get("PYTHONPATH"))))
     return {
         **environ,

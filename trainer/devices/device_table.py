@@ -38,6 +38,7 @@ DEVICES = {
     kind.name: kind
     for kind in (
         DeviceKind("cuda", "nccl"),
+        DeviceKind("xpu", "xccl"),
         DeviceKind("npu", "hccl", plugin="torch_npu"),
         DeviceKind("musa", "mccl", plugin="torch_musa"),
         DeviceKind(PLUGIN, ""),

@@ -1,1 +1,1 @@
-"""The self-test: on a device that is named, does what TTP relies on hold, and does a job come back from kills?"""
+"""`python -m ttp.selftest`: tries on a device that is named what TTP relies on, with real jobs, and reports it."""

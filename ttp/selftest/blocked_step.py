@@ -1,8 +1,8 @@
 """A rank of the bundled trainer whose device is kept busy at two places of its first attempt, and which notes what came of it.
 
-    ttprun ... -m ttp.selftest.blocked_step --config NAME [trainer overrides]
+Started by `jobs.py` as the bundled trainer is, with the same arguments.
 
-1. In the backward pass of step READY_STEP a kernel is queued. The rank may be READY only when that has ended.
+1. Behind the backward pass of step READY_STEP a kernel is queued. The rank may be READY only when that has ended.
 2. After step FAULT_STEP a longer one is queued on every rank, and the last rank raises. The dump must not wait for the kernels.
 3. At the end replicas are compared, then one rank alters its weights, and they are compared again.
 
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
+import ttp
 from ttp.selftest.long_kernel import LongKernel
 from ttp.trainer.__main__ import run_as_program, status_of
 from ttp.trainer.config.loader import load_config, parse_overrides
@@ -33,7 +34,7 @@ from ttp.trainer.world import World, world_from_env
 READY_STEP, FAULT_STEP = 4, 8
 READY_S = 1.0
 FAULT_S = 20.0
-"""A dump that takes longer is not told from one that waits."""
+"""A dump that takes longer counts as one that waits."""
 
 
 class RaisedOnPurpose(RuntimeError):
@@ -57,7 +58,7 @@ class Blocked:
         self._first = trainer.step == 0
         if self._first and self._device.type != "cpu":
             self._kernel = LongKernel(self._device)
-            trainer.optimizer.on_point = self._at_point
+            self._hook(trainer.optimizer, self._kernel)
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Called after each step."""
@@ -89,16 +90,24 @@ class Blocked:
         logging.disable(logging.NOTSET)
         self._note("altered", differing=len(altered))
 
-    def _at_point(self, name: str, step: int) -> None:
-        if step != READY_STEP:
-            return
-        if name == "backward" and self._running is None and self._kernel is not None:
-            self._running = self._kernel.start(READY_S)
-        elif name == "ready" and self._running is not None:
-            self._note("ready", final=bool(self._running.query()))
+    def _hook(self, optimizer: ttp.TTPReplicaOptimizer, kernel: LongKernel) -> None:
+        """Queue a kernel before the optimizer is READY, where no value of the step is read before, and look at it when it is."""
+        agree = optimizer.agree
+
+        def behind_a_kernel(sums: Any = None) -> Any:
+            if optimizer.current_step + 1 == READY_STEP:
+                self._running = kernel.start(READY_S)
+            return agree(sums)
+
+        def at_point(name: str, step: int) -> None:
+            if step == READY_STEP and name == "ready":
+                self._note("ready", final=bool(self._running.query()))
+
+        optimizer.agree = behind_a_kernel  # type: ignore[method-assign]
+        optimizer.on_point = at_point
 
     def _raise(self) -> NoReturn:
-        self._note("raises")
+        self._note("raises", step=FAULT_STEP)
         raise RaisedOnPurpose(f"the self-test's fault, after step {FAULT_STEP}")
 
     def _await(self, running: Any) -> None:

@@ -1,8 +1,6 @@
 """A process of its own that says which device this is, and whether its streams and events behave as TTP relies on.
 
-    python -m ttp.selftest.device_probe DEVICE
-
-Prints one line of JSON: `device` (what it is), `checks` (see `report.py`). Exit status 2 where there is no such device. The self-test itself
+Its argument is the device's name. Prints one line of JSON: `device` (what it is), `checks` (see `report.py`). Exit status 2 where there is no such device. The self-test itself
 never touches a device.
 """
 
@@ -61,7 +59,7 @@ def describe(kind: DeviceKind, device: torch.device) -> dict[str, Any]:
         "type": kind.name,
         "name": platform.processor() or platform.machine(),
         "backend": kind.backend,
-        "driver": f"Linux {platform.release()}",
+        "driver": f"{platform.system()} {platform.release().partition('-')[0]}",
         "count": 0,
         "trainer_device": kind.name if kind.name in DEVICES else PLUGIN,
     }

@@ -32,6 +32,7 @@ from ttp import files
 from ttp.chaos.observed.training_job import JobError
 from ttp.errors import ConfigError
 from ttp.inputs.options import above_zero, whole
+from ttp.selftest.jobs import Jobs
 from ttp.selftest.report import FAILED, NOT_RUN, PASSED, Check, as_json, as_text
 from ttp.text.console import open_console
 from ttp.version import VERSION
@@ -39,6 +40,8 @@ from ttp.version import VERSION
 GOOD, BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 MINUTES = 5.0
 KILLS = 3
+_LEAST_S = 0.001
+"""An alarm of 0 s would be none."""
 PROBE_S = 120.0
 """Loading a plug-in and its kernels may take a minute on a cold disk."""
 _OWN = (
@@ -110,16 +113,13 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     began, unix_s = time.monotonic(), time.time()
     console.print(f"TTP self-test on {args.device}: at most {args.minutes:g} minutes; seed {seed}", markup=False)
     checks: list[Check] = []
-    with _time_limit(args.minutes):
-        probed = _probe(args.device)
-        device = probed["device"]
-        console.print(f"{device['type']}: {device['name']}; driver {device['driver']}", markup=False)
-        for each in probed["checks"]:
-            _add(console, checks, Check(**each))
-        # After the probe: a device that is not there is known without rich, gRPC and what else the jobs need.
-        from ttp.selftest.jobs import Jobs
-
-        ranks = _ranks(args.ranks, device)
+    probed = _probe(args.device)
+    device = probed["device"]
+    ranks = _ranks(args.ranks, device)
+    console.print(f"{device['type']}: {device['name']}; driver {device['driver']}", markup=False)
+    for each in probed["checks"]:
+        _add(console, checks, Check(**each))
+    with _time_limit(args.minutes, began):
         _run_jobs(
             console, Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console), checks
         )
@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     return GOOD if good else BAD
 
 
-def _run_jobs(console: Console, jobs: Any, checks: list[Check]) -> None:
+def _run_jobs(console: Console, jobs: Jobs, checks: list[Check]) -> None:
     over = False
     for title, names, run in jobs.parts():
         if over:
@@ -154,9 +154,10 @@ def _run_jobs(console: Console, jobs: Any, checks: list[Check]) -> None:
                 found = run()
             except OutOfTime as error:
                 over, found = True, [Check(name, NOT_RUN, str(error)) for name in names]
-            except JobError as error:
+            except Exception as error:  # whatever it is, the report says so and is written
+                reason = str(error) if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
                 found = [
-                    Check(names[0], FAILED, str(error)),
+                    Check(names[0], FAILED, reason),
                     *(Check(name, NOT_RUN, f"{names[0]} failed") for name in names[1:]),
                 ]
         for each in found:
@@ -201,14 +202,14 @@ def _ranks(asked: int | None, device: dict[str, Any]) -> int:
 
 
 @contextmanager
-def _time_limit(minutes: float) -> Iterator[None]:
-    """Raise OutOfTime in this, the main thread, once the time is over."""
+def _time_limit(minutes: float, began_s: float) -> Iterator[None]:
+    """Raise OutOfTime in this, the main thread, so many minutes after `began_s` on the monotonic clock."""
 
     def end(signum: int, frame: object) -> NoReturn:
         raise OutOfTime(f"{minutes:g} minutes were not enough; give more with --minutes")
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
+    signal.setitimer(signal.ITIMER_REAL, max(_LEAST_S, 60 * minutes - (time.monotonic() - began_s)))
     try:
         yield
     finally:

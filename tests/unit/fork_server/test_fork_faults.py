@@ -210,7 +210,7 @@ def test_a_listener_leaves_no_directory() -> None:
 def test_an_accelerator_that_was_initialized_is_not_forked_with(
     script: Callable[[str], str], tmp_path: Path, backend: str
 ) -> None:
-    """Each back end in torch's namespace is asked, whatever its name; one that was not initialized, and what is no back end, is in nobody's way."""
+    """Each back end in torch's namespace is asked, whatever its name; one that was not initialized, and a module that is another thing, changes nothing."""
     lines = ("from types import ModuleType", "import json", f"{backend}, other = ModuleType({backend!r}), ModuleType('other')",
              f"{backend}._is_in_bad_fork, other._is_in_bad_fork = lambda: True, lambda: False")  # fmt: skip
     path = module(tmp_path, "torch", "\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -38,10 +39,26 @@ def test_the_readme_says_what_was_tested_and_what_has_not_run() -> None:
         document.README.read_text(encoding="utf-8"),
         json.loads(document.RESULTS.read_text(encoding="utf-8")),
     )
-    assert document.render_tested(text, results) == text, "README.md is stale: run make docs"
+    selftests = document.selftests()
+    assert document.render_tested(text, results, selftests) == text, "README.md is stale: run make docs"
     ran = [{**found, "torch": "3.0", "nodes": "machines"} for found in results]
-    assert "on CUDA with nccl, torch 3.0, nodes as machines" in document.render_tested(text, ran)
-    assert "not run" not in document.render_tested("**Tested**: ", ran)
+    assert "on CUDA with nccl, torch 3.0, nodes as machines" in document.render_tested(text, ran, selftests)
+    assert "not run" not in document.render_tested("**Tested**: ", ran, selftests)
+
+
+def test_the_readme_says_on_which_device_a_self_test_has_passed() -> None:
+    """And only there; docs/selftest.md lists every report."""
+    results = json.loads(document.RESULTS.read_text(encoding="utf-8"))
+    report: dict[str, Any] = {
+        "verdict": "passed", "device": {"type": "cuda", "name": "a card", "driver": "580.1"}, "torch": "3.0", "ttp": "0.1.0", "ranks": 2, "checks": [],
+    }  # fmt: skip
+    line = document.render_tested("**Tested**: ", results, [report])
+    assert "on CUDA, torch 3.0" in line and "The NPU paths are written, not run" in line
+    failed = document.render_tested("**Tested**: ", results, [{**report, "verdict": "incomplete"}])
+    assert "The CUDA and NPU paths are written, not run" in failed
+    assert "| cuda: a card | 580.1 | 3.0 | 0.1.0 | 2 | passed | - | - | - |" in document.selftest_table([report])
+    text = document.SELFTEST.read_text(encoding="utf-8")
+    assert document.selftests() and document.render_selftests(text) == text, "docs/selftest.md is stale: run make docs"
 
 
 def test_every_time_of_the_code_is_listed_with_its_value_and_nothing_else_is() -> None:

@@ -77,9 +77,9 @@ def test_imports_point_down(package: str) -> None:
 
 
 def test_ttp_does_not_import_the_trainer() -> None:
-    """The bundled trainer is a user like any other."""
+    """The bundled trainer is a user like any other. The self-test, which stands above it, runs it."""
     for path in python_files("ttp"):
-        assert not any(n.startswith("ttp.trainer") for n in imported(path)), path
+        assert "selftest" in path.parts or not any(n.startswith("ttp.trainer") for n in imported(path)), path
 
 
 def test_only_config_reads_ttp_variables_from_the_environment() -> None:

@@ -82,6 +82,8 @@ _INTERNAL = {
     "ttp.launch.__main__": "`ttprun`",
     "ttp.mirror.copier": "started by `ttprun`",
     "ttp.launch.rendezvous.multi_endpoint": "`ttp.launch.stores`",
+    "ttp.selftest.blocked_step": "started by `ttp.selftest`",
+    "ttp.selftest.device_probe": "started by `ttp.selftest`",
     "ttp.trainer.data.prepare": "`ttp.trainer.prepare`",
 }
 

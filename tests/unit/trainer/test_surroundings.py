@@ -29,6 +29,7 @@ def test_the_table_has_every_name_that_the_configuration_takes() -> None:
     assert set(get_args(DeviceName)) == {"auto", *DEVICES}
     assert {name: kind.backends for name, kind in DEVICES.items()} == {
         "cuda": "cpu:gloo,cuda:nccl",
+        "xpu": "cpu:gloo,xpu:xccl",
         "npu": "cpu:gloo,npu:hccl",
         "musa": "cpu:gloo,musa:mccl",
         "plugin": "cpu:gloo,plugin:",
@@ -39,7 +40,7 @@ def test_the_table_has_every_name_that_the_configuration_takes() -> None:
 def names_of_devices(source: str) -> list[int]:
     """Return the lines of code (without documentation) that name a device or a backend, in text or as torch.<device>."""
     tree = ast.parse(source)
-    named = re.compile(r"\b(cpu|cuda|npu|musa|gloo|nccl|hccl|mccl)\b")
+    named = re.compile(r"\b(cpu|cuda|xpu|npu|musa|gloo|nccl|xccl|hccl|mccl)\b")
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
         node.lineno
@@ -50,7 +51,10 @@ def names_of_devices(source: str) -> list[int]:
             and id(node) not in docs
             and named.search(node.value)
         )
-        or (isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.cuda", "torch.npu", "torch.musa")))
+        or (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node).startswith(("torch.cuda", "torch.xpu", "torch.npu", "torch.musa"))
+        )
     ]
 
 

@@ -1,0 +1,131 @@
+"""The self-test's command: what is wrong with its input, its report, and its end when the time is over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.chaos.observed.training_job import JobError, marked
+from ttp.errors import ConfigError
+from ttp.selftest import main as command
+from ttp.selftest.device_probe import kind_of
+from ttp.selftest.report import (
+    FAILED,
+    INCOMPLETE,
+    MEASURED,
+    NOT_APPLICABLE,
+    NOT_RUN,
+    PASSED,
+    Check,
+    as_json,
+    as_text,
+    verdict,
+)
+from ttp.text.console import open_console
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([PASSED, MEASURED, NOT_APPLICABLE], PASSED),
+        ([PASSED, FAILED, NOT_RUN], FAILED),
+        ([PASSED, NOT_RUN], INCOMPLETE),
+        ([MEASURED, NOT_APPLICABLE], INCOMPLETE),
+        ([], INCOMPLETE),
+    ],
+)
+def test_the_whole_passed_only_if_all_that_means_something_was_run(statuses: list[str], expected: str) -> None:
+    assert verdict([Check(str(number), status) for number, status in enumerate(statuses)]) == expected
+
+
+def test_report_says_device_driver_and_versions_and_each_checks_figures() -> None:
+    about = {"device": {"type": "cuda", "name": "a card", "driver": "580.1"}, "torch": "2.13", "ttp": "0.1.0"}
+    report = as_json(about, [Check("kill", FAILED, "a step was lost", {"lost": 1})])
+    text = as_text(report)
+    assert report["verdict"] == FAILED and json.loads(json.dumps(report)) == report
+    for part in (
+        "self-test: failed",
+        "a card",
+        "580.1",
+        "2.13",
+        "0.1.0",
+        "failed          kill: a step was lost",
+        "lost 1",
+    ):
+        assert part in text
+
+
+def test_a_device_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and nothing was started."""
+    assert command.main(["--device", "npu", "--output", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().out
+    assert "ttp.selftest: --device is 'npu': the torch plug-in torch_npu is not installed" in printed
+    with pytest.raises(ConfigError, match="--device: got 'toaster', expected auto, cuda, "):
+        kind_of("toaster")
+
+
+def test_a_folder_of_something_else_is_not_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    assert command.main(["--output", str(tmp_path)]) == 2
+    assert "it holds 'thesis.tex', which no self-test makes" in capsys.readouterr().out
+    assert (tmp_path / "thesis.tex").exists()
+    assert command.main(["--output", str(tmp_path / "thesis.tex")]) == 2
+
+
+def test_ranks_are_as_many_as_there_are_devices() -> None:
+    """Two where that means something; the CPU takes any number."""
+    assert [command._ranks(None, {"count": count}) for count in (0, 1, 2, 8)] == [2, 1, 2, 2]
+    assert command._ranks(5, {"count": 0}) == 5
+    with pytest.raises(ConfigError, match="--ranks: got 3, expected at most 1, the number of cuda devices here"):
+        command._ranks(3, {"count": 1, "type": "cuda"})
+
+
+def test_when_the_time_is_over_the_report_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was running is ended, and the rest is not called passed."""
+    assert command.main(["--device", "cpu", "--minutes", "0.001", "--output", str(tmp_path / "out")]) == 1
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = {check["name"]: check["status"] for check in report["checks"]}
+    assert report["verdict"] == INCOMPLETE and set(found.values()) == {NOT_APPLICABLE, NOT_RUN} and len(found) == 8
+    assert "0.001 minutes were not enough" in (tmp_path / "out" / "report.txt").read_text()
+    assert not list(marked(f"ttp-job:{tmp_path / 'out' / 'killed'}"))
+    assert "INCOMPLETE" in capsys.readouterr().out
+
+
+class Broken:
+    """Jobs of which the second part fails, with an error of the harness or one that nothing foresaw."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def parts(self) -> Any:
+        return (
+            ("one", ("a",), lambda: [Check("a", PASSED)]),
+            ("two", ("b", "c"), self._fail),
+            ("three", ("d",), lambda: [Check("d", PASSED)]),
+        )
+
+    def _fail(self) -> list[Check]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "statuses", "reason"),
+    [
+        (JobError("no step"), [PASSED, FAILED, NOT_RUN, PASSED], "no step"),
+        (KeyError("unix_s"), [PASSED, FAILED, NOT_RUN, PASSED], "KeyError: 'unix_s'"),
+        (
+            command.OutOfTime("5 minutes were not enough"),
+            [PASSED, NOT_RUN, NOT_RUN, NOT_RUN],
+            "5 minutes were not enough",
+        ),
+    ],
+)
+def test_a_part_that_breaks_is_in_the_report(error: Exception, statuses: list[str], reason: str) -> None:
+    """The others are run, unless the time is over."""
+    checks: list[Check] = []
+    jobs: Any = Broken(error)
+    command._run_jobs(open_console(), jobs, checks)
+    assert [check.status for check in checks] == statuses and checks[1].reason == reason
