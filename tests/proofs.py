@@ -266,6 +266,11 @@ TESTED: dict[str, Proof] = {
         Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
     "python -m ttp.chaos.demo [--kill-rank R] [--seed S] [--ranks 4] [--steps 60] [--text FILE_OR_FOLDER] [--output DIR]":
         Proof(f"{_COMMANDS}::test_the_demo_survives_the_death_of_rank_0", {"ttp.chaos.demo": "demo"}),
+    "python -m ttp.selftest": Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
+    "python -m ttp.selftest --device cuda": Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
+    "python -m ttp.selftest --device cuda [--ranks N] [--kills 3] [--minutes 5] [--seed S] [--output DIR] [trainer overrides]":
+        Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
+    "ttp selftest": Proof("tests/unit/selftest/test_main.py::test_the_command_ttp_has_it", {"ttp.selftest.main": "selftest"}),
     "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]":
         Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),
     "python slow_cable.py PORT TAP MILLISECONDS":

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +85,37 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run(
-    console: Console, args: Any, overrides: Sequence[str], rng: random.Random, output: Path
+    console: Console,
+    args: Any,
+    overrides: Sequence[str],
+    rng: random.Random,
+    output: Path,
+    until_monotonic_s: float = inf,
 ) -> tuple[list[Survived], RunComparison, list[str]]:
-    """Train the killed job and the baseline one and judge them."""
+    """Train the killed job and the baseline one and judge them. Raises JobError: a job did not do its part, or not until then."""
     steps = (args.kills + 1) * STEPS_A_KILL
     overrides = ["--training_config.training_iters", str(steps), *overrides]
     launcher = ["--max-restarts", str(args.kills + 1)]
     with TrainingJob(
-        output / "killed", ranks=args.ranks, overrides=overrides, config=args.config, launcher=launcher
+        output / "killed",
+        ranks=args.ranks,
+        overrides=overrides,
+        config=args.config,
+        launcher=launcher,
+        until_monotonic_s=until_monotonic_s,
     ) as faulted:
         kills = []
         for number in range(args.kills):
             kills.append(_kill_once(faulted, rng, args.ranks, number))
             console.print(f"kill {number + 1}: rank {kills[-1].rank} after step {kills[-1].after_step}")
         _finish(faulted)
-    with TrainingJob(output / "baseline", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
+    with TrainingJob(
+        output / "baseline",
+        ranks=args.ranks,
+        overrides=overrides,
+        config=args.config,
+        until_monotonic_s=until_monotonic_s,
+    ) as whole:
         _finish(whole)
     metrics = faulted.metrics()
     survived = []

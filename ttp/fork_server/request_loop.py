@@ -207,11 +207,10 @@ def unusable() -> str:
 
 def _bad_fork() -> bool:
     """Ask every back end in torch's namespace, its own and those that plug-ins register: each has this name, as torch asks it before it seeds."""
-    backends = [each for each in vars(sys.modules.get("torch", sys)).values() if isinstance(each, ModuleType)]
-    asked = (
-        vars(backend).get("_is_in_bad_fork") for backend in backends
-    )  # a module that loads on a look is left alone
-    return any(question() for question in asked if question is not None)
+    torch = sys.modules.get("torch")
+    backends = [] if torch is None else [each for each in vars(torch).values() if isinstance(each, ModuleType)]
+    questions = [vars(backend).get("_is_in_bad_fork") for backend in backends]  # `getattr` would load some of them
+    return any(question() for question in questions if question is not None)
 
 
 def _open_files() -> Iterator[str]:

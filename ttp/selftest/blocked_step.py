@@ -33,7 +33,7 @@ from ttp.trainer.world import World, world_from_env
 
 READY_STEP, FAULT_STEP = 4, 8
 READY_S = 1.0
-FAULT_S = 20.0
+FAULT_S = 10.0
 """A dump that takes longer counts as one that waits."""
 
 

@@ -10,6 +10,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class Jobs:
     seed: int
     overrides: Sequence[str]
     console: Console
+    until_monotonic_s: float = inf
+    """Nothing is waited for longer."""
     _baseline: Path | None = field(default=None, init=False)
 
     @property
@@ -84,6 +87,7 @@ class Jobs:
             environ=environ,
             launcher=["--max-restarts", "1"],
             program=("-m", program),
+            until_monotonic_s=self.until_monotonic_s,
         )
 
     def parts(self) -> tuple[tuple[str, tuple[str, ...], Callable[[], list[Check]]], ...]:
@@ -100,7 +104,9 @@ class Jobs:
     def kill_and_restart(self) -> list[Check]:
         """SIGKILL of a rank at a random moment, again and again; then a job that nothing happens to. Two checks."""
         args = Namespace(kills=self.kills, ranks=self.ranks, config=CONFIG)
-        survived, same, leftovers = run(self.console, args, self._arguments(), random.Random(self.seed), self.output)
+        survived, same, leftovers = run(
+            self.console, args, self._arguments(), random.Random(self.seed), self.output, self.until_monotonic_s
+        )
         self._baseline = self.output / "baseline"
         resumed = [
             line for line in read_jsonl(self.output / "killed" / "metrics.jsonl") if line.get("event") == "resume"
@@ -184,7 +190,7 @@ class Jobs:
         seen = [[bool(line["final"]) for line in rank if line["noted"] == "ready"] for rank in notes]
         wrong = [f"rank {rank} did not come to the place" for rank, found in enumerate(seen) if not found]
         wrong += [
-            f"rank {rank} was READY while a kernel ran that its gradients were queued before"
+            f"rank {rank} was READY while a kernel ran behind its backward pass"
             for rank, found in enumerate(seen)
             if found and not all(found)
         ]

@@ -16,14 +16,12 @@ import json
 import platform
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,8 +38,6 @@ from ttp.version import VERSION
 GOOD, BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 MINUTES = 5.0
 KILLS = 3
-_LEAST_S = 0.001
-"""An alarm of 0 s would be none."""
 PROBE_S = 120.0
 """Loading a plug-in and its kernels may take a minute on a cold disk."""
 _OWN = (
@@ -57,10 +53,6 @@ _OWN = (
     "on_1",
     "on_2",
 )
-
-
-class OutOfTime(JobError):
-    """The self-test's time is over."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,10 +111,10 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     console.print(f"{device['type']}: {device['name']}; driver {device['driver']}", markup=False)
     for each in probed["checks"]:
         _add(console, checks, Check(**each))
-    with _time_limit(args.minutes, began):
-        _run_jobs(
-            console, Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console), checks
-        )
+    until = began + 60 * args.minutes
+    _run_jobs(
+        console, Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console, until), checks
+    )
     about = {
         "device": device,
         "torch": probed["torch"],
@@ -144,22 +136,20 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _run_jobs(console: Console, jobs: Jobs, checks: list[Check]) -> None:
-    over = False
     for title, names, run in jobs.parts():
-        if over:
-            found = [Check(name, NOT_RUN, "the time was over") for name in names]
-        else:
+        try:
+            if time.monotonic() >= jobs.until_monotonic_s:
+                raise JobError(title)
             console.print(f"... {title}", markup=False)
-            try:
-                found = run()
-            except OutOfTime as error:
-                over, found = True, [Check(name, NOT_RUN, str(error)) for name in names]
-            except Exception as error:  # whatever it is, the report says so and is written
-                reason = str(error) if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
-                found = [
-                    Check(names[0], FAILED, reason),
-                    *(Check(name, NOT_RUN, f"{names[0]} failed") for name in names[1:]),
-                ]
+            found = run()
+        except Exception as error:  # whatever it is, the report says so and is written
+            reason = str(error) if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
+            found = [
+                Check(names[0], FAILED, reason),
+                *(Check(name, NOT_RUN, f"{names[0]} failed") for name in names[1:]),
+            ]
+            if time.monotonic() >= jobs.until_monotonic_s:
+                found = [Check(name, NOT_RUN, "the time was over; give more with --minutes") for name in names]
         for each in found:
             _add(console, checks, each)
 
@@ -199,22 +189,6 @@ def _ranks(asked: int | None, device: dict[str, Any]) -> int:
             f"--ranks: got {asked}, expected at most {count}, the number of {device['type']} devices here"
         )
     return asked or (min(2, count) if count else 2)
-
-
-@contextmanager
-def _time_limit(minutes: float, began_s: float) -> Iterator[None]:
-    """Raise OutOfTime in this, the main thread, so many minutes after `began_s` on the monotonic clock."""
-
-    def end(signum: int, frame: object) -> NoReturn:
-        raise OutOfTime(f"{minutes:g} minutes were not enough; give more with --minutes")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(_LEAST_S, 60 * minutes - (time.monotonic() - began_s)))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _prepare(output: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ttp import cli
 from ttp.chaos.observed.training_job import JobError, marked
 from ttp.errors import ConfigError
 from ttp.selftest import main as command
 from ttp.selftest.device_probe import kind_of
+from ttp.selftest.jobs import Jobs
 from ttp.selftest.report import (
     FAILED,
     INCOMPLETE,
@@ -67,6 +71,12 @@ def test_a_device_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.
         kind_of("toaster")
 
 
+def test_the_command_ttp_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["selftest", "--help"])
+    assert ended.value.code == 0 and "--device" in capsys.readouterr().out
+
+
 def test_a_folder_of_something_else_is_not_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("years")
     assert command.main(["--output", str(tmp_path)]) == 2
@@ -84,21 +94,31 @@ def test_ranks_are_as_many_as_there_are_devices() -> None:
 
 
 def test_when_the_time_is_over_the_report_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was running is ended, and the rest is not called passed."""
+    """And not called passed: nothing of what was not run."""
     assert command.main(["--device", "cpu", "--minutes", "0.001", "--output", str(tmp_path / "out")]) == 1
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert report["verdict"] == INCOMPLETE and set(found.values()) == {NOT_APPLICABLE, NOT_RUN} and len(found) == 8
-    assert "0.001 minutes were not enough" in (tmp_path / "out" / "report.txt").read_text()
-    assert not list(marked(f"ttp-job:{tmp_path / 'out' / 'killed'}"))
+    assert "the time was over; give more with --minutes" in (tmp_path / "out" / "report.txt").read_text()
     assert "INCOMPLETE" in capsys.readouterr().out
+
+
+def test_a_job_that_runs_when_the_time_is_over_is_ended(tmp_path: Path) -> None:
+    """With all its processes."""
+    checks: list[Check] = []
+    jobs = Jobs(tmp_path, "cpu", 2, 1, 0, (), open_console(), time.monotonic() + 1.0)
+    command._run_jobs(open_console(), jobs, checks)
+    assert (tmp_path / "killed" / "console.log").exists() and len(checks) == 7
+    assert {check.status for check in checks} == {NOT_RUN}
+    assert not list(marked(f"ttp-job:{tmp_path / 'killed'}"))
 
 
 class Broken:
     """Jobs of which the second part fails, with an error of the harness or one that nothing foresaw."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, until_monotonic_s: float) -> None:
         self._error = error
+        self.until_monotonic_s = until_monotonic_s
 
     def parts(self) -> Any:
         return (
@@ -112,20 +132,15 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("error", "statuses", "reason"),
-    [
-        (JobError("no step"), [PASSED, FAILED, NOT_RUN, PASSED], "no step"),
-        (KeyError("unix_s"), [PASSED, FAILED, NOT_RUN, PASSED], "KeyError: 'unix_s'"),
-        (
-            command.OutOfTime("5 minutes were not enough"),
-            [PASSED, NOT_RUN, NOT_RUN, NOT_RUN],
-            "5 minutes were not enough",
-        ),
-    ],
+    ("error", "reason"), [(JobError("no step"), "no step"), (KeyError("unix_s"), "KeyError: 'unix_s'")]
 )
-def test_a_part_that_breaks_is_in_the_report(error: Exception, statuses: list[str], reason: str) -> None:
+def test_a_part_that_breaks_is_in_the_report(error: Exception, reason: str) -> None:
     """The others are run, unless the time is over."""
     checks: list[Check] = []
-    jobs: Any = Broken(error)
+    jobs: Any = Broken(error, inf)
     command._run_jobs(open_console(), jobs, checks)
-    assert [check.status for check in checks] == statuses and checks[1].reason == reason
+    assert [check.status for check in checks] == [PASSED, FAILED, NOT_RUN, PASSED] and checks[1].reason == reason
+    late: list[Check] = []
+    jobs.until_monotonic_s = 0.0
+    command._run_jobs(open_console(), jobs, late)
+    assert [(check.name, check.status) for check in late] == [(name, NOT_RUN) for name in "abcd"]

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ class GrowingLines:
 class Observed(ABC):
     """What a job that writes to `output_dir` shows to an observer, however it was launched."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, until_monotonic_s: float = inf) -> None:
+        """`until_monotonic_s`: nothing is waited for longer than that."""
         self.output_dir = output_dir
+        self._until_s = until_monotonic_s
         self._metrics = GrowingLines(output_dir / "metrics.jsonl")
         files.make_folder(output_dir)
 
@@ -129,7 +132,7 @@ class Observed(ABC):
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Poll until `condition` holds. Raises JobError when the job ends first or the time is over."""
-        deadline = time.monotonic() + timeout_s
+        deadline = min(time.monotonic() + timeout_s, self._until_s)
         while not condition():
             if (how := self.ended()) and not condition():
                 raise JobError(f"the job ended ({how}) before {what}\n{self.console_tail()}")
@@ -183,9 +186,10 @@ class TrainingJob(Observed):
         launcher: Sequence[str] = (),
         launch_module: str = "ttp.launch",
         program: Sequence[str] = ("-m", "ttp.trainer"),
+        until_monotonic_s: float = inf,
     ) -> None:
         """`launcher`: its own options. `launch_module`: `torch.distributed.run` for torchrun."""
-        super().__init__(output_dir)
+        super().__init__(output_dir, until_monotonic_s)
         self.ranks = ranks
         self._console = open(output_dir / "console.log", "ab", opener=files.opener)  # noqa: SIM115 - closed by __exit__
         command = [sys.executable, "-m", launch_module, "--nproc-per-node", str(ranks), *launcher, *program]
@@ -223,7 +227,7 @@ class TrainingJob(Observed):
     def wait(self, timeout_s: float = 300.0) -> int:
         """Wait for the launcher's end and return its exit status."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(max(0.0, min(timeout_s, self._until_s - time.monotonic())))
         except subprocess.TimeoutExpired:
             raise JobError(f"the job did not end within {timeout_s:.0f} s\n{self.console_tail()}") from None
 
