@@ -28,6 +28,7 @@ from ttp.proto.messages import (
     KeepAlive,
     Published,
     Registration,
+    ReplaceFailed,
     Upward,
     Vouch,
     Welcome,
@@ -287,7 +288,7 @@ class Handler:
                     return
             case AgentHello(host):
                 self._agents[host] = link
-            case WorkerExit() | Vouch():
+            case WorkerExit() | Vouch() | ReplaceFailed():
                 pass
             case _:
                 if not self._is_routed(link, message):

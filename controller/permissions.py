@@ -7,7 +7,7 @@ believed, as far as this host's loopback or the site's network lets it come.
 from __future__ import annotations
 
 from ttp.identity.role import Identity, Role
-from ttp.proto.messages import AgentHello, FaultReport, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, FaultReport, ReplaceFailed, Upward, Vouch, WorkerExit
 
 
 def stream_refusal(peer: Identity | None, job_id: str) -> str:
@@ -34,7 +34,7 @@ class Sender:
         match message:
             case AgentHello(ranks=said) | Vouch(ranks=said):
                 by_agent = True
-            case WorkerExit(rank=rank):
+            case WorkerExit(rank=rank) | ReplaceFailed(rank=rank):
                 said, by_agent = (rank,), True
             case FaultReport(rank=rank, cause=cause):
                 said, by_agent = (rank, *cause.ranks), False

@@ -34,6 +34,7 @@ from ttp.processor.core.events import (
     SavesAlone,
     StartController,
     TrainReturned,
+    WorkFailed,
 )
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item, Opened, Stop, Stream
@@ -42,7 +43,7 @@ from ttp.processor.stacks import StackWriter
 from ttp.processor.starting import Starting
 from ttp.processor.worker import Worker
 from ttp.proto.codec import DownwardParcel
-from ttp.proto.messages import Cause, Welcome
+from ttp.proto.messages import Cause, Regroup, Welcome
 from ttp.proto.stream import Address, ControlStream
 
 LEAST_WAIT_S = 0.002
@@ -237,6 +238,10 @@ class Processor:
             self._starting.submit(order)
         elif isinstance(order, StartController):
             self._queue.put(ControllerStarted("", "this rank starts no controllers"))
+
+    def regroup(self, order: Regroup) -> None:
+        error = "this process cannot make its groups again while a fault is handled"
+        self._queue.put(WorkFailed(order.freeze_id, "regroup", "", error))
 
     def paused(self) -> bool:
         return self._clock() < self._paused_until

@@ -60,6 +60,12 @@ class FreezeState:
             self.torn = True
             self.barred = True
 
+    def renew(self) -> None:
+        """The training thread enters its training anew: what made this gate final or torn is gone. It stays shut."""
+        with self._lock:
+            self.final = self.torn = False
+            self.barred = not self.opened.is_set()
+
     def make_final(self) -> bool:
         """Shut for good, if it is shut; say whether it was."""
         with self._lock:

@@ -225,6 +225,38 @@ class Gate:
         self._backup_step = -1
         self._release()
 
+    def regrouped(self, step: int, record: CommitRecord | None) -> None:
+        """All ranks enter their training anew with the state of `step`, which this rank has, or was given. `record` is
+        that step's. The gate stays closed, and opens as
+        after any freeze: a roll forward, or that this process had no state, does not keep it closed any more.
+
+        Raises ProtocolError when the gate is open, or the state is another step's.
+        """
+        self._acquire()
+        if self._freezes.opened.is_set() or not (self._freezes.torn or self._state_step == step):
+            self._release()
+            raise self._misuse(
+                "regrouped", step, f"expected a closed gate and the state of that step, got {self._state_step}'s"
+            )
+        self._phase = _COMPUTE
+        self._step = step + 1
+        self._state_step = step
+        self._record = record
+        self._previous_record = None
+        self._backup_step = -1
+        self._freezes.renew()
+        self._release()
+
+    def await_open(self) -> None:
+        """The training thread, which has regrouped, enters its training only when all ranks have."""
+        self._pass()
+        self._release()
+
+    def vacate(self, freeze_id: int) -> int:
+        """This process holds no state yet: closed, and torn until `regrouped`. Returns the ticket for `reopen`."""
+        self._freezes.tear()
+        return self._freezes.shut(freeze_id)
+
     def _await_freeze(self) -> None:
         """Wait for the gate to close, up to ABANDONED_STEP_S (a rare path: it may poll)."""
         deadline = self._waits.now() + ABANDONED_STEP_S

@@ -32,6 +32,7 @@ from ttp.processor.core.events import (
     ProcessorSettings,
     PublishCheckpoint,
     Received,
+    RegroupTraining,
     ReleaseTraining,
     ReportUnled,
     SaveStacks,
@@ -45,7 +46,7 @@ from ttp.processor.gate import Gate
 from ttp.processor.worker import Reopen, Settle, Task
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.messages import Cause, CauseKind, Downward, Registration, StateReport, Upward, Welcome
+from ttp.proto.messages import Cause, CauseKind, Downward, Registration, Regroup, StateReport, Upward, Welcome
 from ttp.proto.stream import Address
 
 TICK_S = 0.2
@@ -139,6 +140,9 @@ class Ports(Protocol):
     def leave(self, code: int, reason: str) -> None:
         """End the process, whatever its training thread is stuck in."""
 
+    def regroup(self, order: Regroup) -> None:
+        """Have the training thread do it; its answer comes as an item."""
+
     def start_controller(self, order: StartController | LookForControllers) -> None:
         """Queue it for a thread of its own; its answer comes as an item."""
 
@@ -186,6 +190,8 @@ class Handler:
         now = self._next_tick = self._clock()
         self.state = self._machine.initial(self._settings, now)
         self.running = True
+        if self._settings.vacant:
+            self._ticket = self._gate.vacate(self._settings.vacant)
 
     def due(self, soonest: float = -inf) -> float:
         """Return when `tick` must be called next. The machine's own deadline counts from `soonest` on: one that a tick did not move
@@ -269,6 +275,8 @@ class Handler:
                 self._ports.submit(Reopen(self._ticket))
             case ApplyUpdate() | WriteShare() | PublishCheckpoint():
                 self._ports.submit(effect)
+            case RegroupTraining(order):
+                self._ports.regroup(order)
             case StartController() | LookForControllers():
                 self._ports.start_controller(effect)
             case ReportUnled(unled):

@@ -57,7 +57,7 @@ class UpwardEnvelope(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[Upward, _Mapping]]] = ..., chunk: _Optional[bytes] = ..., more: bool = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "progress", "vouch", "standby_report")
+    __slots__ = ("registration", "heartbeat", "state_report", "fault_report", "finished", "agent_hello", "worker_exit", "rolled_forward", "written", "published", "step_failed", "progress", "vouch", "standby_report", "regrouped", "replace_failed")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STATE_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,8 @@ class Upward(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     VOUCH_FIELD_NUMBER: _ClassVar[int]
     STANDBY_REPORT_FIELD_NUMBER: _ClassVar[int]
+    REGROUPED_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FAILED_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     heartbeat: Heartbeat
     state_report: StateReport
@@ -86,10 +88,12 @@ class Upward(_message.Message):
     progress: Progress
     vouch: Vouch
     standby_report: StandbyReport
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ...) -> None: ...
+    regrouped: Regrouped
+    replace_failed: ReplaceFailed
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ..., regrouped: _Optional[_Union[Regrouped, _Mapping]] = ..., replace_failed: _Optional[_Union[ReplaceFailed, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "release", "batch", "keep_alive", "standby_list", "start_standby")
+    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "release", "batch", "keep_alive", "standby_list", "start_standby", "regroup", "replace")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +112,8 @@ class DownwardEnvelope(_message.Message):
     KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
     STANDBY_LIST_FIELD_NUMBER: _ClassVar[int]
     START_STANDBY_FIELD_NUMBER: _ClassVar[int]
+    REGROUP_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -126,7 +132,9 @@ class DownwardEnvelope(_message.Message):
     keep_alive: KeepAlive
     standby_list: StandbyList
     start_standby: StartStandby
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., standby_list: _Optional[_Union[StandbyList, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ...) -> None: ...
+    regroup: Regroup
+    replace: Replace
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., standby_list: _Optional[_Union[StandbyList, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ..., replace: _Optional[_Union[Replace, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()
@@ -207,7 +215,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +231,8 @@ class Registration(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    REGROUPS_FIELD_NUMBER: _ClassVar[int]
+    VACANT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -238,7 +248,9 @@ class Registration(_message.Message):
     finished: bool
     steps: int
     copies: bool
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ...) -> None: ...
+    regroups: bool
+    vacant: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("rank", "phase", "step", "waiting", "paused", "steps", "step_times_s", "frozen", "owes", "finished")
@@ -392,6 +404,26 @@ class StandbyReport(_message.Message):
     error: str
     def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., runs: bool = ..., error: _Optional[str] = ...) -> None: ...
 
+class Regrouped(_message.Message):
+    __slots__ = ("rank", "freeze_id")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    freeze_id: int
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ...) -> None: ...
+
+class ReplaceFailed(_message.Message):
+    __slots__ = ("host", "rank", "freeze_id", "error")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    rank: int
+    freeze_id: int
+    error: str
+    def __init__(self, host: _Optional[str] = ..., rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
 class StepFailed(_message.Message):
     __slots__ = ("rank", "freeze_id", "stage", "tmp_name", "error", "torn")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -513,6 +545,28 @@ class StandbyList(_message.Message):
 class StartStandby(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Regroup(_message.Message):
+    __slots__ = ("freeze_id", "step", "replaced", "record")
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    freeze_id: int
+    step: int
+    replaced: _containers.RepeatedScalarFieldContainer[int]
+    record: CommitRecord
+    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., replaced: _Optional[_Iterable[int]] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
+
+class Replace(_message.Message):
+    __slots__ = ("rank", "pid", "freeze_id")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    freeze_id: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., freeze_id: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -1,7 +1,6 @@
 """Types of the generated control_pb2_grpc.py, which has none. Written by hand: follows the service in control.proto."""
 
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio

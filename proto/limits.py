@@ -40,6 +40,7 @@ def check_upward(message: m.Upward, world_size: int) -> None:
                 _count(message, "records.step", record.step)
         case m.Registration():
             _counts(message, state_step=message.state_step, pid=message.pid, job_groups=message.job_groups)
+            _count(message, "vacant", message.vacant)
             _length(message, "controllers", len(message.controllers), MOST_ADDRESSES + 1)
             _step_times(message, message.step_times_s)
             for group in message.groups:
@@ -61,7 +62,7 @@ def check_upward(message: m.Upward, world_size: int) -> None:
             _share(message, message.result, world_size)
         case m.Published():
             _counts(message, freeze_id=message.freeze_id, step=message.step)
-        case m.StepFailed():
+        case m.StepFailed() | m.Regrouped() | m.ReplaceFailed():
             _count(message, "freeze_id", message.freeze_id)
         case m.Progress():
             _count(message, "freeze_id", message.freeze_id)
@@ -90,6 +91,14 @@ def check_downward(message: m.Downward) -> None:
                 _count(message, "record.step", message.record.step)
             for share in message.results:
                 _share(message, share, LAST_STEP)
+        case m.Regroup():
+            _counts(message, freeze_id=message.freeze_id, step=message.step)
+            _ranks(message, "replaced", message.replaced, LAST_STEP)
+            if message.record is not None:
+                _count(message, "record.step", message.record.step)
+        case m.Replace():
+            _counts(message, freeze_id=message.freeze_id, pid=message.pid)
+            _ranks(message, "rank", (message.rank,), LAST_STEP)
         case m.Exit(code):
             if not 0 <= code <= 255:
                 raise _wrong(message, "code", code, "an exit status from 0 to 255")

@@ -4,9 +4,9 @@ Owns the vocabulary that controller and processors share. Never imports protobuf
 into bytes and back. Messages name their rank, so one stream may carry several ranks.
 
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
-Published, StepFailed, Progress, Finished, AgentHello, WorkerExit, Vouch.
-Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Release.
-Downward, to a stream rather than to a rank: KeepAlive (every stream), StandbyList (agents).
+Published, Regrouped, StepFailed, Progress, Finished, AgentHello, WorkerExit, Vouch, ReplaceFailed.
+Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, Regroup, WriteOrder, PublishOrder, Exit, Release.
+Downward, to a stream rather than to a rank: KeepAlive (every stream), StandbyList and Replace (agents).
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class Registration:
     """Steps finished in this attempt; the last of `step_times_s` is the newest one's."""
     copies: bool = False
     """This rank's shards are copied into its agent's memory every few steps, and into another node's."""
+    regroups: bool = False  # it can leave its training, make its groups again, and enter its training again
+    vacant: int = 0  # the freeze in which it was started in a process's place, until it holds its shards; else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +292,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Thaw:
-    """False alarm: open the gate again."""
+    """Open the gate again: a false alarm, or all ranks have regrouped."""
 
     freeze_id: int
 
@@ -310,6 +312,44 @@ class RolledForward:
     rank: int
     freeze_id: int
     state_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Leave the training thread's step and the process groups, make the groups again with the replacements, fill these from the ranks that
+    hold the same shards, and compare; answered by Regrouped or StepFailed. The gate stays closed."""
+
+    freeze_id: int
+    step: int  # of the state of all that are not replaced, and of a replacement when it is filled
+    replaced: tuple[int, ...]  # ranks whose process is another one from now on (ascending)
+    record: CommitRecord | None  # of `step`, if any rank has reported it
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped:
+    """This rank's groups are whole, and its shards are those of the ordered step, equal to its replicas'."""
+
+    rank: int
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """To an agent: start another process in the place of this rank's, which has ended, or is ended for it; it registers as vacant."""
+
+    rank: int
+    pid: int  # to be ended first: it has lost its state. 0: the rank's process has ended; else nothing is started
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceFailed:
+    """An agent could not start another process in a rank's place, or that one has ended."""
+
+    host: str
+    rank: int
+    freeze_id: int
+    error: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +403,8 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An order of this freeze is being carried out, or an update keeps the gate from closing, and has progressed since this was
-    said last: gigabytes take longer than a rank may be silent. Not said by a rank whose disk hangs, which goes on to send
-    heartbeats."""
+    """An order of this freeze, or an update that keeps the gate from closing, has progressed since this was said last: gigabytes take longer
+    than a rank may be silent. Not said by a rank whose disk hangs, which goes on to send heartbeats."""
 
     rank: int
     freeze_id: int
@@ -383,12 +422,11 @@ class StandbyReport:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A RollForward, WriteOrder or PublishOrder could not be carried out by this rank."""
+    """A RollForward, Regroup, WriteOrder or PublishOrder could not be carried out by this rank."""
 
     rank: int
     freeze_id: int
-    stage: str
-    """`roll_forward`, `write` or `publish`."""
+    stage: str  # `roll_forward`, `regroup`, `write` or `publish`
     tmp_name: str
     error: Text
     torn: tuple[int, ...] = ()
@@ -442,6 +480,8 @@ Upward = (
     | StepFailed
     | Progress
     | StandbyReport
+    | Regrouped
+    | ReplaceFailed
 )
 Downward = (
     Welcome
@@ -455,4 +495,6 @@ Downward = (
     | KeepAlive
     | StandbyList
     | StartStandby
+    | Regroup
+    | Replace
 )

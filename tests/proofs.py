@@ -277,6 +277,7 @@ TESTED: dict[str, Proof] = {
         Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit", {"slow_cable.py": "delay"}),
     "python -m tests.fuzz": Proof("tests/unit/cli/test_fuzz_command.py::test_the_fuzz_tests_are_run_with_a_seed"),
     "python -m tests.model.pairs": Proof("tests/model/test_model.py::test_a_pair_is_searched_from_the_command_line"),
+    "python -m tests.model.pairs --in-place": Proof("tests/model/test_in_place.py::test_pairs_are_searched_from_the_command_line"),
 }  # fmt: skip
 
 TESTED |= {

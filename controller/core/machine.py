@@ -11,7 +11,7 @@ from math import inf
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
 from ttp.proto.limits import check_upward
-from ttp.proto.messages import AgentHello, Upward, Vouch, WorkerExit
+from ttp.proto.messages import AgentHello, ReplaceFailed, Upward, Vouch, WorkerExit
 
 from .facts.answers import check_answer, is_late
 from .facts.events import ControllerSettings, Effect, Event, HeartbeatBatch, Journal, Received
@@ -37,7 +37,7 @@ LATE_HEARTBEATS = 0.5
 """The machine asks to be called once a heartbeat; a driver that comes this much later was stopped. Of heartbeats as rare as
 `slow_heartbeat_s`: a busy host that keeps the driver for less takes nothing from a lease that matters, and leases must run out."""
 
-_OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch)
+_OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch, ReplaceFailed)
 """A message of an agent proves no rank's life."""
 
 

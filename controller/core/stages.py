@@ -15,8 +15,8 @@ from .dump.finish import finish_job, leave, orphaned, over, refuse
 from .dump.freeze import add_cause, half_of_the_rest, has_culprit, thaw
 from .dump.publishing import start_publishing
 from .dump.reassign import pass_over
+from .dump.regroup import regroup_or_write
 from .dump.roll_forward import start_dump
-from .dump.writing import start_writing
 from .facts.coverage import coverage_of, named, rows, survives, warnings
 from .facts.decision import Refusal
 from .facts.events import Effect, Fields, Journal, Send
@@ -132,9 +132,8 @@ def end_round(state: StateAt[Freezing], now: float, out: list[Effect]) -> Contro
 
 
 def end_roll_forwards(state: StateAt[Rolling], now: float, out: list[Effect]) -> ControllerState:
-    """Every roll-forward is answered: go on to writing if the remaining ranks still cover every shard."""
-    fault, dump = state.at.fault, state.at.dump
-    return state if dump.pending else start_writing(goto(state, Writing(fault, dump)), now, out)
+    """Every roll-forward is answered: the ranks regroup, or write if they still cover every shard."""
+    return state if state.at.dump.pending else regroup_or_write(state, now, out)
 
 
 def end_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> ControllerState:

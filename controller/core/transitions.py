@@ -17,6 +17,8 @@ from ttp.proto.messages import (
     Progress,
     Published,
     Registration,
+    Regrouped,
+    ReplaceFailed,
     RolledForward,
     StandbyReport,
     StateReport,
@@ -27,7 +29,7 @@ from ttp.proto.messages import (
 )
 
 from . import stages
-from .dump import publishing, reassign, roll_forward, writing
+from .dump import publishing, reassign, regroup, roll_forward, writing
 from .dump.finish import over
 from .dump.freeze import count_again, extend_update_deadline, take_report
 from .facts.events import Effect, HeartbeatBatch, StreamClosed, Tick
@@ -41,6 +43,7 @@ from .facts.state import (
     Gathering,
     Over,
     Publishing,
+    Regrouping,
     Rolling,
     Running,
     Standby,
@@ -82,11 +85,13 @@ def late(state: ControllerState, event: object, now: float, out: list[Effect]) -
 
 
 _Handlers = dict[type, Handler]
-_ANSWERS_LATE: _Handlers = dict.fromkeys((StateReport, RolledForward, Written, Published, StepFailed, Progress), late)
+_ANSWERS_LATE: _Handlers = dict.fromkeys(
+    (StateReport, RolledForward, Regrouped, Written, Published, StepFailed, Progress), late
+)
 """They answer a freeze, or an order, that is over."""
 
 _ALWAYS: _Handlers = {
-    StreamClosed: liveness.stream_closed, AgentHello: liveness.agent_attached, Vouch: liveness.vouched, Tick: noted,
+    StreamClosed: liveness.stream_closed, AgentHello: liveness.agent_attached, Vouch: liveness.vouched, ReplaceFailed: late, Tick: noted,
 }  # fmt: skip
 _COMING: _Handlers = {
     **_ALWAYS, Registration: liveness.register, Finished: liveness.finished, StandbyReport: standby_report,
@@ -120,7 +125,7 @@ TABLES.update({
         advance=stages.assemble_job,
     ),
     Running: StageTable(
-        on={**_LED, StateReport: late, Progress: late},
+        on={**_LED, StateReport: late, Progress: late, Regrouped: late},
         deadline=stages.running_deadline,
         expire=stages.expire_running,
         advance=stages.finish_or_restore,
@@ -139,6 +144,15 @@ TABLES.update({
         rank_lost=roll_forward.on_rank_lost_rolling,
         on_timeout=roll_forward.on_timeout_rolling,
         slow=reassign.slow_roll_forwards,
+    ),
+    Regrouping: _ordered_table(
+        on={
+            **_ORDERS, Regrouped: regroup.regrouped, StepFailed: regroup.regroup_failed, ReplaceFailed: regroup.replace_failed,
+            FaultReport: liveness.fault_while_regrouping,
+        },
+        advance=regroup.end_regrouping,
+        rank_lost=regroup.on_rank_lost_regrouping,
+        on_timeout=regroup.on_timeout_regrouping,
     ),
     Writing: _ordered_table(
         on={**_ORDERS, Written: writing.written, Published: publishing.published, StepFailed: writing.write_failed},

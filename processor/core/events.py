@@ -12,6 +12,7 @@ from ttp.proto.messages import (
     Phase,
     PublishOrder,
     Registration,
+    Regroup,
     ShareResult,
     StateReport,
     Upward,
@@ -39,6 +40,8 @@ class ProcessorSettings:
     """The ranks can save a finished step together without a controller."""
     alone_s: float = 120.0
     """So long a rank with a preemption notice waits, without a controller, for the end of the step that all save, and again for the save."""
+    vacant: int = 0
+    """The freeze in which this process was started in another's place: its gate is closed from the start, and it holds no shard yet."""
 
 
 # --- in ---
@@ -78,6 +81,13 @@ class RollForwardDone:
 
 
 @dataclass(frozen=True, slots=True)
+class RegroupDone:
+    """RegroupTraining was carried out: the groups are whole, and the shards of the ordered step are here, equal to their replicas."""
+
+    order: Regroup
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDone:
     order: WriteOrder
     result: ShareResult
@@ -91,7 +101,7 @@ class PublishDone:
 
 @dataclass(frozen=True, slots=True)
 class WorkFailed:
-    """RollForward, WriteShare or PublishCheckpoint raised."""
+    """RollForward, RegroupTraining, WriteShare or PublishCheckpoint raised."""
 
     freeze_id: int
     stage: str
@@ -189,6 +199,7 @@ Event = (
     | Received
     | GateClosed
     | RollForwardDone
+    | RegroupDone
     | WriteDone
     | PublishDone
     | WorkFailed
@@ -236,6 +247,13 @@ class ApplyUpdate:
 
     freeze_id: int
     record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RegroupTraining:
+    """Have the training thread leave its step and make its groups again; answered by RegroupDone or WorkFailed. The gate stays closed."""
+
+    order: Regroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +320,7 @@ Effect = (
     | CloseGate
     | OpenGate
     | ApplyUpdate
+    | RegroupTraining
     | WriteShare
     | PublishCheckpoint
     | StartController

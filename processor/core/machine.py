@@ -27,8 +27,14 @@ OWN_ABSENCE_HEARTBEATS = 1.5
 
 
 def initial(settings: ProcessorSettings, now: float) -> ProcessorState:
-    """Return the state of a rank that trains and has not looked for a controller yet; its first Tick does."""
-    return ProcessorState(settings, RankMode.TRAINING, LinkState.DOWN, reconnect_at=now, lost_since=now)
+    """Return the state of a rank that has not looked for a controller yet; its first Tick does. It trains, or waits to be filled."""
+    state = ProcessorState(settings, RankMode.TRAINING, LinkState.DOWN, reconnect_at=now, lost_since=now)
+    if not settings.vacant:
+        return state
+    freeze_id = settings.vacant
+    return replace(
+        state, standing=RankMode.FROZEN, freeze_id=freeze_id, gate_id=freeze_id, closed=True, torn=True, vacant=True
+    )
 
 
 def transition(state: ProcessorState, event: Event, now: float) -> tuple[ProcessorState, tuple[Effect, ...]]:

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Published, PublishOrder, RolledForward, RollForward, StepFailed, WriteOrder, Written
+from ttp.proto.messages import (
+    CauseKind,
+    Published,
+    PublishOrder,
+    Regroup,
+    Regrouped,
+    RolledForward,
+    RollForward,
+    StepFailed,
+    WriteOrder,
+    Written,
+)
 
 from .events import (
     ApplyUpdate,
@@ -17,13 +28,15 @@ from .events import (
     Log,
     PublishCheckpoint,
     PublishDone,
+    RegroupDone,
+    RegroupTraining,
     RollForwardDone,
     Send,
     WorkFailed,
     WriteDone,
     WriteShare,
 )
-from .refusals import why_no_order, why_no_roll_forward
+from .refusals import why_no_order, why_no_regroup, why_no_roll_forward
 from .state import OpenOrder, ProcessorState, RankMode
 
 
@@ -32,6 +45,10 @@ def roll_forward(state: ProcessorState, message: RollForward, now: float, out: l
     if message.freeze_id != state.freeze_id:
         return state
     expected = message.record.step
+    if state.regrouping is not None:
+        error = "the training thread has left the step, to make its groups again"
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "roll_forward", "", error)))
+        return state
     if state.applying is not None and state.applying.step == expected:
         return state  # the answer will come, under the newest freeze's number
     if state.closed and not state.torn and state.state_step == expected:
@@ -57,6 +74,38 @@ def roll_forward_done(state: ProcessorState, event: RollForwardDone, now: float,
         out.append(CloseGate(state.freeze_id))  # the report that was held back
         return state
     out.append(Send(RolledForward(state.settings.rank, state.freeze_id, event.state_step)))
+    return state
+
+
+def regroup(state: ProcessorState, message: Regroup, now: float, out: list[Effect]) -> ProcessorState:
+    """Have the training thread make its groups again; done already, it answers the same."""
+    if message.freeze_id != state.freeze_id or state.regrouping is not None:
+        return state  # an older order, or this one is being done
+    if state.regrouped == message.freeze_id:
+        out.append(Send(Regrouped(state.settings.rank, state.freeze_id)))
+        return state
+    if error := why_no_regroup(state, message):
+        out.append(Log(f"regroup refused: {error}"))
+        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "regroup", "", error)))
+        return state
+    out.append(RegroupTraining(message))
+    return replace(state, regrouping=message)
+
+
+def regroup_done(state: ProcessorState, event: RegroupDone, now: float, out: list[Effect]) -> ProcessorState:
+    """The training thread stands in front of `train` again. What was reported of the groups that are gone means nothing any more."""
+    order = event.order
+    if state.regrouping != order:
+        raise ProtocolError(f"rank {state.settings.rank}: regrouped for freeze {order.freeze_id} without an order")
+    others = tuple(fault for fault in state.faults if fault.cause.kind is not CauseKind.PEER_ERROR)
+    state = replace(
+        state, regrouping=None, regrouped=order.freeze_id, vacant=False, rolled=False, torn=False, state_step=order.step,
+        faults=others,
+    )  # fmt: skip
+    if order.freeze_id != state.freeze_id:
+        out.append(CloseGate(state.freeze_id))  # what was reported since is no longer so
+        return state
+    out.append(Send(Regrouped(state.settings.rank, order.freeze_id)))
     return state
 
 
@@ -146,6 +195,9 @@ def work_failed(state: ProcessorState, event: WorkFailed, now: float, out: list[
             raise ProtocolError(f"rank {state.settings.rank}: a roll-forward failed that was not ordered")
         out.append(Send(failure) if event.freeze_id == state.freeze_id else CloseGate(state.freeze_id))
         return replace(state, applying=None, torn=True)
+    if event.stage == "regroup":  # the groups are gone: this gate cannot open again
+        out.append(Send(failure))
+        return state
     if event.freeze_id != state.freeze_id:
         return state
     kind = WriteOrder if event.stage == "write" else PublishOrder

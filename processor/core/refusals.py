@@ -7,7 +7,7 @@ looks at a disk or at the optimizer: its holder does.
 
 from __future__ import annotations
 
-from ttp.proto.messages import EXIT_CODE_PERSISTED, CommitRecord, Exit, PublishOrder, WriteOrder
+from ttp.proto.messages import EXIT_CODE_PERSISTED, CommitRecord, Exit, PublishOrder, Regroup, WriteOrder
 from ttp.proto.names import staging_name_of
 
 from .state import ProcessorState
@@ -33,8 +33,31 @@ def why_no_roll_forward(state: ProcessorState, record: CommitRecord) -> str:
     return ""
 
 
+def why_no_regroup(state: ProcessorState, order: Regroup) -> str:
+    """Say why this rank does not leave its groups; empty: it does."""
+    replaced = state.settings.rank in order.replaced
+    if replaced is not state.vacant:
+        return f"invalid order: got replaced ranks {list(order.replaced)}, expected this one to be {'' if state.vacant else 'not '}among them"
+    if state.ordered or state.applying is not None or state.finished or state.alone:
+        return "this rank writes, rolls forward or has finished: its training cannot be entered again"
+    if order.record is not None and order.record.step != order.step:
+        return f"invalid record: got step {order.record.step}, expected step {order.step}"
+    if not state.vacant and (not state.closed or state.torn or state.state_step != order.step):
+        return f"the state: got step {state.state_step}, closed {state.closed}, torn {state.torn}, expected step {order.step}"
+    return ""
+
+
+def why_no_thaw(state: ProcessorState) -> str:
+    """Say why this gate does not open; empty: it does."""
+    if state.rolled:
+        return "was rolled forward"
+    return "has not regrouped" if state.regrouping is not None or state.vacant else ""
+
+
 def why_no_order(state: ProcessorState, order: WriteOrder | PublishOrder) -> str:
     """Say why an order to write or to publish is not carried out; empty: its directory, its names and its parts are this rank's."""
+    if state.vacant:
+        return "this process was started in another's place, and holds no shard yet"
     if order.directory not in state.save_dirs:
         return f"invalid directory: got {order.directory!r}, expected one of this rank's, {list(state.save_dirs)}"
     name = staging_name_of(order.tmp_name)

@@ -14,6 +14,7 @@ from ttp.proto.messages import (
     FaultReport,
     Published,
     PublishOrder,
+    Regroup,
     StandbyReport,
     StepFailed,
     WriteOrder,
@@ -89,6 +90,12 @@ class ProcessorState:
     """A roll-forward that is being done."""
     rolled: bool = False
     """A roll-forward was begun behind this closed gate: it can never open again."""
+    regrouping: Regroup | None = None
+    """The training thread leaves its groups and makes them again: until it has, this gate cannot open."""
+    regrouped: int = 0
+    """The freeze under which that was done last."""
+    vacant: bool = False
+    """This process was started in another's place, and holds no shard yet."""
     ordered: bool = False
     """Since the gate closed a write or publish order was taken: a dump has been decided, by whatever controller."""
     orders: tuple[OpenOrder, ...] = ()

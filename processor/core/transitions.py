@@ -25,6 +25,7 @@ from ttp.proto.messages import (
     KeepAlive,
     Progress,
     PublishOrder,
+    Regroup,
     Release,
     RollForward,
     StandbyList,
@@ -36,7 +37,6 @@ from ttp.proto.messages import (
 
 from .events import (
     BoundaryReached,
-    CloseGate,
     Connect,
     Connected,
     ControllerEnded,
@@ -50,14 +50,13 @@ from .events import (
     LocalFault,
     Log,
     Noticed,
-    OpenGate,
     PublishDone,
+    RegroupDone,
     ReleaseTraining,
     ReportUnled,
     RollForwardDone,
     SavedAlone,
     SavesAlone,
-    SaveStacks,
     Send,
     Tick,
     TrainReturned,
@@ -79,11 +78,14 @@ from .failover import (
     start_standby,
     take_list,
 )
+from .freezes import freeze, gate_closed, thaw
 from .orders import (
     outlived,
     owes_answer,
     publish,
     publish_done,
+    regroup,
+    regroup_done,
     roll_forward,
     roll_forward_done,
     work_failed,
@@ -121,6 +123,7 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
         step_times_s=state.step_times_s,
         finished=state.finished,
         steps=state.steps,
+        vacant=state.settings.vacant if state.vacant else 0,
         controllers=controllers(state) if state.successors else event.registration.controllers,
     )
     if state.successors:
@@ -351,60 +354,6 @@ def train_returned(state: ProcessorState, event: TrainReturned, now: float, out:
     return replace(state, finished=True)
 
 
-# --- freeze and thaw ---
-
-
-def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]) -> ProcessorState:
-    """Close the gate, or ask again what stands behind the closed gate: the answer is always fresh.
-
-    Freezes are numbered upwards from one controller to the next, so what an earlier one had ordered is over now.
-    """
-    if message.freeze_id < state.freeze_id:
-        return state
-    if state.standing is RankMode.TRAINING:
-        out.append(Log(f"freeze {message.freeze_id}: {message.cause.kind.value}: {message.cause.text}"))
-        if message.cause.kind is CauseKind.HUNG:
-            out.append(SaveStacks(message.cause.text))
-    freeze_id, orders = message.freeze_id, state.orders if state.freeze_id == message.freeze_id else ()
-    out.append(CloseGate(freeze_id))
-    return replace(
-        state, standing=RankMode.FROZEN, freeze_id=freeze_id, gate_id=freeze_id, orders=orders, answer_by=inf
-    )
-
-
-def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[Effect]) -> ProcessorState:
-    """Report what this rank holds; once more when an update that had kept the gate from closing has ended."""
-    report = event.report
-    if report.freeze_id != state.freeze_id:
-        return state  # asked again meanwhile, under a newer number
-    if state.applying is not None:
-        return state  # taken before the roll-forward's end: its end asks again
-    if report.closed:
-        state = replace(state, closed=True, torn=report.torn, state_step=report.state_step, records=report.records)
-    if state.link is LinkState.UP:
-        out.append(Send(replace(report, final=report.final or state.ordered)))
-    return state
-
-
-def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) -> ProcessorState:
-    """A false alarm: open the gate. A thaw also ends every older freeze, whose own thaw was lost."""
-    if message.freeze_id < state.freeze_id:
-        return state
-    if state.rolled:
-        out.append(Log(f"thaw {message.freeze_id} ignored: this rank was rolled forward, its gate cannot open again"))
-        return state
-    out += [OpenGate(state.gate_id), Log(f"freeze {state.freeze_id} was a false alarm, training continues")]
-    answer_by = inf
-    if (
-        state.faults
-    ):  # no controller thaws a rank whose fault it knows: what was reported was lost, or is still under way
-        out.extend(Send(fault) for fault in state.faults)
-        answer_by = now + state.settings.controller_lost_s
-    return replace(
-        state, standing=RankMode.TRAINING, closed=False, torn=False, orders=(), ordered=False, answer_by=answer_by
-    )
-
-
 # --- the end ---
 
 
@@ -451,6 +400,8 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
     (_SHUT, Thaw, thaw),
     (_SHUT, RollForward, roll_forward),
     (_SHUT, RollForwardDone, roll_forward_done),
+    (_SHUT, Regroup, regroup),
+    (_SHUT, RegroupDone, regroup_done),
     (_SHUT, WriteOrder, write),
     (_SHUT, WriteDone, write_done),
     (_SHUT, PublishOrder, publish),
@@ -468,6 +419,7 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
     (_OPEN, GateClosed, late),
     (_OPEN, Thaw, late),
     (_OPEN, RollForward, late),
+    (_OPEN, Regroup, late),
     (_OPEN, WriteOrder, late),
     (_OPEN, PublishOrder, late),
     # What a lost controller had ordered is done, and the new one has opened the gate meanwhile.
@@ -478,7 +430,7 @@ _ROWS: tuple[tuple[tuple[RankMode, ...], type, Handler], ...] = (
         (_GONE, kind, late)
         for kind in (
             Tick, Connected, Disconnected, Welcome, LocalFault, Noticed, BoundaryReached, TrainReturned, Freeze, GateClosed,
-            Thaw, RollForward, RollForwardDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Release,
+            Thaw, RollForward, RollForwardDone, Regroup, RegroupDone, WriteOrder, WriteDone, PublishOrder, PublishDone, WorkFailed, Exit, Release,
             KeepAlive, StandbyList, StartStandby, SavesAlone, SavedAlone, ControllerStarted, ControllerEnded, ControllersFound,
         )
     ),

@@ -44,7 +44,11 @@ NEVER_S = 1e6
 
 def patient(settings: ControllerSettings) -> ControllerSettings:
     """Return settings under which no time that passes changes the machine's state."""
-    times = {name: NEVER_S for name, value in settings.flat().items() if type(value) is float and name != "heartbeat_s"}
+    times = {
+        name: NEVER_S
+        for name, value in settings.flat().items()
+        if type(value) is float and name not in ("heartbeat_s", "in_place_s")
+    }
     return ControllerSettings.from_flat(settings.flat() | times)
 
 

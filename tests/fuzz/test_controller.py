@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ from ttp.controller.core.facts.events import (
     Tell,
     Tick,
 )
-from ttp.controller.core.facts.state import MOST_KEPT, ControllerState, Stage
+from ttp.controller.core.facts.state import MOST_KEPT, ControllerState, Regrouping, Stage
 from ttp.controller.json_codec import from_json, plain_json, to_json
 from ttp.errors import ProtocolError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, decode_upward, encode_downward
-from ttp.proto.messages import Heartbeat, Phase, Published, Upward, WorkerExit
+from ttp.proto.messages import AgentHello, Heartbeat, Phase, Published, Upward, WorkerExit
 
 settings.load_profile("fuzz")
 
@@ -78,6 +79,16 @@ def writing() -> ControllerBench:
     return bench
 
 
+def regrouping() -> ControllerBench:
+    bench = ControllerBench(assembled=False, in_place_s=30.0)
+    for rank in range(4):
+        bench.say(AgentHello(f"host{rank}", (rank,), (100 + rank,)), replace(registration(rank), regroups=True))
+    bench.say(WorkerExit(2, 102, "signal SIGKILL", 0.0))
+    bench.all_report(5, ranks=(0, 1, 3))
+    assert bench.at(Stage.REGROUPING), bench.state.stage
+    return bench
+
+
 def publishing() -> ControllerBench:
     bench = writing()
     bench.all_write(bench.orders())
@@ -98,6 +109,7 @@ STAGES: dict[Stage, Callable[[], ControllerBench]] = {
     Stage.RUNNING: running,
     Stage.FREEZING: freezing,
     Stage.ROLLING: rolling,
+    Stage.REGROUPING: regrouping,
     Stage.WRITING: writing,
     Stage.PUBLISHING: publishing,
     Stage.EXITING: exiting,
@@ -117,6 +129,8 @@ def pools(state: ControllerState) -> dict[str, list[Any]]:
         "pid": [100, 101, 102, 103, 7],
         "pids": [100, 101],
         "world_size": [4],
+        "vacant": [state.freeze_id, 0],
+        "regroups": [True],
         "freeze_id": [state.freeze_id, state.freeze_id, max(0, state.freeze_id - 1)],
         "step": [3, 4, 5, 6],
         "state_step": [4, 5, 6],
@@ -164,8 +178,10 @@ def check(state: ControllerState, effects: Iterable[Effect]) -> None:
     assert state.members.registered == sum(member.registration is not None for member in table)
     assert state.members.suspects == sum(member.suspect and member.dead is None for member in table)
     assert state.members.finished == sum(member.finished for member in table)
-    assert (state.fault is not None) == (state.stage in (Stage.FREEZING, Stage.ROLLING, Stage.WRITING, Stage.PUBLISHING)) \
-        or state.stage in (Stage.EXITING, Stage.OVER)  # fmt: skip
+    of_a_fault = (Stage.FREEZING, Stage.ROLLING, Stage.REGROUPING, Stage.WRITING, Stage.PUBLISHING)
+    assert (state.fault is not None) == (state.stage in of_a_fault) or state.stage in (Stage.EXITING, Stage.OVER)
+    if isinstance(state.at, Regrouping):
+        assert state.at.awaited <= state.at.pending and all(table[rank].dead is not None for rank in state.at.awaited)
     if state.dump is not None and state.stage is Stage.ROLLING:
         assert state.dump.pending == sum(state.dump.rolling)
     if state.dump is not None and state.stage is Stage.WRITING:

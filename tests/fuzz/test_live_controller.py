@@ -111,7 +111,10 @@ async def judge(controller: LiveController, streams: list[LiveStream]) -> None:
         stream = LiveStream(controller.channel)
         assert await stream.put(envelope([AgentHello("host-of-the-test", (0,), (100,))]))
         await controller.until(
-            lambda: "host-of-the-test" in controller.state.agents or controller.state.stage is Stage.OVER,
+            lambda: (
+                "host-of-the-test" in [agent.host for agent in controller.state.agents]
+                or controller.state.stage is Stage.OVER
+            ),
             f"a launcher's hello after {before.stage}",
         )
         if controller.state.stage is not Stage.OVER:

@@ -21,9 +21,11 @@ from ttp.processor.core.events import (
     GateClosed,
     LocalFault,
     Noticed,
+    OpenGate,
     PublishCheckpoint,
     PublishDone,
     Received,
+    RegroupDone,
     RollForwardDone,
     Send,
     Tick,
@@ -35,11 +37,12 @@ from ttp.processor.core.events import (
 from ttp.processor.core.state import RankMode
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, decode_downward, encode_upward
-from ttp.proto.messages import Cause, CauseKind, Downward, Exit, Part, Phase, PublishOrder, WriteOrder
+from ttp.proto.messages import Cause, CauseKind, Downward, Exit, Part, Phase, PublishOrder, Regroup, WriteOrder
 
 settings.load_profile("fuzz")
 
 CAUSE = Cause(CauseKind.EXITED, (0,), "signal SIGKILL")
+REGROUP = Regroup(1, 5, (3,), None)
 WRITE = WriteOrder(1, 5, "/a", "iter_0000005_tmp_1_1_1", (Part("g1", 0, 1),))
 
 
@@ -70,6 +73,18 @@ def writing() -> ProcessorBench:
     return bench
 
 
+def regrouping() -> ProcessorBench:
+    bench = ProcessorBench()
+    bench.freeze(phase=Phase.DONE)
+    bench.receive(REGROUP)
+    assert bench.state.regrouping == REGROUP
+    return bench
+
+
+def vacant() -> ProcessorBench:
+    return ProcessorBench(vacant=1)
+
+
 def publishing() -> ProcessorBench:
     bench = writing()
     bench.take(WriteDone(WRITE, share(1)))
@@ -97,12 +112,27 @@ def leaving() -> ProcessorBench:
 
 STANDINGS: dict[str, Callable[[], ProcessorBench]] = {
     each.__name__: each
-    for each in (training, connected, frozen, rolling, writing, publishing, failed, noticed, leaving)
+    for each in (
+        training,
+        connected,
+        frozen,
+        rolling,
+        regrouping,
+        vacant,
+        writing,
+        publishing,
+        failed,
+        noticed,
+        leaving,
+    )
 }
 
 POOLS: dict[str, list[Any]] = {
     "rank": [1],
     "ranks": [0, 1, 2, 3],
+    "replaced": [3, 3, 1],
+    "source": [0, 1],
+    "target": [3],
     "freeze_id": [1, 1, 2],
     "step": [4, 5, 6],
     "term": [3, 3, 4],
@@ -138,9 +168,12 @@ def an_event(bench: ProcessorBench, rng: random.Random) -> Event | None:
             Disconnected("connection refused", rng.random() < 0.5),
             GateClosed(report(1, freeze_id, phase, step)),
             RollForwardDone(freeze_id, step),
+            RegroupDone(bench.state.regrouping or REGROUP),
             WriteDone(WRITE, share(1)),
             PublishDone(PublishOrder(1, 5, "/a", WRITE.tmp_name, (share(1),), CAUSE, record(5), 3), "/a/iter_0000005"),
-            WorkFailed(freeze_id, rng.choice(("roll_forward", "write", "publish")), WRITE.tmp_name, "OSError"),
+            WorkFailed(
+                freeze_id, rng.choice(("roll_forward", "regroup", "write", "publish")), WRITE.tmp_name, "OSError"
+            ),
             LocalFault(Cause(CauseKind.EXCEPTION, (1,), "ValueError"), "trace"),
             Noticed("SIGTERM"),
             BoundaryReached(step),
@@ -168,6 +201,9 @@ def test_a_processor_takes_a_message_or_refuses_it_unchanged(name: str, rng: ran
                 encode_upward("job", 3, [effect.message])
             if isinstance(effect, WriteShare | PublishCheckpoint):
                 assert bench.state.standing is not RankMode.TRAINING, "an order is carried out while its rank trains"
+            if isinstance(effect, OpenGate):
+                half_way = before.rolled or before.regrouping is not None or before.vacant
+                assert not half_way, "a gate opens whose rank is half way"
         deadline = bench.deadline()
         assert deadline is None or deadline == deadline, "a deadline that is not a number"
 

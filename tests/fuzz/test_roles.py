@@ -68,7 +68,7 @@ PROCESSES = {
     "agent of another job": Process(Identity(JOB, Role.AGENT, ALL_RANKS), ours=False),
 }
 KINDS = tuple(field.name for field in pb.Upward.DESCRIPTOR.fields)
-OF_AGENTS = ("agent_hello", "worker_exit", "vouch")
+OF_AGENTS = ("agent_hello", "worker_exit", "vouch", "replace_failed")
 """Deaths, and what is known of processes."""
 
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from tests.model.search import Found, Search
-from tests.model.shape import FAULTS, Shape
+from tests.model.shape import FAULTS, FAULTS_IN_PLACE, THREE_RANKS, Shape
 from tests.model.world import World
 
 
@@ -20,15 +20,21 @@ def main() -> int:
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--peer-errors", type=int, default=1)
-    parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS_IN_PLACE)
+    parser.add_argument(
+        "--in-place-s", type=float, default=0.0, help="how long ranks may take to regroup; 0: not tried"
+    )
+    parser.add_argument("--three-ranks", action="store_true", help="two shards, of which one rank has both")
     parser.add_argument("--no-agents", action="store_true")
     parser.add_argument("--unreduced", action="store_true")
     parser.add_argument("--limit", type=int, default=0)
     args = parser.parse_args()
     shape = replace(
         Shape(), faults=args.faults, steps=args.steps, calm_steps=args.calm_steps, parts=args.parts, standbys=args.standbys,
-        peer_errors=args.peer_errors, kinds=tuple(args.kinds), agents=not args.no_agents,
+        peer_errors=args.peer_errors, kinds=tuple(args.kinds), agents=not args.no_agents, in_place_s=args.in_place_s,
     )  # fmt: skip
+    if args.three_ranks:
+        shape = replace(shape, holders=THREE_RANKS)
     world = World(shape)
     found = Search(world, reduced=not args.unreduced).run(args.limit, _tell)
     _tell(found)

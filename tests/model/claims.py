@@ -22,10 +22,11 @@ def judge(world: World, situation: Situation) -> tuple[str, str]:
         numbers = [rank.number for rank in left]
         return "hanging", f"I11: ranks {numbers} do not end: {[(r.main, r.proc.standing.value) for r in left]}"
     if all(rank.ended == "exit code 0" and rank.gate.state[0] == shape.steps for rank in ranks):
-        return "trained on", ""
+        return "trained on, in place" if situation.opened else "trained on", ""
     if any(fact.event == "finished" for fact in facts):
         unfinished = [rank.number for rank in ranks if rank.came[1] < shape.steps]
-        return "trained on", f"I11: ranks {unfinished} were released before they had finished" if unfinished else ""
+        trained = "trained on, in place" if situation.opened else "trained on"
+        return trained, f"I11: ranks {unfinished} were released before they had finished" if unfinished else ""
     published = [fact for fact in facts if fact.event == "published"]
     if published:
         logged = next(it.facts for it in controllers if published[0] in it.facts)
@@ -53,7 +54,7 @@ def _of_published(world: World, situation: Situation, path: str, step: int) -> t
 
 def _of_refusal(world: World, situation: Situation, ranks: list[Rank], reason: str) -> str:
     """I9: a refusal needs a shard of which no copy could have been written."""
-    sound = {rank.number for rank in ranks if _is_sound(rank)}
+    sound = {rank.number for rank in ranks if _is_sound(rank, situation.thawed_up_to)}
     if "nothing to save" in reason:
         return "" if situation.committed <= 1 else f"I9: refused for having nothing after step {situation.committed}"
     if "directories could be written" in reason:
@@ -63,6 +64,10 @@ def _of_refusal(world: World, situation: Situation, ranks: list[Rank], reason: s
     return f"I9: covered by sound ranks {sorted(sound)}, yet refused: {reason}" if covered else ""
 
 
-def _is_sound(rank: Rank) -> bool:
-    """No fault affected it: it exited on order."""
-    return rank.ended in ("exit code 75", "exit code 0", "exit code 1") and not rank.unsound
+def _is_sound(rank: Rank, thawed_up_to: int) -> bool:
+    """No fault affected it: it exited on order. Or it would have, had it not been ended to be replaced. A replacement is a holder once all
+    gates have opened."""
+    if rank.spared:
+        return True
+    exited = rank.ended in ("exit code 75", "exit code 0", "exit code 1")
+    return exited and not rank.unsound and rank.began_in <= max(0, thawed_up_to)

@@ -9,13 +9,23 @@ from ttp.controller.core.dump.freeze import has_culprit
 from ttp.controller.core.facts.membership import Membership
 from ttp.controller.core.facts.pace import unknown
 from ttp.controller.core.facts.per_rank import PerRank
-from ttp.controller.core.facts.state import Assembling, ControllerState, Exiting, Fault, Freezing, Gathering, Notes
+from ttp.controller.core.facts.state import (
+    Assembling,
+    ControllerState,
+    Exiting,
+    Fault,
+    Freezing,
+    Gathering,
+    Notes,
+    Rolling,
+)
 from ttp.processor.core.state import ProcessorState
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind
 
 _DIGITS = 6
 _SETTLED = Fault(0.0, (), 0.0, 0.0, 0, PerRank.filled(1, None))
+_LONG_S = 1e6
 FORGOTTEN_S = 20.0
 """Moments that are longer ago than every timeout of the model are all the same."""
 
@@ -50,10 +60,12 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
     """Return a controller's state as it is `seconds` later.
 
     What nothing reads any more is dropped: the reports of a round once it is decided (the next round begins without
-    any), a fault's particulars once the ranks are leaving, the order in which causes became known, which only texts show,
+    any), and once it is decided whether the ranks regroup; a fault's particulars once the ranks are leaving, the order in which causes became known, which only texts show,
+    (where ranks may regroup, also who was received from when),
     what is noted of a fault for its report, and the pace, for which these jobs are too short.
     """
     at: Any = state.at
+    in_place = state.settings.in_place_s > 0
     if isinstance(at, Gathering):
         at = replace(at, last_message_at=ago(at.last_message_at, seconds))
     if isinstance(at, Gathering | Assembling | Exiting):
@@ -63,7 +75,7 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
         fault = replace(
             fault,
             causes=_causes(fault.causes),
-            reports=fault.reports if isinstance(at, Freezing) else PerRank.filled(state.settings.world_size, None),
+            reports=fault.reports if _reads_reports(state) else PerRank.filled(state.settings.world_size, None),
             began=ago(fault.began, seconds),
             hint_until=ago(fault.hint_until, seconds),
             round_deadline=ago(fault.round_deadline, seconds),
@@ -76,11 +88,15 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
     return replace(
         state,
         at=at,
-        members=_later_members(state.members, seconds),
+        members=_later_members(state.members, _LONG_S if isinstance(at, Exiting) and in_place else seconds),
         pace=unknown(state.settings.world_size),
         seen=ago(state.seen, seconds),
         notes=Notes(),
     )
+
+
+def _reads_reports(state: ControllerState) -> bool:
+    return isinstance(state.at, Freezing) or (isinstance(state.at, Rolling) and state.settings.in_place_s > 0)
 
 
 def _causes(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:

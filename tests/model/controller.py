@@ -6,18 +6,20 @@ from dataclasses import dataclass, field
 from math import inf
 
 from tests.model.clock import later_controller
+from tests.model.rank import host_of
 from tests.model.shape import Shape
 from ttp.controller.core import machine
 from ttp.controller.core.facts import events as ev
-from ttp.controller.core.facts.state import ControllerState, Stage
+from ttp.controller.core.facts.state import AttachedAgent, ControllerState, Stage
 from ttp.hang_limits import HangLimits
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Upward
+from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Replace, Upward
 
 Out = tuple[str, object]
-"""("send", (ranks, message)), ("supersede", addresses), ("over", reason)."""
+"""("send", (ranks, message)), ("replace", the order to an agent), ("supersede", addresses), ("over", reason)."""
 
 _A_CAUSE = Cause(CauseKind.EXITED, (), "")
+_ENDED_BY_OTHERS = ("killed", "superseded", "left alone")
 _LOGGED = ("published", "refused", "finished", "frozen")
 
 
@@ -54,6 +56,11 @@ class Controller:
         return not self.ended and not self.stopped
 
     @property
+    def sent_all_away(self) -> bool:
+        """It has ordered ranks and agents to end."""
+        return self.state.stage is Stage.EXITING or (self.gone and self.ended not in _ENDED_BY_OTHERS)
+
+    @property
     def idle(self) -> bool:
         return self.state.stage is Stage.STANDBY
 
@@ -74,8 +81,12 @@ def first(shape: Shape, place: int) -> Controller:
         hang=HangLimits(floor_s=1e6),
         standby=place,
         address=f"c{place}",
+        in_place_s=shape.in_place_s,
     )
-    return Controller(place, machine.initial(settings, 0.0))
+    state = machine.initial(settings, 0.0)
+    if shape.in_place_s > 0:  # no agent attaches later or is lost
+        state = replace(state, agents=tuple(AttachedAgent(host_of(rank), (rank,)) for rank in range(shape.world_size)))
+    return Controller(place, state)
 
 
 class Turn:
@@ -90,7 +101,7 @@ class Turn:
             if not self.controller.running or due_in(self.controller) > 0:
                 break
             self.take(ev.Tick())
-        return replace(self.controller, state=later_controller(self.controller.state, 0.0)), tuple(self.out)
+        return _at_rest(self.controller), tuple(self.out)
 
     def take(self, event: ev.Event) -> None:
         state, effects = machine.transition(self.controller.state, event, 0.0)
@@ -106,6 +117,8 @@ class Turn:
                 case ev.Finish(reason):
                     self.controller = replace(self.controller, ended=reason or "over")
                     self.out.append(("over", reason))
+                case ev.Tell(_, Replace() as order):
+                    self.out.append(("replace", order))
                 case ev.Tell():
                     pass
 
@@ -118,6 +131,15 @@ class Turn:
         fact = Fact(event, step, str(fields.get("path", "")), str(fields.get("reason", "")))
         if fact not in self.controller.facts:
             self.controller = replace(self.controller, facts=(*self.controller.facts, fact))
+
+
+def _at_rest(controller: Controller) -> Controller:
+    """Return it in its form at rest. Where ranks may regroup, a process may come when the others have left: what an ended controller knew
+    is dropped then, so that it comes to fewer situations."""
+    if controller.gone and controller.state.settings.in_place_s > 0:
+        state = machine.initial(controller.state.settings, 0.0)
+        return replace(controller, state=state, streams=frozenset())
+    return replace(controller, state=later_controller(controller.state, 0.0))
 
 
 def _without_texts(message: Downward) -> Downward:

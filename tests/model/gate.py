@@ -58,6 +58,17 @@ class Gate:
     def thaw(self, freeze_id: int) -> Gate:
         return self if self.final or freeze_id != self.freeze_id else replace(self, barred=False)
 
+    def vacate(self, freeze_id: int) -> Gate:
+        """The process holds no state yet."""
+        return replace(self, barred=True, torn=True, freeze_id=freeze_id)
+
+    def regrouped(self, state: State, record: CommitRecord | None) -> Gate:
+        """All ranks enter their training anew, this one with that state. What was final or torn is so no more; it stays as shut as it was."""
+        return replace(
+            self, phase=Phase.COMPUTE, step=state[0] + 1, state=state, gradients_of=0, final=False, torn=False,
+            records=() if record is None else (record,),
+        )  # fmt: skip
+
     def can_roll(self, record: CommitRecord) -> bool:
         ready = self.phase is Phase.READY and self.step == record.step
         return self.barred and not self.busy and not self.torn and ready and self.state[0] == record.step - 1

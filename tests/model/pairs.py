@@ -18,32 +18,40 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.model.search import Found, Search
-from tests.model.shape import FAULTS, Shape
+from tests.model.shape import FAULTS, FAULTS_IN_PLACE, THREE_RANKS, Shape
 from tests.model.world import World
+from ttp.proto.frozen import replace
 
 Pair = tuple[str, str]
 PAIRS: tuple[Pair, ...] = tuple(combinations_with_replacement(FAULTS, 2))
+PAIRS_IN_PLACE: tuple[Pair, ...] = tuple(
+    pair for pair in combinations_with_replacement(FAULTS_IN_PLACE, 2) if "kill" in pair
+)
 
 
 def named_pair(text: str) -> Pair:
     """Return the pair that `stop+kill` names, in whichever order. Raises ArgumentTypeError."""
-    for pair in PAIRS:
+    for pair in (*PAIRS, *PAIRS_IN_PLACE):
         if sorted(pair) == sorted(text.split("+")):
             return pair
     raise argparse.ArgumentTypeError(f"{text!r}: expected two of {', '.join(FAULTS)}, as in {'+'.join(PAIRS[1])}")
 
 
-def shape_of(pair: Pair, calm_steps: int) -> Shape:
-    """Return the search of at most one fault of each of two kinds, or of two of one kind."""
+def shape_of(pair: Pair, calm_steps: int, in_place: bool = False) -> Shape:
+    """Return the search of at most one fault of each of two kinds, or of two of one kind. `in_place`: in a job of three ranks, which may
+    regroup; for longer than a lease where a process may stand still."""
     first, second = pair
     kinds = (first,) if first == second else pair
-    return Shape(faults=2, kinds=kinds, each_once=first != second, calm_steps=calm_steps)
+    shape = Shape(faults=2, kinds=kinds, each_once=first != second, calm_steps=calm_steps)
+    if not in_place:
+        return shape
+    return replace(shape, peer_errors=0, holders=THREE_RANKS, in_place_s=1.0 if "stop" in pair else 0.25)
 
 
-def search(pair: Pair, calm_steps: int, most: int) -> tuple[Pair, Found, float]:
+def search(pair: Pair, calm_steps: int, most: int, in_place: bool) -> tuple[Pair, Found, float]:
     """Search one pair, at most so many situations of it; also return the seconds of CPU that it took."""
     began = time.process_time()
-    return pair, Search(World(shape_of(pair, calm_steps))).run(limit=most), time.process_time() - began
+    return pair, Search(World(shape_of(pair, calm_steps, in_place))).run(limit=most), time.process_time() - began
 
 
 def main() -> int:
@@ -54,14 +62,17 @@ def main() -> int:
     parser.add_argument(
         "--most", type=int, default=4_000_000, help="situations of a pair (4 million, about 2 GB); 0: to the end"
     )
+    parser.add_argument("--in-place", action="store_true", help="where ranks may regroup: a death, and another fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("pairs", nargs="*", type=named_pair, metavar="KIND+KIND", help="only these (default: all)")
     args = parser.parse_args()
-    pairs: list[Pair] = args.pairs or list(PAIRS)
+    pairs: list[Pair] = args.pairs or list(PAIRS_IN_PLACE if args.in_place else PAIRS)
     began = time.monotonic()
     results: list[tuple[Pair, Found, float]] = []
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for done in as_completed([pool.submit(search, pair, args.calm_steps, args.most) for pair in pairs]):
+        for done in as_completed(
+            [pool.submit(search, pair, args.calm_steps, args.most, args.in_place) for pair in pairs]
+        ):
             pair, found, seconds = done.result()
             results.append((pair, found, seconds))
             print(f"{len(results)} of {len(pairs)}: {_line(pair, found, seconds)}", flush=True)
@@ -89,7 +100,7 @@ def _tell(pair: Pair, found: Found) -> None:
 
 def _print_table(results: list[tuple[Pair, Found, float]]) -> None:
     table = Table("two faults", "situations", "ends", "s CPU", *(names := _outcomes(results)))
-    for pair, found, seconds in sorted(results, key=lambda result: PAIRS.index(result[0])):
+    for pair, found, seconds in sorted(results, key=lambda result: (*PAIRS, *PAIRS_IN_PLACE).index(result[0])):
         counts = (str(found.outcomes[name]) for name in names)
         table.add_row(" + ".join(pair), str(found.states), str(found.ends), f"{seconds:.0f}", *counts)
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -28,6 +28,7 @@ from ttp.proto.messages import (
     Progress,
     PublishOrder,
     Registration,
+    Regroup,
     ShareResult,
     Welcome,
     WriteOrder,
@@ -40,7 +41,8 @@ Out = tuple[str, object]
 @dataclass(frozen=True, slots=True)
 class Rank:
     """`main`: where the training thread is: start, compute, norm (in the spanning collective), update, gather, done (train
-    has returned), raised. `link`: the controller that its stream goes to, -1: none."""
+    has returned), raised; and of one that regroups: vacant (in a process that waits to be filled), groups (they are being made),
+    filled, again (in front of its training). `link`: the controller that its stream goes to, -1: none."""
 
     number: int
     proc: ProcessorState
@@ -70,6 +72,22 @@ class Rank:
     """The freeze for which its gate was reported as not closed, while the update goes on."""
     broken: str = ""
     """A violated invariant."""
+    pid: int = 0
+    """Counts the processes in this rank's place."""
+    began_in: int = 0
+    """The freeze in which this one was started in another's place."""
+    generation: int = 0
+    """The freeze under which its groups were made; 0: at the start."""
+    left: tuple[int, int] = (0, 0)
+    """What it, or the process before it, had come to in its earlier groups."""
+    regroup: Regroup | None = None
+    """What the training thread has been ordered, until it is done."""
+    met: int = 0
+    """In its generation: 1: it has come to where the groups are made, 2: to where all have been filled."""
+    stuck: bool = False
+    """Its training thread comes out of nothing any more. Its state stands still."""
+    spared: bool = False
+    """An agent ended a sound process in this one's place: until all gates have opened, what it held counts as there."""
 
     @property
     def alive(self) -> bool:
@@ -84,17 +102,29 @@ class Rank:
         return bool(self.tasks) and isinstance(self.tasks[0], ev.WriteShare | ev.PublishCheckpoint)
 
 
-def first(shape: Shape, number: int) -> Rank:
+def host_of(rank: int) -> str:
+    return f"host{rank}"
+
+
+def first(shape: Shape, number: int, address: str = "c0", vacant: int = 0) -> Rank:
     """Return a rank that has not looked for a controller yet."""
-    settings = ev.ProcessorSettings(number, shape.reconnect_s, shape.reconnect_s, shape.controller_lost_s, 0.25, "c0")
+    settings = ev.ProcessorSettings(
+        number, shape.reconnect_s, shape.reconnect_s, shape.controller_lost_s, 0.25, address, vacant=vacant
+    )
     return Rank(number, machine.initial(settings, 0.0))
 
 
 def _remains(shape: Shape, rank: Rank, text: str) -> Rank:
-    """Return what remains to know of a rank whose process has ended."""
+    """Return what remains to know of a rank whose process has ended. One that leaves on order takes its coming to a meeting with it."""
+    if text.startswith("exit code"):
+        has_to_leave = rank.regroup is not None and rank.generation != rank.regroup.freeze_id
+        rank = replace(leave(shape, rank)[0] if has_to_leave else rank, met=0)
     known = replace(first(shape, rank.number), came=rank.came, ended=text, broken=rank.broken)
-    gate = Gate(state=rank.gate.state) if text == "exit code 0" else Gate()
-    return replace(known, gate=gate, unsound=rank.unsound)
+    gate = Gate(state=rank.gate.state) if text == "exit code 0" or rank.met == 2 else Gate()
+    return replace(
+        known, gate=gate, unsound=rank.unsound, pid=rank.pid, began_in=rank.began_in, generation=rank.generation, left=rank.left,
+        met=rank.met, spared=rank.spared,
+    )  # fmt: skip
 
 
 class Turn:
@@ -138,6 +168,8 @@ class Turn:
             case ev.OpenGate() | ev.ApplyUpdate() | ev.WriteShare() | ev.PublishCheckpoint():
                 self.rank = replace(self.rank, tasks=(*self.rank.tasks, effect))
                 self.start_tasks()
+            case ev.RegroupTraining(order):
+                self.rank = replace(self.rank, regroup=order)
             case ev.ExitProcess(code, _):
                 self.leave(f"exit code {code}")
             case ev.ReleaseTraining():
@@ -262,8 +294,8 @@ def connected(shape: Shape, rank: Rank, place: int, standby: str) -> tuple[Rank,
     turn.rank = replace(turn.rank, fence=place + 1)
     groups = shape.groups_of(rank.number)
     registration = Registration(
-        rank.number, shape.world_size, f"host{rank.number}", 100 + rank.number, groups, rank.gate.state[0], shape.roots,
-        "{}", standby,
+        rank.number, shape.world_size, host_of(rank.number), pid_of(rank), groups, rank.gate.state[0], shape.roots,
+        "{}", "" if rank.pid else standby, regroups=shape.in_place_s > 0,
     )  # fmt: skip
     turn.take(ev.Connected(registration))
     return turn.ended()
@@ -339,6 +371,18 @@ def raised(shape: Shape, rank: Rank, kind: CauseKind) -> tuple[Rank, tuple[Out, 
         turn.freed()
     turn.take(ev.LocalFault(Cause(kind, (rank.number,), kind.value), ""))
     return turn.ended()
+
+
+def pid_of(rank: Rank) -> int:
+    return 100 + rank.number + 1000 * rank.pid
+
+
+def leave(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:
+    """The training thread gives up its step and its groups, and comes to where the new ones are made."""
+    order = rank.regroup
+    assert order is not None
+    left = rank.left if rank.main == "vacant" else rank.came
+    return replace(rank, main="groups", generation=order.freeze_id, left=left, came=(0, 0), met=1), ()
 
 
 def end_roll(shape: Shape, rank: Rank) -> tuple[Rank, tuple[Out, ...]]:

@@ -13,12 +13,13 @@ from tests.model.situation import CLOSED, SUPERSEDED, Action, Situation, is_stal
 from tests.model.world import World
 from tests.simulation.garbage import seldom_collected
 from ttp.controller.core.dump.freeze import has_culprit
-from ttp.controller.core.facts.state import ControllerState, Stage
+from ttp.controller.core.facts.state import ControllerState, Regrouping, Stage
 from ttp.errors import ProtocolError
 from ttp.proto.messages import (
     CauseKind,
     FaultReport,
     Finished,
+    Regrouped,
     Release,
     RolledForward,
     StandbyList,
@@ -55,8 +56,8 @@ class Search:
         self.world, self.reduced = world, reduced
         self._ids: dict[object, int] = {}
         self._seen: set[bytes] = set()
-        size = world.shape.world_size + 1 + world.shape.standbys + 9
-        self._reductions = (self._nothing_new, self._one_rank, self._one_answer, self._all_the_same)
+        size = world.shape.world_size + 1 + world.shape.standbys + 11
+        self._reductions = (self._leaving, self._nothing_new, self._one_rank, self._one_answer, self._all_the_same)
         self._pack = struct.Struct(f"{size}i").pack
 
     def run(self, limit: int = 0, tell: Callable[[Found], None] | None = None) -> Found:
@@ -104,7 +105,7 @@ class Search:
         number = self._number
         return self._pack(
             *situation.ranks, *situation.controllers, number(situation.up), number(situation.down), number(situation.exits),
-            *situation[5:],
+            number(situation.replaces), *situation[6:],
         )  # fmt: skip
 
     def _number(self, value: object) -> int:
@@ -151,12 +152,21 @@ class Search:
     def _can_go_on_later(self, situation: Situation, action: Action) -> bool:
         """True for a stopped controller's going on that concerns no running rank: none has a stream to it or looks for
         one, and no agent would turn to it with news that another controller waits for."""
-        if action[0] != "controller resume":
+        if action[0] != "controller resume" or self.world.shape.in_place_s:
             return False
         place, views = action[1], map(self.world.views.__getitem__, situation.ranks)
         if any(to > place and rank != SUPERSEDED for to, rank in situation.exits):
             return False
         return not any(view.running and view.link in (place, -1) for view in views)
+
+    def _leaving(self, situation: Situation) -> list[Action] | None:
+        """Return the leaving of a rank that is ordered to regroup, and what may go wrong with that rank before: all others can wait for it."""
+        world = self.world
+        for rank, number in enumerate(situation.ranks):
+            view = world.views[number]
+            if view.running and view.training == "leave" and not world.is_replaced(situation, rank):
+                return [*world.faults_of(situation, rank), ("leave", rank)]
+        return None
 
     def _nothing_new(self, situation: Situation) -> list[Action] | None:
         """Return the hearing of what the controller knows of already, or the receiving of what changes no gate."""
@@ -179,7 +189,7 @@ class Search:
                 continue
             rank, place = divmod(index, places)
             view = world.views[situation.ranks[rank]]
-            if view.running and view.link == place:
+            if view.running and view.link == place and not world.is_replaced(situation, rank):
                 faults = [action for action in world.faults_of(situation, rank) if action[0] in ("break", "stop")]
                 return [*faults, ("receive", rank)]
         return None
@@ -199,7 +209,7 @@ class Search:
         controllers = map(world.of_controllers.values.__getitem__, situation.controllers)
         if any(not (it.gone or it.idle or it.state.stage is Stage.RUNNING) for it in controllers):
             return None
-        if any(world.views[number].work for number in situation.ranks):
+        if any(world.views[number].work or world.views[number].regroups for number in situation.ranks):
             return None
         return world.ordinary(situation)[:1] or None
 
@@ -212,6 +222,8 @@ class Search:
             if not (view.running and view.link >= 0 and situation.down[rank * places + view.link]):
                 continue
             if view.work == "disk" or world.waits_for_others(situation, rank):
+                continue
+            if world.shape.in_place_s and (view.replaceable or world.is_replaced(situation, rank)):
                 continue
             may = [
                 action for action in world.possible(situation) if action in (("peer error", rank), ("late end", rank))
@@ -229,7 +241,7 @@ class Search:
             view, controller = world.views[situation.ranks[rank]], world.controller(situation, place)
             if not (view.running and view.link == place and controller.running and rank in controller.streams):
                 continue
-            if (place, rank) in situation.exits:
+            if (place, rank) in situation.exits or world.is_replaced(situation, rank):
                 continue
             message = world.of_messages.values[channel[0]]
             if is_awaited(controller.state, message) and world.changes_no_stage(situation, place, rank, message):
@@ -253,4 +265,6 @@ def is_awaited(state: ControllerState, message: object) -> bool:
         return awaited and fault.round_deadline > 0
     if isinstance(message, RolledForward) and state.stage is Stage.ROLLING and message.freeze_id == state.freeze_id:
         return dump is not None and dump.rolling[message.rank]
+    if isinstance(message, Regrouped) and isinstance(state.at, Regrouping) and message.freeze_id == state.freeze_id:
+        return message.rank in state.at.pending
     return False

@@ -18,6 +18,11 @@ FAULTS = (
     "full disk",
 )
 """Kinds of faults. A stopped process may go on at any later moment, without that counting as a fault."""
+FAULTS_IN_PLACE = (*FAULTS, "replace fails")
+"""With those that there are only where ranks may regroup: an agent cannot start a process in another's place."""
+
+THREE_RANKS = ((0, 1), (1, 2))
+"""Holders of two shards, of which one rank has both."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Shape:
     progress_timeout_s: float = 1.0
     total_timeout_s: float = 16.0
     controller_lost_s: float = 4.0
+    in_place_s: float = 0.0
+    """How long ranks may take to regroup before a checkpoint is written instead; 0: that is not tried."""
+    late_agents: bool = False
+    """An agent may replace a process also when the controller that lives and ordered it writes a checkpoint by now."""
 
     @cached_property
     def world_size(self) -> int:
@@ -60,7 +69,7 @@ class Shape:
 
     def spent_by(self, kind: str) -> int:
         """Return the bit of a kind that cannot come any more once it came; 0: it may come again, or does not count as a fault."""
-        return 1 << FAULTS.index(kind) if self.each_once and kind in FAULTS else 0
+        return 1 << FAULTS_IN_PLACE.index(kind) if self.each_once and kind in FAULTS_IN_PLACE else 0
 
     def groups_of(self, rank: int) -> tuple[ShardGroup, ...]:
         """Return what a rank registers."""

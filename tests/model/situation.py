@@ -32,6 +32,8 @@ class Situation(NamedTuple):
     down: tuple[tuple[int, ...], ...]
     exits: tuple[tuple[int, int], ...]
     """(controller, rank): an agent will tell that controller of that rank's end; or SUPERSEDED."""
+    replaces: tuple[tuple[int, int, int, int], ...]
+    """(controller, rank, process, freeze): that controller has ordered an agent to replace that process."""
     disk: int
     faults_left: int
     spent: int
@@ -40,6 +42,8 @@ class Situation(NamedTuple):
     thawed_up_to: int
     committed: int
     """The last step whose commit record any rank ever had."""
+    opened: int
+    """The newest generation in which a rank has entered its training."""
 
 
 class Numbers:
@@ -80,34 +84,49 @@ class View(NamedTuple):
     faults: tuple[str, ...]
     came: tuple[int, int]
     broken: str
+    generation: int
+    left: tuple[int, int]
+    met: int
+    meets: int
+    """Its training thread goes on when all ranks have come to this meeting of its generation; 0: to none."""
+    regroups: bool
+    """It has been ordered to regroup, and has not yet."""
+    replaceable: bool
+    """A controller that knows its reports may have its process replaced."""
 
 
 def view(it: Rank, kinds: tuple[str, ...]) -> View:
     """Return a rank's view."""
-    training, needs = "", None
+    training, needs, meets = "", None, 0
     step = it.gate.step
-    if it.main == "update":
+    if it.regroup is not None:
+        training, meets = {"groups": ("fill", 1), "filled": ("regroup done", 2)}.get(it.main, ("leave", 0))
+        training = "" if it.stuck else training
+    elif it.main == "update":
         training = "end" if it.gate.busy == "update" and not it.hung else ""
     elif it.gate.open:
-        training = {"compute": "ready", "norm": "begin", "gather": "gathered"}.get(it.main, "")
+        training = {"compute": "ready", "norm": "begin", "gather": "gathered", "again": "again"}.get(it.main, "")
         needs = {"norm": (0, step), "gather": (1, step)}.get(it.main)
     work = "end roll" if it.stage == "rolling" else "disk" if it.working_on_disk else ""
     shut = it.gate.barred or it.main in ("raised", "done", "start")
     never_comes = not it.alive or it.main in ("raised", "done")
-    may_raise = it.running and it.gate.open and it.main in ("norm", "gather")
+    meeting = it.main in ("groups", "filled") and not it.stuck
+    may_raise = it.running and (meeting or (it.gate.open and it.main in ("norm", "gather")))
     faults = ["kill"]
     if not it.stopped:
         faults.append("stop")
-        if it.main in ("compute", "norm", "update", "gather"):
+        if meeting or it.main in ("compute", "norm", "update", "gather"):
             faults.append("raise")
-        if it.gate.busy == "update" and not it.hung:
+        if (it.gate.busy == "update" and not it.hung) or (it.regroup is not None and not it.stuck):
             faults.append("hang")
     if it.link >= 0:
         faults.append("break")
     found = tuple(kind for kind in faults if kind in kinds) if it.alive else ()
     return View(
         it.alive, it.running, it.stopped and it.alive, it.running and it.hung, it.link, it.fence, shut, never_comes, bool(it.gate.busy), training, needs, work, may_raise,
-        found, it.came, it.broken,
+        found, it.came, it.broken, it.generation, it.left, it.met, meets,
+        it.regroup is not None,
+        it.hung or it.stopped or it.gate.torn or it.main == "raised",
     )  # fmt: skip
 
 
@@ -117,15 +136,16 @@ class Draft:
     def __init__(self, situation: Situation) -> None:
         self.ranks, self.controllers = list(situation.ranks), list(situation.controllers)
         self.up, self.down = list(situation.up), list(situation.down)
-        self.exits = set(situation.exits)
+        self.exits, self.replaces = set(situation.exits), set(situation.replaces)
         self.disk, self.faults_left, self.spent = situation.disk, situation.faults_left, situation.spent
         self.peer_errors_left, self.thawed_up_to = situation.peer_errors_left, situation.thawed_up_to
-        self.committed = situation.committed
+        self.committed, self.opened = situation.committed, situation.opened
 
     def done(self) -> Situation:
         return Situation(
             tuple(self.ranks), tuple(self.controllers), tuple(self.up), tuple(self.down), tuple(sorted(self.exits)),
-            self.disk, self.faults_left, self.spent, self.peer_errors_left, self.thawed_up_to, self.committed,
+            tuple(sorted(self.replaces)), self.disk, self.faults_left, self.spent, self.peer_errors_left, self.thawed_up_to,
+            self.committed, self.opened,
         )  # fmt: skip
 
 

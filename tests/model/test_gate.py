@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.model import in_place
 from tests.model import rank as twin
 from tests.model.shape import Shape
 from tests.simulation.waits import TRAINING, Blocked, Waits
@@ -27,7 +28,7 @@ from ttp.processor.gate import Gate
 from ttp.processor.handler import Handler
 from ttp.processor.worker import Held, Task, Tasks
 from ttp.proto.frozen import replace
-from ttp.proto.messages import CauseKind, Part, ShareResult, WriteOrder
+from ttp.proto.messages import CauseKind, Part, Regroup, ShareResult, WriteOrder
 
 SHAPE = Shape()
 FIRST = twin.first(SHAPE, 0).proc
@@ -151,6 +152,16 @@ class BothGates(RuleBasedStateMachine):
         self.twin = twin.Rank(0, FIRST, main="compute")
         self.freeze_id, self.thawed, self.rolled = 0, True, False
 
+    @initialize(vacant=st.booleans())
+    def begins(self, vacant: bool) -> None:
+        """`vacant`: in another process's place, with nothing yet."""
+        if not vacant:
+            return
+        self.freeze_id, self.thawed = 1, False
+        self.shipped.handler._ticket = self.shipped.gate.vacate(self.freeze_id)
+        self.twin = replace(self.twin, main="vacant", gate=self.twin.gate.vacate(self.freeze_id))
+        self.compared()
+
     def teardown(self) -> None:
         self.patch.undo()
 
@@ -218,6 +229,26 @@ class BothGates(RuleBasedStateMachine):
             self.turn(twin.gathered(SHAPE, self.twin))
         self.compared()
 
+    @precondition(lambda self: not self.thawed and not self.twin.gate.busy and not self.has_roll_forward())
+    @precondition(lambda self: not self.twin.gate.torn or self.twin.main == "vacant")
+    @rule()
+    def regroups(self) -> None:
+        """Behind a closed gate the training thread leaves its step; what was final or torn is so no more."""
+        step = self.twin.gate.state[0]
+        assert self.shipped.train(lambda: self.shipped.gate.regrouped(step, None))
+        order = Regroup(self.freeze_id, step, (), None)
+        self.turn(in_place.regroup_done(SHAPE, replace(self.twin, regroup=order)))
+        self.rolled = False
+        self.compared()
+
+    @precondition(lambda self: self.twin.main == "again" and self.twin.gate.state[0] < SHAPE.steps)
+    @rule()
+    def enters_again(self) -> None:
+        if self.may_pass(self.shipped.gate.await_open):
+            assert self.may_pass(lambda: self.shipped.gate.computing(self.twin.gate.state[0] + 1))
+            self.turn(in_place.again(SHAPE, self.twin))
+        self.compared()
+
     @precondition(lambda self: self.twin.main in ("compute", "norm", "update", "gather"))
     @rule()
     def raises(self) -> None:
@@ -236,10 +267,10 @@ class BothGates(RuleBasedStateMachine):
         self.thawed = False
         self.order(ev.CloseGate(self.freeze_id))
 
-    @precondition(lambda self: not self.thawed and not self.rolled)
+    @precondition(lambda self: not self.thawed and not self.rolled and self.twin.main != "vacant")
     @rule()
     def is_thawed(self) -> None:
-        """The machine thaws no rank that it has ordered to roll forward."""
+        """The machine thaws no rank that it has ordered to roll forward, and none that holds nothing yet."""
         self.thawed = True
         self.order(ev.OpenGate(self.freeze_id))
 

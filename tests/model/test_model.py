@@ -17,7 +17,7 @@ import pytest
 from tests.model import gate as gates
 from tests.model.pairs import PAIRS, named_pair, shape_of
 from tests.model.search import Found, Search
-from tests.model.shape import FAULTS, Shape
+from tests.model.shape import FAULTS, THREE_RANKS, Shape
 from tests.model.world import World
 from tests.shown import ROOT
 from tests.simulation.repetition import repeats_nothing
@@ -32,8 +32,6 @@ from ttp.proto.messages import StateReport, Thaw
 LONGEST_S = 1800
 LONG = (pytest.mark.long, pytest.mark.timeout(LONGEST_S))
 """Of a search: all its orders, on cores that are busy with other things."""
-THREE_RANKS = ((0, 1), (1, 2))
-"""Two shards, of which one rank has both."""
 ONE_FAULT, TWO_DEATHS = "one fault of any kind, from the second step on", "two deaths, in a job of three ranks"
 SMALL = {
     ONE_FAULT: (

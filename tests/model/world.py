@@ -11,11 +11,22 @@ from typing import Any
 
 from tests.model import controller as controllers
 from tests.model import disk as disks
+from tests.model import in_place
 from tests.model import rank as ranks
 from tests.model.disk import Disk
 from tests.model.possible import Possibilities
 from tests.model.situation import CLOSED, GREETING, HELLO, SUPERSEDED, Action, Draft, Situation, is_stale
-from ttp.proto.messages import CauseKind, KeepAlive, Phase, PublishOrder, StateReport, Thaw, WorkerExit, WriteOrder
+from ttp.proto.messages import (
+    CauseKind,
+    KeepAlive,
+    Phase,
+    PublishOrder,
+    ReplaceFailed,
+    StateReport,
+    Thaw,
+    WorkerExit,
+    WriteOrder,
+)
 
 
 class World(Possibilities):
@@ -29,8 +40,8 @@ class World(Possibilities):
             Situation(
                 tuple(self._rank_number(ranks.first(shape, rank)) for rank in range(size)),
                 tuple(self.of_controllers.of(controllers.first(shape, place)) for place in range(places)),
-                ((),) * (size * places), ((),) * (size * places), (), self.of_disks.of(Disk()), shape.faults,
-                0, shape.peer_errors, -1, 0,
+                ((),) * (size * places), ((),) * (size * places), (), (), self.of_disks.of(Disk()), shape.faults,
+                0, shape.peer_errors, -1, 0, 0,
             )
         )  # fmt: skip
         for rank in range(size):
@@ -66,6 +77,8 @@ class World(Possibilities):
             if self.controller(draft, place).gone:
                 continue
             views = map(self.views.__getitem__, draft.ranks)
+            if in_place.may_replace(self, draft, place):
+                continue
             if all(view.fence > place + 1 and view.link != place for view in views if view.alive):
                 self._on_controller(draft, place, controllers.killed, "left alone")
 
@@ -228,11 +241,17 @@ class World(Possibilities):
         if rank == SUPERSEDED:
             self._on_controller(draft, place, controllers.killed, "superseded")
             return
-        report = WorkerExit(rank, 100 + rank, self.rank(draft, rank).ended, 0.0)
-        self._on_controller(draft, place, controllers.receive_from_agent, report)
+        it = self.rank(draft, rank)
+        if it.began_in:
+            failed = ReplaceFailed(ranks.host_of(rank), rank, it.began_in, "")
+            self._on_controller(draft, place, controllers.receive_from_agent, failed)
+        if self.controller(draft, place).running:
+            report = WorkerExit(rank, ranks.pid_of(it), it.ended, 0.0)
+            self._on_controller(draft, place, controllers.receive_from_agent, report)
 
     def _begin(self, draft: Draft, rank: int) -> None:
         draft.committed = max(draft.committed, self.rank(draft, rank).gate.step)
+        in_place.begins_update(self, draft, rank)
         self._on_rank(draft, rank, ranks.begin_update, draft.thawed_up_to)
 
     def _disk_work(self, draft: Draft, rank: int) -> None:
@@ -290,6 +309,10 @@ class World(Possibilities):
         draft.faults_left -= 1
         self._on_rank(draft, rank, transition, *arguments)
 
+    def _raise(self, draft: Draft, rank: int) -> None:
+        draft.faults_left -= 1
+        in_place.raises(self, draft, rank, CauseKind.EXCEPTION)
+
     def _break(self, draft: Draft, rank: int) -> None:
         """The stream breaks, and with it all that is under way on it."""
         draft.faults_left -= 1
@@ -309,7 +332,7 @@ class World(Possibilities):
 
     def _peer_error(self, draft: Draft, rank: int) -> None:
         draft.peer_errors_left -= 1
-        self._on_rank(draft, rank, ranks.raised, CauseKind.PEER_ERROR)
+        in_place.raises(self, draft, rank, CauseKind.PEER_ERROR)
 
     # --- time ---
 
@@ -327,7 +350,7 @@ class World(Possibilities):
             if seconds == inf:
                 return None
             situation = self._pass_time(situation, seconds)
-            if self.ordinary(situation):
+            if self.ordinary(situation) or (self.shape.in_place_s and not self.anybody(situation)):
                 return situation
         return None
 
@@ -376,6 +399,7 @@ _FROM_RANKS: dict[str, Callable[..., None]] = {
 }
 _FROM_CONTROLLERS: dict[str, Callable[..., None]] = {
     "send": World._send_down,
+    "replace": in_place.order_replacement,
     "supersede": World._supersede,
     "over": World._controller_over,
 }
@@ -395,12 +419,20 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "controller resume": lambda world, draft, place: world._on_controller(draft, place, controllers.resumed),
     "kill": lambda world, draft, rank: world._fault(draft, rank, ranks.killed),
     "stop": lambda world, draft, rank: world._fault(draft, rank, ranks.stopped),
-    "raise": lambda world, draft, rank: world._fault(draft, rank, ranks.raised, CauseKind.EXCEPTION),
-    "hang": lambda world, draft, rank: world._fault(draft, rank, ranks.hung),
+    "raise": World._raise,
+    "hang": lambda world, draft, rank: world._fault(
+        draft, rank, ranks.hung if world.views[draft.ranks[rank]].busy else in_place.stuck
+    ),
     "break": World._break,
     "controller kill": lambda world, draft, place: world._fault_of_controller(
         draft, place, controllers.killed, "killed"
     ),
     "controller stop": lambda world, draft, place: world._fault_of_controller(draft, place, controllers.stopped),
     "full disk": World._fill,
+    "leave": lambda world, draft, rank: world._on_rank(draft, rank, ranks.leave),
+    "fill": in_place.fill,
+    "regroup done": lambda world, draft, rank: world._on_rank(draft, rank, in_place.regroup_done),
+    "again": in_place.enter,
+    "replace": in_place.replace_process,
+    "replace fails": in_place.cannot_replace,
 }

@@ -6,10 +6,21 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from tests.simulation.controllers import AgentLink
+from tests.simulation.in_place import Replacements
 from tests.simulation.network import DOWN, UP
 from ttp.controller.core.facts import events as ev
 from ttp.proto.fence import Fence
-from ttp.proto.messages import AgentHello, Downward, StandbyList, Upward, Vouch, WorkerExit
+from ttp.proto.messages import (
+    AgentHello,
+    Downward,
+    Exit,
+    Replace,
+    ReplaceFailed,
+    StandbyList,
+    Upward,
+    Vouch,
+    WorkerExit,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
@@ -30,7 +41,8 @@ class Agent:
         self.ranks = tuple(rank for rank, its in enumerate(job.training.layout.hosts) if its == host)
         self.addresses = ["c0"]
         self.lost = False
-        self._place = 0
+        self.replacements = Replacements(self)
+        self.place = 0
         self._link: AgentLink | None = None
         """Its stream to the controller in its place."""
         self._of_place: Controller | None = None
@@ -50,15 +62,23 @@ class Agent:
     def controller(self) -> Controller:
         """The one in its place."""
         if self._of_place is None:
-            self._of_place = self.job.controller_at(self.addresses[self._place])
+            self._of_place = self.job.controller_at(self.addresses[self.place])
         return self._of_place
 
     def tell(self, report: WorkerExit) -> None:
-        if self.lost:
-            return
+        if self.lost or report.pid != self.job.ranks[report.rank].pid:
+            return  # its place is another process's
         self._exits.append(report)
         if self._link is not None:
             self._say(report)
+
+    def report(self, failure: ReplaceFailed) -> None:
+        if not self.lost and self._link is not None:
+            self._say(failure)
+
+    def replaced(self, rank: int) -> None:
+        """What was seen of an earlier process of this rank is over: the next controller is not to take it for the new one's."""
+        self._exits = [report for report in self._exits if report.rank != rank]
 
     def leave(self, delay_s: float) -> None:
         """It ends."""
@@ -82,6 +102,10 @@ class Agent:
             if isinstance(message, StandbyList):
                 self._lease_s = message.lease_s
                 self.addresses += [address for address in message.addresses if address not in self.addresses]
+            elif isinstance(message, Replace):
+                self.replacements.take(message)
+            elif isinstance(message, Exit):
+                self.replacements.over = True
 
         moment = max(self.job.now, controller.cut_until, controller.route.held_until[DOWN]) + self.job.slowest_s
         self.job.scheduler.at(moment, learn)
@@ -104,11 +128,11 @@ class Agent:
     def _attach(self) -> None:
         if self.lost or self.controller.gone:
             return
-        self._fenced = bool(Fence("sim", self._fence).refusal(self.addresses[self._place], "sim", self.controller.term))
+        self._fenced = bool(Fence("sim", self._fence).refusal(self.addresses[self.place], "sim", self.controller.term))
         if self._fenced:
             return
         self._link = AgentLink(self, self.controller)
-        self._say(AgentHello(self.host, self.ranks, tuple(100 + rank for rank in self.ranks)))
+        self._say(AgentHello(self.host, self.ranks, tuple(self.job.ranks[rank].pid for rank in self.ranks)))
         for report in self._exits:
             self._say(report)
 
@@ -125,7 +149,7 @@ class Agent:
         elif now >= self.came_s and (controller.gone or self._fenced or now >= self._received_at + self._lease_s):
             self._detach()
             self.addresses += [address for address in self.job.standbys.listed if address not in self.addresses]
-            self._place, self._of_place = (self._place + 1) % len(self.addresses), None
+            self.place, self._of_place = (self.place + 1) % len(self.addresses), None
             self._received_at = now
             self._attach()
         if not self.lost:

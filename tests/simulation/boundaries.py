@@ -95,8 +95,8 @@ class Boundary:
         if led or len(given) < len(self.job.ranks):
             self.job.broken(f"I14: rank {self.rank} saves step {step} alone, of ranks {sorted(given)} {led} were led")
         self.job.happened("save begins", self.rank)
-        begin, run = partial(self.process.run, partial(self._begin, step)), self.job.collectives.enter
-        run("all behind the step", step, self.job.everybody, self.rank, begin, self.process._peer_failed)
+        begin = partial(self.process.run, partial(self._begin, step))
+        self.process.enter("all behind the step", step, self.job.everybody, begin)
 
     def _begin(self, step: int) -> None:
         if self.process.main_raised:
@@ -193,7 +193,10 @@ class Boundary:
             self._end(f"{there[0]}/{final_name(step)}" if there else "", "" if there else "a rank is gone")
 
         run = self.process.run
-        self.job.collectives.enter(name, step, members, self.rank, partial(run, all_answered), partial(run, failed))
+        generation, answered = self.process.generation, partial(run, all_answered)
+        self.job.collectives.enter(
+            name, step, members, self.rank, answered, partial(run, failed), generation=generation
+        )
 
 
 def _staging(step: int, attempt: int) -> str:

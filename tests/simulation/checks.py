@@ -30,6 +30,8 @@ def run_and_check(scenario: Scenario) -> list[str]:
     job = scenario.job
     ended = job.run(LONGEST_RUN_S)
     found = list(job.violations)
+    if not ended and _hangs_unseen(job):
+        return found
     if not ended and not unprotected(job):  # a rank that hangs in a collective is then ended by its launcher
         running = [rank.rank for rank in job.ranks if rank.alive]
         found.append(f"I11: not over after {job.now:.1f} s; controllers {_stages(job)}, alive {running}")
@@ -48,6 +50,12 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += _vetoed(job)
     found += _outcome(scenario)
     return found
+
+
+def _hangs_unseen(job: Job) -> bool:
+    """True where a rank hangs in a step that follows a recovery in place, and hangs are looked for only later than the job is watched."""
+    regrouped = any(rank.generation > 0 for rank in job.ranks)
+    return regrouped and job.times.hang_floor_s > LONGEST_RUN_S and any(r.stuck for r in job.ranks)
 
 
 def _saves_for_ever(job: Job) -> list[str]:

@@ -11,8 +11,8 @@ from functools import partial
 from tests.simulation.scheduler import Scheduler
 from ttp.optim.step_agreement.participation import NUMBERS, Contribution
 
-_Key = tuple[str, int, tuple[int, ...]]
-"""(name, step, members)."""
+_Key = tuple[str, int, tuple[int, ...], int]
+"""(name, step, members, generation)."""
 Returned = Callable[[Sequence[float]], None]
 """Takes the numbers by which a rank knows whether every rank contributed."""
 ATTEMPT = 7
@@ -34,7 +34,8 @@ class Collectives:
         self._rng = rng
         self.hang_chance = hang_chance
         self._meetings: dict[_Key, _Meeting] = {}
-        self._dead: set[int] = set()
+        self._left: dict[int, int] = {}
+        """By rank, the newest generation of groups in which it is dead, or which it has left."""
         self.garbage: random.Random | None = None
         """Of what aborted collectives return in place of raising; None: they raise."""
         self.finished: set[tuple[str, int]] = set()
@@ -49,9 +50,10 @@ class Collectives:
         done: Callable[[], None],
         fail: Callable[[], None],
         returned: Returned | None = None,
+        generation: int = 0,
     ) -> None:
         """`returned`: called in place of `fail` by an aborted collective that raises nothing."""
-        key = (name, step, members)
+        key = (name, step, members, generation)
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = self._meetings[key] = _Meeting(members)
@@ -61,14 +63,14 @@ class Collectives:
             after, uniform = self._scheduler.after, self._rng.uniform
             for member in members:
                 after(uniform(0.0002, 0.004), partial(self._finish, meeting, member, key))
-        elif self._dead and not self._dead.isdisjoint(members):
+        elif self._left and any(self._is_gone(member, generation) for member in members):
             self._break(meeting, rank, step)
 
     def _finish(self, meeting: _Meeting, rank: int, key: _Key) -> None:
         calls = meeting.waiting.pop(rank, None)
         if not meeting.waiting:
             self._meetings.pop(key, None)  # all have come, and none waits any more
-        if calls is not None and rank not in self._dead:
+        if calls is not None and not self._is_gone(rank, key[3]):
             self.finished.add(key[:2])
             calls[0]()
 
@@ -93,12 +95,22 @@ class Collectives:
             case _:
                 return [rng.choice((0.0, float("nan"), rng.uniform(-1e9, 1e9))) for _ in range(NUMBERS)]
 
-    def rank_gone(self, rank: int, surely: bool) -> None:
+    def _is_gone(self, rank: int, generation: int) -> bool:
+        return self._left.get(rank, -1) >= generation
+
+    def leave(self, rank: int, generation: int) -> None:
+        """A rank gives its groups up: nothing of them reaches it any more."""
+        for key, meeting in self._meetings.items():
+            if key[3] <= generation:
+                meeting.waiting.pop(rank, None)
+        self.rank_gone(rank, False, generation)
+
+    def rank_gone(self, rank: int, surely: bool, generation: int) -> None:
         """A rank died, or left. Half-finished collectives may still reach the others. `surely`: no rank hangs."""
-        self._dead.add(rank)
+        self._left[rank] = max(generation, self._left.get(rank, -1))
         if surely:
             self.hang_chance = 0.0
-        for key in sorted(self._meetings):
+        for key in sorted(key for key in self._meetings if key[3] <= generation):
             meeting = self._meetings[key]
             meeting.waiting.pop(rank, None)
             if rank not in meeting.members:

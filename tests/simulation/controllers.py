@@ -15,7 +15,7 @@ from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
 from ttp.hang_limits import HangLimits
-from ttp.proto.messages import Heartbeat, Registration, StandbyList, Upward
+from ttp.proto.messages import Exit, Heartbeat, Registration, Replace, StandbyList, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
@@ -59,7 +59,7 @@ class AgentLink:
 
     def send(self, messages: Sequence[Addressed]) -> None:
         for _, message in messages:
-            if isinstance(message, StandbyList):  # its other messages matter to its log only
+            if isinstance(message, StandbyList | Replace | Exit):  # its other messages matter to its log only
                 self._launcher.take_in(self._controller, message)
 
     def reject(self, text: str) -> None:
@@ -101,7 +101,7 @@ class Controller:
             "sim", self.term, job.training.layout.world_size, times.heartbeat_s, times.lease_s, times.vouched_lease_s,
             times.freeze_timeout_s, times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s,
             times.orphan_timeout_s, HangLimits(times.hang_floor_s, times.hang_floor_s, times.hang_start_s, times.hang_factor),
-            place, f"c{place}", job.first_standbys, times.standby_start_s, job.own is not None,
+            place, f"c{place}", job.first_standbys, times.standby_start_s, job.own is not None, times.in_place_s,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""
@@ -298,6 +298,8 @@ class Controller:
         """It writes a line of its journal."""
         self.journal.append((self.job.scheduler.now, line))
         self.job.happened(line.event, -1)
+        if line.event in ("regrouped", "thawed"):
+            self.job.in_place.opened()
         if line.event == "published":
             self.job.said_published(self)
         elif line.event in ("decided", "refused"):

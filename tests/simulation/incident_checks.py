@@ -20,20 +20,21 @@ def _of_controller(job: Job, controller: Controller) -> list[str]:
     events = [line.event for _, line in controller.journal]
     incidents = [(at, read_incident(line.fields)) for at, line in controller.journal if line.event == "incident"]
     end = next((place for place, event in enumerate(events) if event in ("exit_sent", "refused")), None)
-    due = 1 if end is not None and any(event in _SIGNS for event in events[_since_thaw(events) : end]) else 0
+    due = events.count("regrouped")
+    due += 1 if end is not None and any(event in _SIGNS for event in events[_since_thaw(events) : end]) else 0
     if len(incidents) != due:
         return [f"has reported {len(incidents)} incidents, expected {due}: {events[-4:]}"]
     return [text for at, incident in incidents for text in _wrong(job, controller, incident, at)]
 
 
 def _since_thaw(events: list[str]) -> int:
-    return max((place + 1 for place, event in enumerate(events) if event == "thawed"), default=0)
+    return max((place + 1 for place, event in enumerate(events) if event in ("thawed", "regrouped")), default=0)
 
 
 def _wrong(job: Job, controller: Controller, incident: Incident, at_s: float) -> list[str]:
     found = _wrong_outcome(job, controller, incident)
     for culprit in incident.culprits:
-        rank = job.ranks[culprit.rank]
+        rank = job.in_place.process_of(culprit.rank, culprit.pid)
         if culprit.kind == CauseKind.EXITED.value and not incident.suspected and rank.ended_s > at_s + job.slowest_s:
             found.append(f"reports an exit of rank {culprit.rank}, which runs at {at_s:.3f} s")
     places = [rank for place in incident.survivors for rank in place.ranks]
@@ -46,6 +47,8 @@ def _wrong_outcome(job: Job, controller: Controller, incident: Incident) -> list
     """What it says is saved is on disk, by those that wrote it, and the steps that it says are lost were finished."""
     published = [line.fields for _, line in controller.journal if line.event == "published"]
     saved = incident.saved
+    if incident.in_place:
+        return [] if incident.steps_lost == 0 and not saved else [f"reports {incident} as ended in place"]
     if saved is None:
         return [] if incident.not_saved and not published else [f"reports nothing saved: {incident.not_saved!r}"]
     if not published or (saved.step, saved.path) != (published[-1]["step"], published[-1]["path"]):

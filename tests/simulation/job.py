@@ -16,6 +16,7 @@ from tests.simulation.collectives import Collectives
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
 from tests.simulation.held import Hold
+from tests.simulation.in_place import InPlace
 from tests.simulation.network import DOWN, UP, Stream
 from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
@@ -56,6 +57,7 @@ class Times:
     hang_start_s: float = 1800.0
     boundary_s: float = 0.3
     standby_start_s: float = 1.0
+    in_place_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Job:
         self.calm_until = inf
         """Nothing had gone wrong before."""
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
+        self.in_place = InPlace(self, random.Random(rng.random()) if times.in_place_s else rng)
         self.streams: list[Stream] = []
         """All that ranks have opened."""
         self.violations: list[str] = []
@@ -228,6 +231,7 @@ class Job:
             self.thawed_up_to = max(self.thawed_up_to, message.freeze_id)
 
     def update_begins(self, rank: Rank, step: int) -> None:
+        self.in_place.update_begins(rank)
         if rank.acknowledged > self.thawed_up_to:
             self.broken(f"I7: rank {rank.rank} began update {step} after acknowledging freeze {rank.acknowledged}")
         if ("norm", step) not in self.collectives.finished:
@@ -330,7 +334,7 @@ class Job:
         self.disturb()
         self.scheduler.look = True
         left = text.startswith("exit code")
-        self.collectives.rank_gone(process.rank, surely=left)
+        self.collectives.rank_gone(process.rank, left, process.generation)
         stream = process.stream
         if stream is not None and not quiet:
             # What a dead process had sent still arrives, as far as its kernel had it: then the close.
@@ -343,7 +347,7 @@ class Job:
             self.seen_to_end.add(process.rank)
         if self.agents and not quiet:
             agent = self.launchers[self.training.layout.hosts[process.rank]]
-            rank, pid = process.rank, 100 + process.rank
+            rank, pid = process.rank, process.pid
             delay = self.rng.uniform(0.001, 0.02)
             if self.rng.random() < 0.5:
                 early = WorkerExit(rank, pid, "exiting", self.now)
@@ -351,6 +355,18 @@ class Job:
                 delay += self.rng.uniform(0.01, 0.3)
             exited = WorkerExit(rank, pid, text, self.now)
             self.scheduler.after(delay, lambda: agent.tell(exited))
+            self.scheduler.after(delay, partial(agent.replacements.ended, process))
+
+    def replace(self, rank: int, freeze_id: int, address: str) -> Rank:
+        """Another process takes a rank's place, and comes to the controller at `address`."""
+        old = self.ranks[rank]
+        self.in_place.former.append(old)
+        self.ranks[rank] = new = Rank(self, rank, freeze_id, old, address)
+        new.rehearsal.begin_anew(old.rehearsal.steps)
+        self.launchers[self.training.layout.hosts[rank]].replaced(rank)
+        self.scheduler.look = True
+        new.soon(self.rng.uniform(0.001, 0.02), new.tick)
+        return new
 
     def stop(self, rank: int, seconds: float | None) -> None:
         """SIGSTOP; SIGCONT after `seconds` (None: never)."""
@@ -459,7 +475,8 @@ class Job:
 
     def dismantle(self) -> None:
         """Take the job apart when all is known about it: it is made of cycles, which the collector would have to find."""
-        of_ranks = [part for rank in self.ranks for part in (rank.replica, rank.handler, rank.work, rank)]
+        ranks = (*self.ranks, *self.in_place.former)
+        of_ranks = [part for rank in ranks for part in (rank.replica, rank.handler, rank.work, rank)]
         for part in (
             *of_ranks,
             *self.streams,
@@ -467,6 +484,7 @@ class Job:
             *self.controllers,
             *self.launchers.values(),
             self.collectives,
+            self.in_place,
             self.scheduler,
             self.standbys,
             self,

@@ -16,6 +16,8 @@ from ttp.proto.messages import (
     Heartbeat,
     Published,
     PublishOrder,
+    Regroup,
+    Regrouped,
     Release,
     RolledForward,
     RollForward,
@@ -27,8 +29,8 @@ from ttp.proto.messages import (
 )
 
 LOSABLE: tuple[type, ...] = (
-    Welcome, Freeze, Thaw, RollForward, WriteOrder, PublishOrder, Exit, Release,
-    StateReport, RolledForward, Written, Published, FaultReport, Finished, Heartbeat,
+    Welcome, Freeze, Thaw, RollForward, Regroup, WriteOrder, PublishOrder, Exit, Release,
+    StateReport, RolledForward, Regrouped, Written, Published, FaultReport, Finished, Heartbeat,
 )  # fmt: skip
 """All but Registration: messages of a rank that is not registered do not count, and end the stream that they come on."""
 LOST = 0.1

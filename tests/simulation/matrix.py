@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tests.simulation.faults import KINDS
 
 TRAINING = ("COMPUTE", "READY", "UPDATING", "DONE")
-DUMP = ("freezing", "rolling", "writing", "publishing", "exiting")
+DUMP = ("freezing", "rolling", "regrouping", "writing", "publishing", "exiting")
 PLACES = ("assembling", *TRAINING, *DUMP, "gathering", "leaderless")
 
 Cell = tuple[str, str]
@@ -58,6 +58,11 @@ NEVER = (
         ("hang in update",),
         ("COMPUTE", "READY", "DONE"),
         "this acts when an update begins: the rank is UPDATING from then on",
+    ),
+    Rule(
+        (*_ORDERS, "hang in compute", "slow rank", "hang in update"),
+        ("regrouping",),
+        "every rank is behind a closed gate, and none writes or rolls forward",
     ),
 )
 """Cells that cannot occur."""

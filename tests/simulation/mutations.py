@@ -15,6 +15,7 @@ from functools import partial
 
 import pytest
 
+from tests.simulation import arranged_in_place as in_place
 from tests.simulation import losing_controllers as losing
 from tests.simulation import unled
 from tests.simulation import wrong_adapters as adapters
@@ -24,6 +25,7 @@ from tests.simulation import wrong_liveness as liveness
 from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_pieces as pieces
 from tests.simulation import wrong_ranks as ranks
+from tests.simulation import wrong_recoveries as recoveries
 from tests.simulation.arranged import (
     aborted_collectives,
     another_publishes_later,
@@ -218,6 +220,25 @@ MUTATIONS = (
     Mutation("a fault that was reported before a takeover is forgotten, and not reported again", memories.reported_faults_are_forgotten_at_a_takeover, ("I11",), losing.raises_as_the_leader_dies, within=20),
     Mutation("ranks that never came to a standby are not causes", memories.ranks_that_never_came_are_not_causes, ("I11",), holders_die_with_the_controller, within=20),
     Mutation("a standby goes on with a dump only if all had begun it", memories.a_dump_is_gone_on_with_when_all_had_begun_it, ("I11",), silent_until_the_roll_forward),
+    # Recoveries without a checkpoint.
+    Mutation("a process is ended that is the last holder of a shard", recoveries.last_holder_is_ended, ("I18",), in_place.last_holder_dies_while_another_rolls_forward, within=20),
+    Mutation("a process is ended that holds a shard", recoveries.process_is_ended_that_holds_a_shard, ("I9",), in_place.raises_and_the_other_holder_dies, within=40),
+    Mutation("a silent process is replaced, and runs on", recoveries.silent_process_is_replaced_and_runs_on, ("I17",), in_place.stopped_in_front_of_its_update, within=20),
+    Mutation("recoveries at one step never end", recoveries.recoveries_at_one_step_never_end, ("I11",), in_place.dies_again_and_again, within=5),
+    Mutation("gates open before all have regrouped", recoveries.gates_open_before_all_have_regrouped, ("I18",), in_place.one_dies, within=20),
+    Mutation("a death while all regroup is not noticed", recoveries.deaths_while_all_regroup_are_not_noticed, ("I9", "I11"), in_place.dies_when_it_has_regrouped, within=20),
+    Mutation("what a replacement was given is not compared", recoveries.fills_are_not_compared, ("I18",), in_place.fills_differ, within=20),
+    Mutation("training is entered before the gate opens", recoveries.training_is_entered_before_the_gate_opens, ("I7",), in_place.the_last_step_is_rolled_forward, within=20),
+    Mutation("ranks that have rolled forward are not asked to regroup", recoveries.rolled_ranks_are_not_asked_to_regroup, ("I7",), in_place.the_last_step_is_rolled_forward, within=20),
+    Mutation("what a training thread had begun is gone on with behind a recovery", recoveries.old_turn_goes_on_in_the_new_generation, ("I7",), in_place.one_dies, within=20),
+    Mutation("a standby thaws ranks that are half way", recoveries.half_way_is_not_reported_as_final, ("I9", "I11", "I17", "I18"), in_place.one_has_no_order_when_the_controller_dies, within=40),
+    Mutation("a rank that is half way is thawed", recoveries.half_way_rank_obeys_a_thaw, ("I17", "I18"), in_place.one_has_no_order_when_the_controller_dies, within=40),
+    Mutation("a vacant rank counts as a holder", recoveries.vacant_rank_counts_as_a_holder, ("I3",), in_place.last_holder_dies_beside_a_replacement, within=20),
+    Mutation("a replaced rank is ordered to write", recoveries.replaced_rank_is_ordered_to_write, ("I3",), in_place.dies_while_another_rolls_forward, within=20),
+    Mutation("an order to write is lost while a rank regroups", recoveries.write_order_is_lost_while_a_rank_regroups, ("I9",), in_place.cannot_be_regrouped, within=20),
+    Mutation("faults are forgotten when a rank has regrouped", recoveries.faults_are_forgotten_when_a_rank_has_regrouped, ("I14",), in_place.noticed_meanwhile, within=20),
+    Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),
+    Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=20),
     # The number of standbys.
     Mutation("lost controllers are not replaced", losing.lost_controllers_are_not_replaced, ("I13",), losing.leader_dies, within=20),
     Mutation("ranks never learn of a new standby", losing.new_standbys_are_sent_to_agents_only, ("I13",), losing.leader_dies, within=20),

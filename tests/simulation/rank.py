@@ -16,12 +16,14 @@ from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
 from tests.simulation.boundaries import Boundary
-from tests.simulation.collectives import ATTEMPT
+from tests.simulation.collectives import ATTEMPT, Returned
 from tests.simulation.controllers import ROUNDING_S
+from tests.simulation.in_place import PIDS_APART, Regrouping
 from tests.simulation.network import RankStream, Route, Stream
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.replica import Replica
+from tests.simulation.threads import Threads
 from tests.simulation.waits import TRAINING, Blocked, Waits
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective, ProtocolError
@@ -43,18 +45,26 @@ LONGEST_START_S = 10.0
 """A rank whose job has not assembled by then gives up by itself."""
 
 
-class Rank:
+class Rank(Threads):
     """Driver, adapters and training thread of one rank. A dead rank's callbacks do nothing; a stopped one's wait."""
 
-    def __init__(self, job: Job, rank: int) -> None:
-        self.job, self.rank = job, rank
+    def __init__(self, job: Job, rank: int, vacant: int = 0, before: Rank | None = None, address: str = "c0") -> None:
+        """`vacant`: the freeze in which it is started in the place of the process `before`."""
+        super().__init__(job)
+        self.rank = rank
+        self.pid: int = 100 + rank if before is None else before.pid + PIDS_APART
+        self.began_in = self.generation = vacant
+        """Its groups were made under that freeze; 0: at the start."""
+        self.stuck = False
+        """Its training thread comes out of nothing any more."""
+        self.regrouping = Regrouping(self)
         self.waits = Waits(self.clock)
-        self.gate = Gate(rank, waits=self.waits)
+        self.gate: Gate = Gate(rank, waits=self.waits)
         self.gate.step_boundary.on_reached = lambda step: self.put(ev.BoundaryReached(step))
         self.boundary = Boundary(self)
-        self.replica = Replica(rank, job.training)
-        self.route = Route()
-        self.alive, self.stopped, self.ended, self.ended_s = True, False, "", inf
+        self.replica: Replica = Replica(rank, job.training)
+        self.route: Route = Route()
+        self.ended, self.ended_s = "", inf
         self.released = False
         self.was_stopped = False
         """Something kept it from answering for a while, or for good."""
@@ -63,8 +73,6 @@ class Rank:
         """When it was stopped last."""
         self.held_for_good = False
         """Its training thread holds the interpreter and does nothing else any more: as if it were stopped, but the process runs."""
-        self.hogged = False
-        """Its training thread holds the interpreter: the processor's threads stand still."""
         self.ahead_s = 0.0
         """Its clock against the job's."""
         self.main_raised = False
@@ -89,14 +97,12 @@ class Rank:
         self.break_roll = False
         self.hang_work = False
         settings = ev.ProcessorSettings(
-            rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, "c0",
+            rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, address,
             job.times.lease_s / 3 if job.first_standbys else inf, job.times.standby_start_s, self.boundary.possible,
-            job.times.total_timeout_s,
+            job.times.total_timeout_s, vacant,
         )  # fmt: skip
-        self.handler = Handler(settings, "c0", self.gate, self, clock=self.clock)
+        self.handler = Handler(settings, address, self.gate, self, clock=self.clock)
         self.work = Worker(self) if job.own is None else PieceWorker(self)
-        self._held: list[tuple[bool, Callable[[], None]]] = []
-        """What waits until it is not stopped, and (first True) its interpreter is free, in the order in which it came."""
         self._items: deque[Item] = deque()
         """The processor's queue."""
         self._taking = False
@@ -107,7 +113,7 @@ class Rank:
         self._lost_launcher = ""
         self._gave_up_waiting = False
         """Its gate was reported as not closed."""
-        self.started, self.started_s = False, inf
+        self.started, self.started_s = bool(vacant), job.scheduler.now if vacant else inf
         self.acknowledged = -1
         self.handler.begin()
         self.soon(LONGEST_START_S, self._start_failed)
@@ -128,48 +134,13 @@ class Rank:
 
     # --- time: the training thread's, and that of the threads beside it ---
 
-    def soon(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.job.scheduler.after(delay_s, partial(self.run, call))
+    def leave_training(self) -> None:
+        super().leave_training()
+        self._blocked, self.main_raised, self.gate.waiting, self._paused = [], False, False, False
 
-    def run(self, call: Callable[[], None]) -> None:
-        if not self.alive:
-            return
-        if self.stopped:
-            self._held.append((False, call))
-        else:
-            call()
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.job.scheduler.after(delay_s, partial(self.run_beside, call))
-
-    def run_beside(self, call: Callable[[], None]) -> None:
-        """Do it on a thread that stands still while the training thread holds the interpreter."""
-        if not self.alive:
-            return
-        if self.stopped or self.hogged:
-            self._held.append((True, call))
-        else:
-            call()
-
-    def resume(self) -> None:
-        self.stopped = False
-        self._run_held()
-
-    def let_go(self) -> None:
-        """The training thread gives the interpreter back."""
-        self.hogged = False
-        self._run_held()
-
-    def _run_held(self) -> None:
-        """Do what need not wait any more. What comes to one queue stays in its order, whatever held it up and for how long."""
-        if self._items and not self.stopped and not self.hogged:
+    def take_waiting(self) -> None:
+        if self._items:
             self._take_all()
-        held, self._held = self._held, []
-        for beside, call in held:
-            if beside:
-                self.run_beside(call)
-            else:
-                self.run(call)
 
     def jump(self, seconds: float) -> None:
         """Its clock leaps."""
@@ -258,6 +229,9 @@ class Rank:
         self.later(self.job.rng.uniform(0.001, 0.01), stream.dial)
         return stream
 
+    def regroup(self, order: messages.Regroup) -> None:
+        self.regrouping.begin(order)
+
     def start_controller(self, order: ev.StartController | ev.LookForControllers) -> None:
         self.job.standbys.carry_out(self, order)
 
@@ -309,17 +283,13 @@ class Rank:
         world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
         return Registration(
             self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
-            self.job.standbys.first_of(self.rank),
+            "" if self.began_in else self.job.standbys.first_of(self.rank), regroups=True,
         )  # fmt: skip
 
     @property
     def runs(self) -> bool:
         """What its agent sees: the process is there and is not stopped."""
         return self.alive and (self.held_for_good or not self.stopped)
-
-    @property
-    def pid(self) -> int:
-        return 100 + self.rank
 
     @property
     def attached(self) -> Stream | None:
@@ -369,6 +339,9 @@ class Rank:
 
     # --- the training thread ---
 
+    def compute_again(self) -> None:
+        self.in_turn(partial(self.pass_gate, self.gate.await_open, self._compute))()
+
     def _compute(self) -> None:
         """Forward and backward of the next step."""
         step = self.gate.state_step + 1
@@ -388,7 +361,8 @@ class Rank:
         seconds = self.job.rng.uniform(0.005, 0.04)
         if step in self.slow_compute:
             seconds = self.slow_compute[step]
-            self.job.struck("slow rank" if seconds < inf else "hang in compute", self.rank)
+            self.stuck = seconds == inf
+            self.job.struck("hang in compute" if self.stuck else "slow rank", self.rank)
         if seconds < inf:
             self.soon(seconds, partial(self._come_to_ready, step))
 
@@ -414,19 +388,20 @@ class Rank:
         members, self.gate.waiting = self.job.training.collectives(self.rank), True
         self.boundary.contribute(members, step)
         update = partial(self.pass_gate, partial(self._begin_update, step), partial(self._update, step))
-        go_on = partial(self.run, self.rehearsal.instead_of(step, update))
+        go_on = self.in_turn(self.rehearsal.instead_of(step, update))
         if step in self.late_results:
             go_on = partial(self.job.scheduler.after, self.late_results[step], go_on)
-        returned = partial(self._returned, step, go_on)
-        spanning = self.rehearsal.collective(step)
-        self.job.collectives.enter(spanning, step, members, self.rank, go_on, self._peer_failed, returned)
+        returned = partial(self._returned, self.turn, step, go_on)
+        self.enter(self.rehearsal.collective(step), step, members, go_on, returned)
 
-    def _returned(self, step: int, go_on: Callable[[], None], numbers: Sequence[float]) -> None:
+    def _returned(self, turn: int, step: int, go_on: Callable[[], None], numbers: Sequence[float]) -> None:
         """The spanning collective was aborted and returned all the same: the shipped check says whether it counts."""
+        if turn != self.turn:
+            return
         try:
             Contribution(ATTEMPT, step).check(numbers, len(self.job.training.collectives(self.rank)))
         except (AbortedCollective, ProtocolError):
-            self._peer_failed()
+            self.in_turn(self._peer_failed)()
         else:
             go_on()
 
@@ -442,6 +417,7 @@ class Rank:
         self.replica.begin(self.job.training.record(step))
         self.job.happened(f"UPDATING {step}", self.rank)
         if self.hang_update_at and step >= self.hang_update_at:
+            self.stuck = True
             self.job.struck("hang in update", self.rank)
             return
         seconds = self.slow_update.get(step, self.job.rng.uniform(0.001, 0.02))
@@ -457,8 +433,8 @@ class Rank:
         self.gate.end_update(step)
         self.freed()
         self.job.happened(f"DONE {step}", self.rank)
-        self.gate.waiting, go_on = True, partial(self.run, self._after_gather)
-        self.job.collectives.enter("gather", step, self.job.everybody, self.rank, go_on, self._peer_failed)
+        self.gate.waiting = True
+        self.enter("gather", step, self.job.everybody, self.in_turn(self._after_gather))
 
     def _after_gather(self) -> None:
         step = self.gate.state_step
@@ -470,8 +446,20 @@ class Rank:
         else:
             self.boundary.stop(step, ending, self._compute)
 
+    def enter(
+        self,
+        name: str,
+        step: int,
+        members: tuple[int, ...],
+        go_on: Callable[[], None],
+        returned: Returned | None = None,
+    ) -> None:
+        """Enter a collective of its groups."""
+        fail, enter = self.in_turn(self._peer_failed), self.job.collectives.enter
+        enter(name, step, members, self.rank, go_on, fail, returned, self.generation)
+
     def _peer_failed(self) -> None:
-        self.run(lambda: self.fault(CauseKind.PEER_ERROR, "connection closed by peer"))
+        self.fault(CauseKind.PEER_ERROR, "connection closed by peer")
 
     def notice(self) -> None:
         """SIGTERM: the training thread takes it along to the next spanning collective."""
@@ -486,6 +474,8 @@ class Rank:
         if self.main_raised or not self.alive:
             return
         if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR):
+            if self.regrouping.raised(text):
+                return
             self.main_raised = True
             self.updating = False
             self.waits.gates_lock.asking = TRAINING

@@ -24,6 +24,10 @@ class Rehearsal:
         """Those that are computed twice, the same on every rank."""
         self._given_up: set[int] = set()
 
+    def begin_anew(self, steps: set[int]) -> None:
+        """Its process trains on in another generation of groups, or is new: all ranks agree again on what they compute twice."""
+        self.steps, self._given_up = steps, set()
+
     def collective(self, step: int) -> str:
         """Return the name of the spanning collective that this rank enters: the record of the first try commits nothing."""
         return "norm tried" if self._due(step) else "norm"
@@ -50,9 +54,7 @@ class Rehearsal:
         process.replica.step_back(step)
         process.job.happened(f"given up {step}", process.rank)
         again = partial(process.run, self._enter_train)
-        process.job.collectives.enter(
-            "groups made again", step, process.job.everybody, process.rank, again, process._peer_failed
-        )
+        process.enter("groups made again", step, process.job.everybody, again)
 
     def _enter_train(self) -> None:
         if not self._process.main_raised:

@@ -35,6 +35,16 @@ class Replica:
         self.gradients_of, self._host_state = 0, self._before
         self.host_states.pop(step, None)
 
+    def enter(self, step: int) -> None:
+        """Training begins anew behind `step`: what the trainer remembers is that step's."""
+        self.gradients_of = 0
+        self._host_state = self.host_states[step]
+        self.host_states = {known: state for known, state in self.host_states.items() if known <= step}
+
+    def take_host_state(self, step: int, source: Replica) -> None:
+        self.host_states = {step: source.host_states[step]}
+        self._host_state = self.host_states[step]
+
     def reduced(self, step: int) -> None:
         """Reduced gradients are final; what the trainer has to remember of the step is noted before its update."""
         self.gradients_of = step

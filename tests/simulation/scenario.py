@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
 from tests.simulation.held import Hold
+from tests.simulation.in_place import LIMIT_S, TRIED
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.lost import lose_something
 from tests.simulation.matrix import DUMP, TRAINING, possible
@@ -21,7 +22,8 @@ from tests.simulation.training import LAYOUTS, Layout, Training, ring
 _DUMP_MOMENTS = (
     "suspect", "death_seen", "freeze_sent", "got Freeze", "frozen", "decided", "rolling", "got RollForward", "rolled_forward",
     "write_sent", "got WriteOrder", "writing", "written", "publish_sent", "publishing", "manifest written", "renamed",
-    "published", "thawed", "got Thaw", "exit_sent", "got Exit", "replanned", "takeover_began", "got Welcome", "took_over",
+    "published", "thawed", "got Thaw", "stage regrouping", "got Regroup", "replacement started", "replacement_came", "left", "filled",
+    "regrouped", "regroup_failed", "exit_sent", "got Exit", "replanned", "takeover_began", "got Welcome", "took_over",
 )  # fmt: skip
 _ROLLING_MOMENTS = ("stage rolling", "stage rolling", "got RollForward", "rolling", "rolled_forward")
 _PIECE_MOMENTS = (
@@ -81,7 +83,13 @@ def build(
     apart = random.Random(f"own directories {seed}")
     if own is None and faults:
         own = _own_directories(apart, training.layout)
-    job = Job(rng, training, WATCHED if watched else Times(), agents=agents, standbys=standbys, own=own)
+    times = WATCHED if watched else Times()
+    regrouping = aimed and place == "regrouping"
+    if faults and (regrouping or random.Random(f"in place {seed}").random() < TRIED):
+        times = replace(times, in_place_s=LIMIT_S)
+    if regrouping:
+        agents, training = True, replace(training, local_copy=False)
+    job = Job(rng, training, times, agents=agents, standbys=standbys, own=own)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if not faults:
@@ -249,6 +257,11 @@ def _begin(scenario: Scenario, rng: random.Random, place: str) -> None:
     """A fault of which the dump comes to this stage."""
     if place == "rolling":
         _begin_rolling(scenario, rng)
+    elif place == "regrouping":
+        steps = max(2, scenario.job.training.steps)
+        _hook(
+            scenario, rng, rng.choice(("kill", "kill", "exception")), f"{rng.choice(_PHASES)} {rng.randint(2, steps)}"
+        )
     else:
         _begin_dump(scenario, rng)
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.simulation.handed_on import THREE_REPLICAS
+from tests.simulation.in_place import LIMIT_S
 from tests.simulation.job import Job, Times
 from tests.simulation.lost_in_turn import LONG_STEPS, lose_controllers
 from tests.simulation.noticed import STEPS as NOTICED_STEPS
 from tests.simulation.noticed import cut_some_off_and_notify, lose_all_and_notify
+from tests.simulation.situations_in_place import regroups
 from tests.simulation.situations_of_loss import (
     aborted_collectives,
     away_for_about_a_lease,
@@ -110,6 +112,17 @@ SITUATIONS = (
     Situation(0.005, lose_controllers, harmless=True, layouts=_FEW_RANKS, steps=LONG_STEPS, standbys=_LED),
     Situation(0.015, lose_all_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=(0, 0, 1, 2)),
     Situation(0.006, cut_some_off_and_notify, layouts=_FEW_RANKS, steps=NOTICED_STEPS, standbys=_LED),
+    # Recoveries without a checkpoint.
+    Situation(
+        0.06,
+        regroups,
+        layouts=_FEW_RANKS,
+        steps=8,
+        standbys=(0, 1, 1, 2),
+        agents=True,
+        times=Times(in_place_s=LIMIT_S),
+        local_copy=False,
+    ),
 )
 """With their weights. All other jobs mix single faults (`scenario`)."""
 

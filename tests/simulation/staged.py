@@ -60,10 +60,11 @@ class PartialCollectives(Collectives):
         done: Callable[[], None],
         fail: Callable[[], None],
         returned: Returned | None = None,
+        generation: int = 0,
     ) -> None:
         lost = name == "norm" and (rank, step) in self.missed
         end = (lambda: self._clock.after(0.05, fail)) if lost else done
-        super().enter(name, step, members, rank, end, fail, returned)
+        super().enter(name, step, members, rank, end, fail, returned, generation)
 
 
 class StagedJob(Job):

@@ -275,7 +275,7 @@ class Job:
             assert (
                 len(self.dead) == 3 or self.now <= there.vouched_s + agent_link.VOUCH_AT_MOST_S + 2 * agent_link.LOOK_S
             )
-            assert there.sends and self.twin._place == there.place, (
+            assert there.sends and self.twin.place == there.place, (
                 f"the simulation's agent is at c{self.twin.controller.place}"
             )
             assert there.received["twin"] == there.received["shipped"]

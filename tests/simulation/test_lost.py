@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.simulation.arranged_in_place import in_a_recovery
 from tests.simulation.arranged_losses import in_a_dump, in_a_false_alarm, in_training
 from tests.simulation.checks import run_and_check
 from tests.simulation.lost import LOSABLE
@@ -15,14 +16,17 @@ from tests.simulation.unasked import (
     roll_forward_with_an_impossible_record,
     write_into_a_published_checkpoint,
 )
+from ttp.proto.messages import Regroup, Regrouped
+
+OF_RECOVERIES = (Regroup, Regrouped)
 
 
 @pytest.mark.parametrize("kind", LOSABLE, ids=lambda kind: kind.__name__)
 def test_a_lost_message_is_sent_again(kind: type) -> None:
-    """In a job without a fault, in a false alarm and in a dump that no rank can be missing from."""
+    """In a job without a fault, in a false alarm, in a dump that no rank can be missing from, and what is said only then in a recovery."""
     lost = 0
     for seed in range(6):
-        for arrange in (in_training, in_a_false_alarm, in_a_dump):
+        for arrange in (in_training, in_a_false_alarm, in_a_dump, *((in_a_recovery,) if kind in OF_RECOVERIES else ())):
             scenario = arrange(seed, kind)
             found = run_and_check(scenario)
             assert not found, f"{arrange.__name__}({seed}, {kind.__name__}): {found}"

@@ -25,6 +25,7 @@ from ttp.controller.core.facts.state import (
     Gathering,
     Over,
     Publishing,
+    Regrouping,
     Rolling,
     Writing,
 )
@@ -41,6 +42,8 @@ _ORPHANED = (
 RARE: dict[Edge, str] = {
     (Assembling, Over): _ORPHANED,
     (Rolling, Over): _ORPHANED,
+    (Regrouping, Over): _ORPHANED,
+    (Regrouping, Exiting): "all ranks die at once while they regroup (unit/protocol/test_regroup)",
     (Writing, Over): _ORPHANED,
     (Publishing, Over): _ORPHANED,
     (

@@ -63,7 +63,8 @@ def test_a_dump_meets_second_and_third_faults_at_every_stage(many: Tally) -> Non
     """Rolling forward and publishing are over in milliseconds: some jobs have them take longer, and pile faults up there."""
     for place in DUMP:
         for order in ("second", "third", "later"):
-            assert many.orders[order, place] >= MANY, f"base seed {BASE_SEED}: {order} in {place}: {many.orders}"
+            least = MANY if place != "regrouping" or order == "second" else 1  # there the second ends it
+            assert many.orders[order, place] >= least, f"base seed {BASE_SEED}: {order} in {place}: {many.orders}"
 
 
 def test_the_jobs_end_in_every_way_that_a_job_can(many: Tally) -> None:

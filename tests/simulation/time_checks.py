@@ -16,6 +16,8 @@ UNTROUBLED_S = 2.5
 """From the first death to the verdict, where the job had no faults but deaths and exceptions: a lease for a silent host, the end
 of the updates, and the work itself."""
 SLACK_S = 0.5
+MOST_IN_A_ROW = 3
+"""Recoveries without a checkpoint, while no step is finished."""
 CROSSING_S = 0.1
 """A rank's turn to another controller and the word of its own may cross on the network."""
 _OF_ROUTES = (*OF_STREAMS, "slow network", "duplication", "rank receives nothing", "rank's messages do not arrive")
@@ -28,7 +30,7 @@ _SUDDEN = (
 
 def late(job: Job) -> list[str]:
     """Return what took longer than it may."""
-    found = [text for controller in job.controllers for text in _total(job, controller)]
+    found = [text for each in job.controllers for text in (*_total(job, each), *_recovers_again_and_again(each))]
     verdicts = [at for at, line in job.journal if line.event in ("published", "refused")]
     if verdicts:
         # A controller to which a rank turned before the word came says it again, after a dump of its own.
@@ -49,12 +51,23 @@ def _total(job: Job, controller: Controller) -> list[str]:
         name = "the end" if line is None else line.event
         if name == "freeze_sent":
             began = min(began, at)
-        elif name in ("published", "refused", "thawed", "exit_sent") or (line is None and not controller.gone):
+        elif name in ("published", "refused", "thawed", "regrouped", "exit_sent") or (
+            line is None and not controller.gone
+        ):
             if at - began > limit:
                 return [
                     f"I11: c{controller.place}: {at - began:.1f} s from the freeze to {name}, expected {limit:.1f} s at most"
                 ]
             began = inf
+    return []
+
+
+def _recovers_again_and_again(controller: Controller) -> list[str]:
+    """What fails again and again at one step is saved at last."""
+    steps = [line.fields["step"] for _, line in controller.journal if line.event == "regrouped"]
+    for place in range(MOST_IN_A_ROW, len(steps)):
+        if len(set(steps[place - MOST_IN_A_ROW : place + 1])) == 1:
+            return [f"I11: c{controller.place} recovered from step {steps[place]} more than {MOST_IN_A_ROW} times"]
     return []
 
 
@@ -78,7 +91,10 @@ def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
         for strike in job.strikes
     )
     slow = rank.route.slowest_s > 0.0 or rank.route.rejects
-    return rank.started and not (cut or slow or rank.boundary.saving or rank.was_stopped or rank.ended_s <= verdict_s)
+    unknown = rank.state.vacant and rank.state.term < 0  # its agent ends it, with all of the attempt
+    return rank.started and not (
+        unknown or cut or slow or rank.boundary.saving or rank.was_stopped or rank.ended_s <= verdict_s
+    )
 
 
 def _decided_late(job: Job, verdict_s: float) -> list[str]:

@@ -18,6 +18,7 @@ from ttp.controller.core.facts.incident import report
 from ttp.controller.core.facts.state import Writing
 from ttp.controller.core.ranks import takeover
 from ttp.controller.core.transitions import TABLES
+from ttp.processor.core import freezes
 from ttp.processor.core import transitions as rank_tables
 from ttp.processor.core.state import RankMode
 from ttp.proto.messages import Cause, CauseKind, Freeze, Published, Thaw, Written
@@ -59,7 +60,7 @@ def repeated_answer_settles_another_order(patch: Patch) -> None:
 
 def older_freeze_is_obeyed(patch: Patch) -> None:
     """A rank goes back to its number, and messages of the newer one's controller are not meant for it any more."""
-    freeze = rank_tables.freeze
+    freeze = freezes.freeze
 
     def wrong(state: Any, message: Freeze, now: float, out: Any) -> Any:
         older = message.freeze_id < state.freeze_id
@@ -70,7 +71,7 @@ def older_freeze_is_obeyed(patch: Patch) -> None:
 
 def older_thaw_is_obeyed(patch: Patch) -> None:
     """It opens the gate that a newer freeze has closed."""
-    thaw = rank_tables.thaw
+    thaw = freezes.thaw
 
     def wrong(state: Any, message: Thaw, now: float, out: Any) -> Any:
         newest = max(state.freeze_id, message.freeze_id)

@@ -17,7 +17,7 @@ from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective
 from ttp.optim.step_agreement.participation import Contribution
-from ttp.processor.core import orders
+from ttp.processor.core import freezes, orders
 from ttp.processor.core import transitions as tables
 from ttp.processor.core.events import OpenGate
 from ttp.processor.gate import Gate
@@ -100,7 +100,7 @@ def thaw_opens_nothing(patch: Patch) -> None:
 
 
 def gate_opens_by_itself(patch: Patch) -> None:
-    closed = tables.gate_closed
+    closed = freezes.gate_closed
 
     def wrong(state: Any, event: Any, now: float, out: Any) -> Any:
         state = closed(state, event, now, out)

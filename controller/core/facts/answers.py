@@ -8,12 +8,12 @@ what an answer means.
 from __future__ import annotations
 
 from ttp.errors import ProtocolError
-from ttp.proto.messages import Progress, Published, RolledForward, StateReport, StepFailed, Upward, Written
+from ttp.proto.messages import Progress, Published, Regrouped, RolledForward, StateReport, StepFailed, Upward, Written
 
 from .state import ControllerState, Dump, Freezing, Ordered, Over
 
-Answer = StateReport | Progress | RolledForward | Written | Published | StepFailed
-_TO_ORDERS = (RolledForward, Written, Published, StepFailed)
+Answer = StateReport | Progress | RolledForward | Regrouped | Written | Published | StepFailed
+_TO_ORDERS = (RolledForward, Regrouped, Written, Published, StepFailed)
 _NUMBERED = (StateReport, Progress, *_TO_ORDERS)
 
 
@@ -35,7 +35,7 @@ def check_answer(state: ControllerState, message: Upward) -> None:
         raise _unasked(state, message, error)
 
 
-def _not_ordered(dump: Dump, answer: RolledForward | Written | Published | StepFailed) -> str:
+def _not_ordered(dump: Dump, answer: RolledForward | Regrouped | Written | Published | StepFailed) -> str:
     """Say what was ordered instead; empty: the answer fits an order, open or not."""
     rank = answer.rank
     rolls = rank in dump.decision.roll_forward
@@ -43,6 +43,8 @@ def _not_ordered(dump: Dump, answer: RolledForward | Written | Published | StepF
     match answer:
         case RolledForward() | StepFailed(stage="roll_forward"):
             return "" if rolls else f"expected ranks {list(dump.decision.roll_forward)}"
+        case Regrouped() | StepFailed(stage="regroup"):
+            return "" if dump.regroup is not None else "expected no answer: no rank was ordered to regroup"
         case Written(tmp_name=name, parts=parts):
             if not any((order.tmp_name, order.parts) == (name, parts) for order in given):
                 return f"expected one of this rank's {len(given)} write orders"
@@ -57,7 +59,7 @@ def _not_ordered(dump: Dump, answer: RolledForward | Written | Published | StepF
         case StepFailed(stage="publish", tmp_name=name):
             return "" if (rank, name) in dump.asked else _publishers(dump)
         case StepFailed(stage=stage):
-            return f"expected the stage roll_forward, write or publish, got {stage!r}"
+            return f"expected the stage roll_forward, regroup, write or publish, got {stage!r}"
 
 
 def _publishers(dump: Dump) -> str:

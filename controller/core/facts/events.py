@@ -49,6 +49,11 @@ class ControllerSettings:
     """A rank that was asked for a standby has so long to answer; after that, or after its failure, another one is asked."""
     local_dirs: bool = False
     """Every node has checkpoint directories of its own: each publishes what its ranks have written."""
+    in_place_s: float = 0.0
+    """How long all ranks may take to regroup with replacements of those that a fault has cost, before a checkpoint is written instead; 0: a
+    checkpoint is always written."""
+    most_in_place: int = 100
+    """After so many faults that ended without a checkpoint one is written."""
 
     def flat(self) -> dict[str, Any]:
         """Return the fields by the names that arguments and journals have for them: those of `hang` beside the others."""
@@ -127,8 +132,9 @@ class Supersede:
 @dataclass(frozen=True, slots=True)
 class Journal:
     """One line of the job's event log. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
-    moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, write_sent, written,
-    publish_sent, published, refused, thawed, exit_sent, incident, finished, standby_asked, standby_started, standby_failed, standby_lost."""
+    moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, not_in_place, regroup_sent,
+    replacement_came, regrouped, regroup_failed, write_sent, written, publish_sent, published, refused, thawed, exit_sent, incident,
+    finished, standby_asked, standby_started, standby_failed, standby_lost."""
 
     event: str
     fields: Mapping[str, JSONValue]

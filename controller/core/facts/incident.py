@@ -29,6 +29,8 @@ class Outcome:
     goes_on_from: str = ""
     kept_step: int | None = None
     """The newest step that is on disk, 0: none; None: not known."""
+    in_place: bool = False
+    """Training continues at `kept_step`, without a checkpoint."""
 
 
 # --- notes ---
@@ -40,25 +42,29 @@ def began(state: S, now: float) -> S:
     return state if notes.began < inf else replace(state, notes=replace(notes, began=now))
 
 
-def signs_of(state: S, cause: Cause, now: float, trace: tuple[str, ...] = ()) -> S:
-    """Note what happened to these ranks. A failed collective names no culprit, and is kept only while nothing else is known."""
+def signs_of(state: S, cause: Cause, now: float, trace: tuple[str, ...] = (), pid: int = 0) -> S:
+    """Note what happened to these ranks, in which process where that is known better than by their registrations. A failed collective names no culprit, and is kept only while nothing else is known."""
     state = began(state, now)
     signs = state.notes.signs
     if (cause.kind is CauseKind.PEER_ERROR and signs) or len(signs) >= MOST_KEPT + state.settings.world_size:
         return state
-    added = tuple(_sign(state, rank, cause, now, trace) for rank in cause.ranks)
+    added = tuple(_sign(state, rank, cause, now, trace, pid) for rank in cause.ranks)
     return replace(state, notes=replace(state.notes, signs=(*signs, *added)))
 
 
-def _sign(state: ControllerState, rank: int, cause: Cause, seen: float, trace: tuple[str, ...] = ()) -> Sign:
+def _sign(
+    state: ControllerState, rank: int, cause: Cause, seen: float, trace: tuple[str, ...] = (), pid: int = 0
+) -> Sign:
     registration = state.members.table[rank].registration
-    host, pid = (registration.host, registration.pid) if registration is not None else ("", 0)
+    host, known = (registration.host, registration.pid) if registration is not None else ("", 0)
+    pid = pid or known
     return Sign(rank, cause.kind, cause.text, seen, trace, host, pid)
 
 
-def sign_of_death(state: S, rank: int, cause: Cause, now: float) -> S:
+def sign_of_death(state: S, rank: int, cause: Cause, now: float, pid: int = 0) -> S:
     """Note a death, with where the rank was by its last heartbeat."""
-    state, place = signs_of(state, Cause(cause.kind, (rank,), cause.text), now), state.pace.places[rank]
+    place = state.pace.places[rank]
+    state = signs_of(state, Cause(cause.kind, (rank,), cause.text), now, pid=pid)
     if place is None or state.notes.signs[-1].rank != rank:
         return state
     heard_s = round(now - state.members.table[rank].received_at, 3)
@@ -125,6 +131,7 @@ def report(state: S, outcome: Outcome, now: float, out: list[Effect]) -> S:
         survivors=_survivors(notes, named),
         saved=outcome.saved,
         not_saved=outcome.not_saved,
+        in_place=outcome.in_place,
         goes_on_from=outcome.goes_on_from,
         steps_lost=lost,
         took_over=state.settings.standby,
@@ -165,7 +172,8 @@ def _by_rank(signs: Iterable[Sign]) -> dict[int, Sign]:
             continue
         if sign.kind in _GONE and known is not None:
             text = known.text if sign.text == EXITING_TEXT else f"{known.text}; then {sign.text}"
-            sign = replace(sign, kind=known.kind, text=text, seen=known.seen, trace=known.trace)
+            host, pid = known.host or sign.host, known.pid or sign.pid
+            sign = replace(sign, kind=known.kind, text=text, seen=known.seen, trace=known.trace, host=host, pid=pid)
         elif sign.kind is CauseKind.PREEMPTED and any(one.kind is not CauseKind.PREEMPTED for one in found.values()):
             continue
         found[sign.rank] = sign

@@ -11,7 +11,16 @@ from math import inf
 from typing import Any, ClassVar, Generic, TypeGuard, TypeVar
 
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, PublishOrder, ShareResult, StateReport, WriteOrder
+from ttp.proto.messages import (
+    Cause,
+    CauseKind,
+    CommitRecord,
+    PublishOrder,
+    Regroup,
+    ShareResult,
+    StateReport,
+    WriteOrder,
+)
 
 from .coverage import Coverage
 from .decision import Decision
@@ -36,6 +45,7 @@ class Stage(enum.Enum):
     RUNNING = "running"
     FREEZING = "freezing"
     ROLLING = "rolling"
+    REGROUPING = "regrouping"
     WRITING = "writing"
     PUBLISHING = "publishing"
     EXITING = "exiting"
@@ -81,6 +91,8 @@ class Fault:
     report when it has ended is waited for. Empty once there is something new to decide from."""
     update_by: float = inf
     """When these updates count as stuck; inf: none was waited for in this round."""
+    to_be_written: bool = False
+    """The ranks have been ordered to regroup, or to write, in an earlier round: this fault can only end with a checkpoint."""
     asked_late_until: float = -inf
     """Ranks that attached again during this round have as much time to answer it as the others had: nothing is refused before."""
 
@@ -134,6 +146,8 @@ class Dump:
     """Ranks of which a publisher said that a file of this staging directory is torn."""
     errors: tuple[str, ...] = ()
     """What failed in writing and publishing, for the refusal's reason."""
+    regroup: Regroup | None = None
+    """The order to regroup of this freeze, whatever became of it."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,25 @@ class Restoring:
     """Until then its answer is awaited; without one asked, until then no rank is."""
     passed: frozenset[int] = frozenset()
     """Ranks that could not start one, or did not answer, since one was started last."""
+
+
+@dataclass(frozen=True)
+class AttachedAgent:
+    """A launcher that is attached, and the ranks whose processes it starts."""
+
+    host: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recoveries:
+    """Faults that ended without a checkpoint, under this controller."""
+
+    count: int = 0
+    step: int = -1
+    """Of the newest of them."""
+    at_step: int = 0
+    """How many of them in a row were at that step."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +293,17 @@ class Rolling(Ordered):
     name = Stage.ROLLING
 
 
+@dataclass(frozen=True)
+class Regrouping(Ordered):
+    """The ranks make their groups again, with replacements of those that the fault has cost; `dump` has what is written if that fails."""
+
+    name = Stage.REGROUPING
+    pending: frozenset[int] = frozenset()
+    """Ranks that have not regrouped."""
+    awaited: frozenset[int] = frozenset()
+    """Those of them whose replacement has not registered."""
+
+
 class Writing(Ordered):
     """Every shard of the decided step is written."""
 
@@ -294,7 +338,7 @@ class Over(AnyStage):
     reason: str
 
 
-STAGES = (Standby, Gathering, Assembling, Running, Freezing, Rolling, Writing, Publishing, Exiting, Over)
+STAGES = (Standby, Gathering, Assembling, Running, Freezing, Rolling, Regrouping, Writing, Publishing, Exiting, Over)
 At = TypeVar("At", bound=AnyStage, covariant=True)
 To = TypeVar("To", bound=AnyStage)
 
@@ -311,8 +355,8 @@ class StateAt(Generic[At]):
     coverage: Coverage = Coverage((), ())
     """Empty: not known yet."""
     survives: str = ""
-    agents: frozenset[str] = frozenset()
-    """Hosts whose launcher is attached."""
+    agents: tuple[AttachedAgent, ...] = ()
+    """Those that are attached, in the order in which they came."""
     freeze_id: int = 0
     """The last freeze round's number; grows through the controller's life, and a standby's begin above those of all before
     it, so that an order of an earlier controller is never taken for one of this."""
@@ -322,6 +366,7 @@ class StateAt(Generic[At]):
     seen: float = -inf
     """When this machine last took an event: its process may have been stopped."""
     notes: Notes = Notes()
+    recoveries: Recoveries = Recoveries()
     job_groups: int = 0
     """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""
 
@@ -375,9 +420,14 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
     (Freezing, Exiting): "nothing can be saved, or the fault's time is over",
     (Freezing, Over): "all ranks have finished, or none is attached any more",
     (Rolling, Writing): "every roll forward is answered",
+    (Rolling, Regrouping): "every roll forward is answered, and training can continue without a checkpoint",
     (Rolling, Freezing): "another plan is better: ask again",
     (Rolling, Exiting): "all ranks are dead, or the fault's time is over",
     (Rolling, Over): "no rank is attached any more",
+    (Regrouping, Running): "all ranks have regrouped: all gates open",
+    (Regrouping, Writing): "a rank died or failed, or the time for it is over: what it stood in for is done",
+    (Regrouping, Exiting): "all ranks are dead, or the fault's time is over",
+    (Regrouping, Over): "no rank is attached any more",
     (Writing, Publishing): "every shard is written",
     (Writing, Freezing): "a shard has lost its last writer, or no directory takes the step: ask again",
     (Writing, Exiting): "no directory takes any step, all ranks are dead, or the fault's time is over",

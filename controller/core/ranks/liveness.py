@@ -21,6 +21,7 @@ from ttp.proto.messages import (
     Heartbeat,
     PublishOrder,
     Registration,
+    Regroup,
     RollForward,
     StandbyList,
     Thaw,
@@ -30,6 +31,7 @@ from ttp.proto.messages import (
     WriteOrder,
 )
 
+from ..dump import regroup
 from ..dump.finish import leave
 from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause
 from ..facts.coverage import coverage_of, overview, warnings
@@ -41,10 +43,12 @@ from ..facts.stage_table import table_of
 from ..facts.state import (
     MOST_KEPT,
     Assembling,
+    AttachedAgent,
     ControllerState,
     Exiting,
     Faulted,
     Freezing,
+    Regrouping,
     Running,
     Standby,
     StateAt,
@@ -59,6 +63,10 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
     _check_registration(state, message)
     rank, member = message.rank, state.members.table[message.rank]
     known = member.registration
+    if regroup.is_replacement(state, message):
+        state = regroup.replacement_came(state, message, now, out)
+        out.extend(Send((rank,), order) for order in table_of(state).catch_up(state, rank))
+        return state
     if known is not None and known.pid != message.pid:
         cause = Cause(CauseKind.EXITED, (rank,), f"process {known.pid} was replaced by {message.pid}")
         if member.dead is not None:  # it may have been taken for silent, and is gone
@@ -115,14 +123,19 @@ def freeze_in_force(state: StateAt[Faulted]) -> Freeze:
     return Freeze(state.freeze_id, cause)
 
 
-def open_orders(state: StateAt[Faulted], rank: int) -> tuple[RollForward | WriteOrder | PublishOrder, ...]:
+def open_orders(state: StateAt[Faulted], rank: int) -> tuple[RollForward | Regroup | WriteOrder | PublishOrder, ...]:
     """Return the orders that a rank has not answered; one that is dead owes nothing."""
     dump = state.dump
     if dump is None:
         return ()
     record, order = dump.decision.record, dump.order
     rolls = (RollForward(state.freeze_id, record),) if dump.rolling[rank] and record is not None else ()
-    return (*rolls, *dump.work[rank].orders, *((order,) if rank in dump.publishers and order is not None else ()))
+    return (
+        *rolls,
+        *regroup.open_order(state, rank),
+        *dump.work[rank].orders,
+        *((order,) if rank in dump.publishers and order is not None else ()),
+    )
 
 
 def welcome(state: ControllerState, rank: int) -> Welcome:
@@ -154,7 +167,7 @@ def stream_closed(state: ControllerState, event: StreamClosed, now: float, out: 
     """Streams broke: their ranks are suspect, and all gates close at once."""
     if event.host:
         out.append(Journal("agent_detached", {"host": event.host}))
-        return replace(state, agents=state.agents - {event.host})
+        return replace(state, agents=_agents_but(state, event.host))
     welcomed = not isinstance(state.at, Assembling)
     for rank in event.ranks:
         member = state.members.table[rank]
@@ -178,9 +191,10 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
 def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
     """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, the standbys, and that the ranks
     were sent away, if they were: of its own some may stand still."""
-    if message.host not in state.agents and len(state.agents) >= MOST_KEPT + state.settings.world_size:
+    others = _agents_but(state, message.host)
+    if len(others) >= MOST_KEPT + state.settings.world_size:
         raise ProtocolError(
-            f"job {state.settings.job_id}: agent on {message.host!r}: got {len(state.agents)} hosts already, expected at most"
+            f"job {state.settings.job_id}: agent on {message.host!r}: got {len(others)} hosts already, expected at most"
             f" {MOST_KEPT + state.settings.world_size}; are agents of another job sending here?"
         )
     out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
@@ -188,7 +202,11 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
         out.append(Tell((message.host,), StandbyList(state.successors, state.settings.lease_s)))
     if isinstance(state.at, Exiting):
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
-    return replace(state, agents=state.agents | {message.host})
+    return replace(state, agents=(*others, AttachedAgent(message.host, message.ranks)))
+
+
+def _agents_but(state: ControllerState, host: str) -> tuple[AttachedAgent, ...]:
+    return tuple(agent for agent in state.agents if agent.host != host)
 
 
 def vouched(state: ControllerState, message: Vouch, now: float, out: list[Effect]) -> ControllerState:
@@ -289,6 +307,19 @@ def fault_report(state: ControllerState, message: FaultReport, now: float, out: 
     if isinstance(state.at, Running):
         return begin_fault(state, (message.cause,), message.cause, now, out)
     return add_cause(state, message.cause, now)
+
+
+def fault_while_regrouping(
+    state: StateAt[Regrouping], message: FaultReport, now: float, out: list[Effect]
+) -> ControllerState:
+    """A rank reports a fault of its own while all regroup. That collectives fail whose groups are given up is expected."""
+    if message.cause in state.at.fault.causes:
+        return state
+    out.append(fault_line(message))
+    state = add_cause(sign_of_report(state, message, now), message.cause, now)
+    if message.cause.kind is CauseKind.PEER_ERROR:
+        return state
+    return regroup.write_instead(state, f"rank {message.rank}: {message.cause.text}", now, out)
 
 
 def fault_line(message: FaultReport) -> Journal:

@@ -26,7 +26,12 @@ def learn_successors(state: S, addresses: Iterable[str], out: list[Effect]) -> S
         return state
     state = replace(state, successors=(*state.successors, *new))
     if state.agents:
-        out.append(Tell(tuple(sorted(state.agents)), StandbyList(state.successors, state.settings.lease_s)))
+        out.append(
+            Tell(
+                tuple(sorted(agent.host for agent in state.agents)),
+                StandbyList(state.successors, state.settings.lease_s),
+            )
+        )
     return state
 
 

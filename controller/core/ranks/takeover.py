@@ -56,7 +56,7 @@ def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list
         fields: Fields = {"rank": rank, "kind": cause.kind.value, "text": cause.text, "host": "", "pid": message.pid}
         out.append(Journal("left" if exited_cleanly else "death_seen", fields))
         members = mark_dead(members, rank, cause, True, now)
-        state = state if exited_cleanly else sign_of_death(state, rank, cause, now)
+        state = state if exited_cleanly else sign_of_death(state, rank, cause, now, message.pid)
     elif not says_more(member.dead.text, cause.text):
         return state
     else:

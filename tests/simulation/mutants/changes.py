@@ -18,12 +18,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *(f"controller.core.{name}" for name in (
-        "facts.decision", "facts.coverage", "dump.freeze", "stages", "machine", "dump.roll_forward", "dump.writing", "dump.publishing",
+        "facts.decision", "facts.coverage", "dump.freeze", "stages", "machine", "dump.roll_forward", "dump.regroup", "dump.writing", "dump.publishing",
         "facts.planning", "facts.membership", "ranks.liveness", "ranks.takeover", "dump.finish", "dump.reassign", "ranks.stall",
         "facts.pace", "transitions", "facts.per_rank", "facts.answers", "ranks.repeats", "ranks.standbys", "facts.state",
     )),
     "controller.handler",
-    *(f"processor.core.{name}" for name in ("orders", "transitions", "machine", "failover", "step_times", "refusals", "state", "causes")),
+    *(f"processor.core.{name}" for name in ("orders", "freezes", "transitions", "machine", "failover", "step_times", "refusals", "state", "causes")),
     *(f"processor.{name}" for name in ("gate", "freeze_state", "step_boundary", "handler", "worker", "starting")),
     *(f"proto.{name}" for name in ("fence", "limits", "names")),
 )  # fmt: skip

@@ -13,7 +13,7 @@ Row = tuple[str, str, str]
 EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "for the type checker; the stage, or who calls, proves it": (
         ("controller.core.ranks.liveness", "rolls = (RollForward(state.freeze_id, record),) if dump.rolling[rank] and record is not None else ()", "dump.rolling[rank] and record is not None: without record is not None"),
-        ("controller.core.ranks.liveness", "return (*rolls, *dump.work[rank].orders, *((order,) if rank in dump.publishers and order is not None else ()))", "rank in dump.publishers and order is not None: without order is not None"),
+        ("controller.core.ranks.liveness", "*((order,) if rank in dump.publishers and order is not None else ()),", "rank in dump.publishers and order is not None: without order is not None"),
         ("controller.core.dump.reassign", "free = (able_holders(state) & (dump.prompt or frozenset())) - failing_here(state) - frozenset(late)", "dump.prompt or frozenset(): without frozenset()"),
         ("controller.core.ranks.stall", "if fault is None or fault.unproven is None or fault.causes or known is None or order <= known.order:", "fault is None or fault.unproven is None or fault.causes or (known is None) or (order <= known.order): without fault is None"),
         ("controller.core.stages", "return [registration.standby for registration in registrations if registration is not None and registration.standby]", "registration is not None and registration.standby: without registration is not None"),

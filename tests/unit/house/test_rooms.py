@@ -37,6 +37,8 @@ SAME_CLASS = {
     "Journal": "the machine's order to write a line, and what writes it",
     "Received": "a message came, to either machine",
     "SavedAlone": "the ranks' save without a controller: an event in each rank, and the file about it",
+    "Regroup": "the order to make the groups again, and how the training thread leaves its training for it",
+    "Regrouping": "a rank that makes its groups again, and the stage in which all do",
     "Send": "send a message, from either machine",
     "TTPOddReplicaOptimizer": "MindIO's own name",
     "TTPReplicaOptimizer": "MindIO's own name",

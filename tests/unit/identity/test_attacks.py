@@ -41,6 +41,8 @@ from ttp.proto.messages import (
     Phase,
     Published,
     Registration,
+    Regrouped,
+    ReplaceFailed,
     ShardGroup,
     Upward,
     Vouch,
@@ -169,6 +171,8 @@ FORGED = {
     "an agent's hello": (AgentHello("host", (1,), (101,)),),
     "a death": (WorkerExit(1, 101, "signal SIGKILL", 0.0),),
     "a vouch": (Vouch((1,), (101,)),),
+    "that no process can be started in its place": (ReplaceFailed("host", 1, 1, "no memory"),),
+    "that another rank has regrouped": (registration(1), Regrouped(0, 1)),
 }
 
 
@@ -186,6 +190,7 @@ def test_a_rank_cannot_send(live: Live, what: str) -> None:
         AgentHello("host", (1, 0), (101, 100)),
         WorkerExit(0, 100, "signal SIGKILL", 0.0),
         Vouch((1, 0), (101, 100)),
+        ReplaceFailed("other", 0, 1, "no memory"),
         registration(0),
     ],
 )

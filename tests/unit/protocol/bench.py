@@ -128,6 +128,14 @@ class ControllerBench:
             for rank in effect.ranks
         }
 
+    def said_to_agents(self, kind: type[T]) -> dict[str, list[T]]:
+        """Return the messages of one kind in the last effects, by the agent's host."""
+        messages: dict[str, list[T]] = {}
+        for effect in only(self.effects, controller_events.Tell):
+            for host in effect.hosts if isinstance(effect.message, kind) else ():
+                messages.setdefault(host, []).append(effect.message)  # type: ignore[arg-type]
+        return messages
+
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Return the fields of every journal line of one kind so far."""
         return [dict(line.fields) for line in self.journal if line.event == event]
@@ -156,10 +164,10 @@ class ControllerBench:
 class ProcessorBench:
     """A processor machine with a clock that the test moves."""
 
-    def __init__(self, rank: int = 1, connected: bool = True) -> None:
+    def __init__(self, rank: int = 1, connected: bool = True, **settings: Any) -> None:
         self.now = 0.0
         self.rank = rank
-        self.state = processor_machine.initial(ProcessorSettings(rank), 0.0)
+        self.state = processor_machine.initial(ProcessorSettings(rank, **settings), 0.0)
         self.effects: tuple[processor_events.Effect, ...] = ()
         if connected:
             self.tick()

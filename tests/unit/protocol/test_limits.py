@@ -29,6 +29,9 @@ from ttp.proto.messages import (
     Published,
     PublishOrder,
     Registration,
+    Regroup,
+    Regrouped,
+    ReplaceFailed,
     RolledForward,
     RollForward,
     ShareResult,
@@ -69,6 +72,11 @@ UPWARD: list[Any] = [
     Published(1, 1, 2**62, "/a"),
     StepFailed(1, 2**60, "write", "t", "x", ()),
     Progress(1, -2),
+    Regrouped(1, -2),
+    Regrouped(1, LAST_STEP + 1),
+    ReplaceFailed("h", 1, 2**60, "x"),
+    replace(registration(1), vacant=-1),
+    replace(registration(1), vacant=LAST_STEP + 1),
 ]  # fmt: skip
 DOWNWARD: list[Any] = [
     Welcome(1, 3, 0.0, 3.0, ""),
@@ -80,6 +88,10 @@ DOWNWARD: list[Any] = [
     PublishOrder(1, 5, "/a", "t", (ShareResult((FileEntry("..", 1, "", 0),)),), CAUSE, None, 3),
     PublishOrder(1, 5, "/a", "t", (), CAUSE, record(-1), 3),
     Exit(256, "x"),
+    Regroup(-2, 5, (), None),
+    Regroup(1, LAST_STEP + 1, (), None),
+    Regroup(1, -1, (), None),
+    Regroup(1, 5, (-1,), None),
     StandbyList(("a",), -1.0),
     StandbyList(("a",) * (MOST_ADDRESSES + 1), 1.0),
 ]

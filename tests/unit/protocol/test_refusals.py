@@ -24,6 +24,7 @@ from ttp.proto.messages import (
     Progress,
     Published,
     PublishOrder,
+    Regrouped,
     RolledForward,
     RollForward,
     StateReport,
@@ -54,7 +55,7 @@ def being_published() -> ControllerBench:
 
 
 UNASKED: dict[str, tuple[Callable[[], ControllerBench], tuple[Any, ...]]] = {
-    "freezing": (freezing, (RolledForward(0, 1, 6), Published(0, 1, 6, "/a/x"), StepFailed(0, 1, "write", TMP, "no space"))),
+    "freezing": (freezing, (RolledForward(0, 1, 6), Regrouped(0, 1), Published(0, 1, 6, "/a/x"), StepFailed(0, 1, "write", TMP, "no space"))),
     "rolling": (rolling, (RolledForward(2, 1, 6), Published(0, 1, 6, "/a/x"), StepFailed(0, 1, "publish", TMP, "no space"))),
     "writing": (dying, (Published(0, 1, 6, "/a/x"), RolledForward(0, 1, 6), StepFailed(0, 1, "write", "iter_0000006_tmp_3_1_2", ""))),
     "parts": (

@@ -32,22 +32,24 @@ def processor_kinds() -> set[type]:
 
 def test_what_the_controllers_table_leaves_out() -> None:
     """Before the first freeze no rank can answer one, before the welcome none sends heartbeats, and a standby receives nothing
-    before a rank has registered."""
+    before a rank has registered. In training only the answer to an order to regroup can still be under way: with the thaw all ranks are
+    out of the fault."""
     absent = {(s.name.value, k.__name__) for s in STAGES for k in controller_kinds() - TABLES[s].on.keys()}
-    answers = {m.RolledForward, m.Written, m.Published, m.StepFailed}
+    answers = {m.RolledForward, m.Regrouped, m.Written, m.Published, m.StepFailed}
     beats = {m.Heartbeat, controller_events.HeartbeatBatch}
     later = {m.StateReport, *beats, m.FaultReport, m.Finished, m.Progress, m.StandbyReport}
     assert absent == {
         *(("assembling", kind.__name__) for kind in (*answers, m.StateReport, *beats)),
-        *(("running", kind.__name__) for kind in answers),
+        *(("running", kind.__name__) for kind in answers - {m.Regrouped}),
         *(("standby", kind.__name__) for kind in (*answers, *later)),
     }
 
 
 def test_what_the_processors_table_leaves_out() -> None:
-    """A rank that was rolled forward never trains again."""
+    """A rank in training neither rolls forward nor regroups, and Replace is for agents."""
     absent = {(s.value, k.__name__) for s in RankMode for k in processor_kinds() if (s, k) not in processor.TRANSITIONS}
-    assert absent == {("training", "RollForwardDone")}
+    to_agents = {(mode.value, "Replace") for mode in RankMode}
+    assert absent == {("training", "RollForwardDone"), ("training", "RegroupDone"), *to_agents}
 
 
 def test_no_pair_is_named_twice() -> None:

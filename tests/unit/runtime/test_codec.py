@@ -33,7 +33,7 @@ PROTO = Path(m.__file__).resolve().parent
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-INT32_FIELDS = {"rank", "ranks", "world_size", "index", "count", "code", "torn"}
+INT32_FIELDS = {"rank", "ranks", "world_size", "index", "count", "code", "torn", "replaced", "source", "target"}
 
 for kind, strategy in ((str, TEXT), (float, st.floats(allow_nan=True, allow_infinity=True, width=64))):
     st.register_type_strategy(kind, strategy)

@@ -1,0 +1,224 @@
+"""From ranks that all hold the decided step to ranks that train on, without a checkpoint (PURE).
+
+Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with the checkpoint that it stood in for. Nothing
+is given up for it before it has succeeded: the gates of all that hold a shard stay closed, and no process is ended that holds one. So whatever fails here ends as if it had not been tried.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TypeGuard
+
+from ttp.proto.frozen import replace
+from ttp.proto.messages import (
+    Cause,
+    CauseKind,
+    Registration,
+    Regroup,
+    Regrouped,
+    Replace,
+    ReplaceFailed,
+    StepFailed,
+    Thaw,
+)
+
+from ..facts.coverage import coverage_of, named, survives
+from ..facts.events import Effect, Journal, Send, Tell
+from ..facts.incident import Outcome, report, stage_ended
+from ..facts.membership import Member, attach, mark_dead, reachable, update
+from ..facts.pace import rested
+from ..facts.state import ControllerState as State
+from ..facts.state import Faulted, Recoveries, Regrouping, Rolling, Running, StateAt, Writing, goto
+from .freeze import half_of_the_rest
+from .roll_forward import able_holders
+from .writing import start_writing
+
+MOST_AT_A_STEP = 3
+"""So many recoveries in a row at one step: whatever fails there fails again, and the next one writes it down first."""
+
+_AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION)
+"""What is known at once and for certain. Silence and hangs take seconds to find, and a silent process may still run: such a fault is written."""
+
+
+def regroup_or_write(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
+    """Every roll-forward is answered: have the ranks train on if that is possible, else write the step. Once in a fault."""
+    fault, dump = state.at.fault, state.at.dump
+    if state.settings.in_place_s > 0 and not fault.to_be_written:
+        reason = _why_not(state, now)
+        if not reason:
+            return _start(state, now, out)
+        out.append(Journal("not_in_place", {"freeze_id": state.freeze_id, "reason": reason}))
+    return start_writing(goto(state, Writing(replace(fault, to_be_written=True), dump)), now, out)
+
+
+def _why_not(state: StateAt[Rolling], now: float) -> str:
+    """Say why the step is written instead; empty: the ranks can regroup."""
+    fault, dump, settings = state.at.fault, state.at.dump, state.settings
+    kinds = {cause.kind for cause in fault.causes} - {CauseKind.PEER_ERROR}
+    if not kinds or not kinds.issubset(_AT_ONCE):
+        return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
+    step = dump.decision.step
+    if dump.decision.copies:
+        return "some ranks keep the step before, so that others may be ahead"
+    if any(record.step > step for record in fault.records):
+        return f"step {step} is not the newest that any rank has finished"
+    staying = able_holders(state)
+    for rank in range(settings.world_size):
+        if reason := _why_not_stay(state, rank) if rank in staying else _why_not_replaced(state, rank):
+            return f"rank {rank} {reason}"
+    for group in state.coverage.groups:
+        if staying.isdisjoint(group.holders):
+            return f"{group.label} would have no holder that stays"
+    if now + settings.in_place_s > fault.began + settings.total_timeout_s / 2:
+        return f"less than {settings.in_place_s:g} s remain in the first half of the fault's time"
+    before = state.recoveries
+    if before.count >= settings.most_in_place:
+        return f"{before.count} faults have ended without a checkpoint"
+    if before.step == step and before.at_step >= MOST_AT_A_STEP:
+        return f"no step was finished since {before.at_step} recoveries at step {step}"
+    return ""
+
+
+def _why_not_stay(state: StateAt[Rolling], rank: int) -> str:
+    member, report = state.members.table[rank], state.at.fault.reports[rank]
+    if member.registration is None or not member.registration.regroups or member.finished:
+        return "cannot enter its training again"
+    if member.suspect or not member.attached:
+        return "is silent"
+    return "has a gate that cannot open again" if report is None or report.final else ""
+
+
+def _why_not_replaced(state: StateAt[Rolling], rank: int) -> str:
+    """A process is replaced that has ended for certain, or that has lost its state and is here: none trains on elsewhere, and none is ended
+    that holds a shard."""
+    member, report = state.members.table[rank], state.at.fault.reports[rank]
+    if member.dead is None:
+        if report is None or not report.torn or member.suspect or not member.attached:
+            return "is not at the step, and has not lost its state"
+    elif member.dead.kind is not CauseKind.EXITED or member.attached:
+        return "may still run"
+    return "" if agent_of(state, rank) else "has no agent that could start a process"
+
+
+def _start(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
+    """Order replacements from the agents, and all that stay to regroup with them."""
+    fault, dump, table = state.at.fault, state.at.dump, state.members.table
+    staying = able_holders(state)
+    replaced = tuple(rank for rank in range(state.settings.world_size) if rank not in staying)
+    order = Regroup(state.freeze_id, dump.decision.step, replaced, dump.decision.record)
+    members = state.members
+    for rank in replaced:
+        known, pid = table[rank].registration, 0
+        if table[rank].dead is None and known is not None:
+            cause = Cause(CauseKind.EXCEPTION, (rank,), "its update failed half way: its process is replaced")
+            members, pid = mark_dead(members, rank, cause, False, now), known.pid
+        out.append(Tell((agent_of(state, rank),), Replace(rank, pid, state.freeze_id)))
+    out.append(Send(tuple(sorted(staying)), order))
+    out.append(Journal("regroup_sent", {"freeze_id": state.freeze_id, "step": order.step, "replaced": replaced}))
+    dump = replace(
+        dump,
+        able=dump.able.difference(replaced),
+        regroup=order,
+        progress_by=now + state.settings.in_place_s,
+        patience_until=inf,
+    )
+    at = Regrouping(replace(fault, to_be_written=True), dump, frozenset(range(len(table))), frozenset(replaced))
+    return goto(replace(state, members=members), at)
+
+
+def agent_of(state: State, rank: int) -> str:
+    """Return the host of the attached agent that starts this rank's process; empty: none is attached."""
+    return next((agent.host for agent in state.agents if rank in agent.ranks), "")
+
+
+def open_order(state: StateAt[Faulted], rank: int) -> tuple[Regroup, ...]:
+    """Return the order that a rank has not answered, if there is one; a replacement receives it when it has come."""
+    at = state.at
+    if not isinstance(at, Regrouping) or at.dump.regroup is None or rank not in at.pending - at.awaited:
+        return ()
+    return (at.dump.regroup,)
+
+
+def is_replacement(state: State, message: Registration) -> TypeGuard[StateAt[Regrouping]]:
+    """Say whether this is the process that an agent was asked for."""
+    return isinstance(state.at, Regrouping) and message.rank in state.at.awaited and message.vacant == state.freeze_id
+
+
+def replacement_came(
+    state: StateAt[Regrouping], message: Registration, now: float, out: list[Effect]
+) -> StateAt[Regrouping]:
+    """Another process takes a rank's place: it lives, and holds nothing yet."""
+    rank, at = message.rank, state.at
+    out.append(Journal("replacement_came", {"rank": rank, "host": message.host, "pid": message.pid}))
+    members = attach(update(state.members, rank, Member()), message, now, state.settings)
+    pace = replace(state.pace, places=state.pace.places.put(rank, None))
+    return replace(state, members=members, pace=pace, at=replace(at, awaited=at.awaited - {rank}))
+
+
+def regrouped(state: StateAt[Regrouping], answer: Regrouped, now: float, out: list[Effect]) -> State:
+    """A rank's groups are whole, and its shards equal its replicas'."""
+    if answer.rank in state.at.awaited:
+        return state  # of no process that was asked
+    return replace(state, at=replace(state.at, pending=state.at.pending - {answer.rank}))
+
+
+def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) -> State:
+    """Once all have regrouped every gate opens: the only point of no return."""
+    if state.at.pending:
+        return state
+    order, before = state.at.dump.regroup, state.recoveries
+    assert order is not None
+    if state.members.finished:
+        return write_instead(state, "a rank has finished its training", now, out)
+    out.append(Send(reachable(state.members), Thaw(state.freeze_id)))
+    out.append(Journal("regrouped", {"freeze_id": state.freeze_id, "step": order.step, "replaced": order.replaced}))
+    state = stage_ended(state, "regrouped", now)
+    state = report(state, Outcome(in_place=True, kept_step=order.step), now, out)
+    coverage = coverage_of(member.registration for member in state.members.table if member.registration is not None)
+    at_step = before.at_step + 1 if before.step == order.step else 1
+    return goto(
+        replace(
+            state,
+            coverage=coverage,
+            survives=survives(coverage),
+            pace=rested(state.pace, now),
+            recoveries=Recoveries(before.count + 1, order.step, at_step),
+        ),
+        Running(),
+    )
+
+
+def write_instead(state: StateAt[Regrouping], reason: str, now: float, out: list[Effect]) -> State:
+    """Write the step: what holds it has not changed since it was decided, but for those that have died."""
+    out.append(Journal("regroup_failed", {"freeze_id": state.freeze_id, "reason": reason}))
+    dump = replace(
+        state.at.dump,
+        progress_by=now + state.settings.progress_timeout_s,
+        patience_until=half_of_the_rest(state, now),
+    )
+    return start_writing(goto(state, Writing(state.at.fault, dump)), now, out)
+
+
+def on_rank_lost_regrouping(state: StateAt[Regrouping], rank: int, now: float, out: list[Effect]) -> State:
+    """A rank died. One that is replaced counts as dead already when its process ends."""
+    return write_instead(state, f"rank {rank} died", now, out)
+
+
+def on_timeout_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) -> State:
+    """It took too long."""
+    late = named("rank", sorted(state.at.pending))
+    return write_instead(state, f"{late} had not regrouped after {state.settings.in_place_s:g} s", now, out)
+
+
+def regroup_failed(state: StateAt[Regrouping], answer: StepFailed, now: float, out: list[Effect]) -> State:
+    """A rank cannot regroup, or has found that its replicas differ."""
+    if answer.stage != "regroup":
+        return state
+    return write_instead(state, f"rank {answer.rank}: {answer.error}", now, out)
+
+
+def replace_failed(state: StateAt[Regrouping], answer: ReplaceFailed, now: float, out: list[Effect]) -> State:
+    """An agent cannot start a process in a rank's place."""
+    if answer.freeze_id != state.freeze_id:
+        return state
+    return write_instead(state, f"no process for rank {answer.rank}: {answer.error}", now, out)

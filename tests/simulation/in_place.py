@@ -1,0 +1,197 @@
+"""How a simulated job trains on without a checkpoint: processes in the place of lost ones, and training threads that leave their step, make
+their groups again and are given what they are to hold. What goes wrong in it is drawn by seed; what must be so then is judged (I17, I18).
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tests.simulation.replica import HALF_WRITTEN
+from ttp.processor.core import events as ev
+from ttp.proto.messages import Regroup, Replace, ReplaceFailed
+
+if TYPE_CHECKING:
+    from tests.simulation.agents import Agent
+    from tests.simulation.job import Job
+    from tests.simulation.rank import Rank
+
+TRIED = 0.6
+"""Part of the jobs whose controllers try it."""
+LIMIT_S = 1.0
+FAILING = 0.04
+"""Chance of each thing that can go wrong for each rank."""
+PIDS_APART = 10_000
+
+
+class InPlace:
+    """What all ranks of a job share. `fills_are_compared` False: a wrong variant of the ranks."""
+
+    def __init__(self, job: Job, rng: random.Random) -> None:
+        self.job, self.rng = job, rng
+        self.generation = 0
+        """In which the job trains: the freeze under which its groups were made; 0: the first."""
+        self.former: list[Rank] = []
+        """Processes that were replaced."""
+        self.fills_are_compared = True
+        self.failing = FAILING
+        """Chance of each thing that can go wrong by itself."""
+
+    def fails(self) -> bool:
+        return self.rng.random() < self.failing
+
+    def process_of(self, rank: int, pid: int) -> Rank:
+        """Return the process that an incident is about."""
+        return next(
+            (process for process in self.former if (process.rank, process.pid) == (rank, pid)), self.job.ranks[rank]
+        )
+
+    def update_begins(self, process: Rank) -> None:
+        """I17: all train in one generation, and none in an older one any more."""
+        if process.generation < self.generation:
+            self.job.broken(
+                f"I17: rank {process.rank} begins an update in generation {process.generation}, others train in {self.generation}"
+            )
+        self.generation = max(self.generation, process.generation)
+        behind = [rank.rank for rank in self.job.ranks if rank.alive and rank.generation != self.generation]
+        if behind:
+            self.job.broken(f"I17: an update begins in generation {self.generation}, which ranks {behind} are not in")
+
+    def opened(self) -> None:
+        """I18: when the gates open in a new generation every rank that lives has the same step, bit for bit that of a fault-free run."""
+        living = [rank for rank in self.job.ranks if rank.alive]
+        newest = max((rank.generation for rank in living), default=0)
+        if newest <= self.generation:
+            return
+        training = self.job.training
+        for process in living:
+            step, replica = process.gate.state_step, process.replica
+            if (process.generation, step) != (newest, living[0].gate.state_step):
+                self.job.broken(f"I18: rank {process.rank} is at step {step} of generation {process.generation}")
+            elif any(value != training.expected(group, step) for group, value in replica.values.items()):
+                self.job.broken(f"I18: rank {process.rank} trains on from a state that is not that of step {step}")
+            elif replica.host_states.get(step) != training.host_state(step):
+                self.job.broken(
+                    f"I18: rank {process.rank} trains on with the host state {replica.host_states.get(step)}"
+                )
+            if process.pid >= PIDS_APART:
+                self.job.killed.pop(process.rank, None)
+                self.job.seen_to_end.discard(process.rank)
+
+
+class Replacements:
+    """An agent's part: it ends a process, and starts another one in its place."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self._job = agent, agent.job
+        self.over = False
+        """The ranks were ordered to exit: no process is started any more."""
+
+    def take(self, order: Replace) -> None:
+        shared = self._job.in_place
+        slow_s = shared.rng.uniform(0.0, 1.5 * LIMIT_S) if shared.fails() else 0.0
+        self._job.scheduler.after(slow_s + shared.rng.uniform(0.005, 0.05), partial(self._start, order, shared.fails()))
+
+    def _start(self, order: Replace, fails: bool) -> None:
+        agent, job, old = self._agent, self._job, self._job.ranks[order.rank]
+        if agent.lost or self.over:
+            return
+        if fails or (old.alive and old.pid != order.pid):
+            agent.report(ReplaceFailed(agent.host, order.rank, order.freeze_id, "no process could be started"))
+            return
+        if old.alive:
+            job.kill(order.rank)
+        new = job.replace(order.rank, order.freeze_id, agent.addresses[agent.place])
+        job.happened("replacement started", order.rank)
+        if job.in_place.fails():
+            new.soon(job.in_place.rng.uniform(0.0, 0.02), partial(job.kill, order.rank))
+
+    def ended(self, process: Rank) -> None:
+        """A process that was started in another's place has ended: the controller may not know it yet."""
+        if process.pid >= PIDS_APART:
+            self._agent.report(ReplaceFailed(self._agent.host, process.rank, process.began_in, "it has ended"))
+
+
+class Regrouping:
+    """A rank's part, on its training thread."""
+
+    def __init__(self, process: Rank) -> None:
+        self._process, self._job = process, process.job
+        self._order: Regroup | None = None
+        """Of the groups that are being made."""
+
+    def raised(self, text: str) -> bool:
+        """The training thread raises: say whether it is making its groups, and so has failed to."""
+        order, self._order = self._order, None
+        if order is None:
+            return False
+        self._process.leave_training()
+        self._fail(order, text)
+        return True
+
+    def begin(self, order: Regroup) -> None:
+        """The training thread is brought out of its step, if it can be."""
+        shared = self._job.in_place
+        if shared.fails() or self._process.stuck:
+            self._job.note(f"rank {self._process.rank} does not come out of its step")
+        elif shared.fails():
+            self._fail(order, "raised while its groups were made")
+        else:
+            self._process.later(shared.rng.uniform(0.001, 0.05), partial(self._leave, order))
+
+    def _leave(self, order: Regroup) -> None:
+        process, step = self._process, order.step
+        process.leave_training()
+        if not process.state.vacant:
+            self._job.collectives.leave(process.rank, process.generation)
+            process.replica.enter(step)
+        process.generation, self._order = order.freeze_id, order
+        process.rehearsal.begin_anew(process.rehearsal.steps)
+        self._job.happened("left", process.rank)
+        self._meet("groups", order, partial(self._fill, order))
+
+    def _meet(self, name: str, order: Regroup, then: partial[None]) -> None:
+        process, job = self._process, self._job
+        fail = process.in_turn(partial(self._fail, order, "connection closed by peer"))
+        job.collectives.enter(
+            name, order.freeze_id, job.everybody, process.rank, process.in_turn(then), fail, generation=order.freeze_id
+        )
+
+    def _fill(self, order: Regroup) -> None:
+        """Take the shards from those that hold them; they must stand still meanwhile."""
+        process, job, rank = self._process, self._job, self._process.rank
+        for group in job.training.groups_of(rank) if rank in order.replaced else ():
+            holders = job.training.layout.holders[int(group[1:])]
+            staying = [holder for holder in holders if holder not in order.replaced]
+            if not staying:
+                job.broken(f"I18: no rank that stays holds {group}")
+                continue
+            source = job.ranks[staying[0]].replica
+            value = source.values[group]
+            if value == HALF_WRITTEN or source.state_step != order.step:
+                job.broken(f"I18: rank {rank} is filled with {group} of step {source.state_step}")
+            process.replica.values[group] = value + job.in_place.fails()
+            process.replica.take_host_state(order.step, source)
+            process.replica.state_step = order.step
+        job.happened("filled", rank)
+        process.soon(
+            job.in_place.rng.uniform(0.001, 0.02), partial(self._meet, "filled", order, partial(self._compare, order))
+        )
+
+    def _compare(self, order: Regroup) -> None:
+        """All holders of a group have the same bits."""
+        process, job = self._process, self._job
+        for group in job.training.groups_of(process.rank):
+            holders = job.training.layout.holders[int(group[1:])]
+            values = {job.ranks[holder].replica.values[group] for holder in holders}
+            if len(values) > 1 and job.in_place.fills_are_compared:
+                self._fail(order, f"{group} differs between ranks {holders}")
+                return
+        self._order = None
+        process.gate.regrouped(order.step, order.record)
+        process.put(ev.RegroupDone(order))
+        process.compute_again()
+
+    def _fail(self, order: Regroup, error: str) -> None:
+        self._process.put(ev.WorkFailed(order.freeze_id, "regroup", "", error))

@@ -1,0 +1,56 @@
+"""Jobs that recover without a checkpoint: each arranged turn of events comes, and ends as it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation import arranged_in_place as arranged
+from tests.simulation.checks import run_and_check
+from tests.simulation.scenario import Scenario
+from tests.simulation.truth import events
+
+RECOVERED = (
+    arranged.one_dies, arranged.the_last_step_is_rolled_forward, arranged.order_is_lost, arranged.controller_dies_behind_it,
+)  # fmt: skip
+WRITTEN = (
+    arranged.dies_when_it_has_regrouped, arranged.raises_and_the_other_holder_dies, arranged.dies_while_another_rolls_forward,
+    arranged.controller_dies_meanwhile, arranged.noticed_meanwhile, arranged.cannot_be_regrouped, arranged.dies_again_and_again,
+    arranged.fills_differ, arranged.stopped_in_front_of_its_update, arranged.one_has_no_order_when_the_controller_dies,
+)  # fmt: skip
+
+
+def _run(build: Callable[[int], Scenario], seed: int) -> Scenario:
+    scenario = build(seed)
+    found = run_and_check(scenario)
+    assert not found, f"seed {seed}: {found}"
+    return scenario
+
+
+@pytest.mark.parametrize("build", RECOVERED, ids=lambda build: build.__name__)
+def test_training_continues_without_a_checkpoint(build: Callable[[int], Scenario]) -> None:
+    for seed in range(8):
+        job = _run(build, seed).job
+        assert events(job, "regrouped") and events(job, "finished"), f"seed {seed}"
+        assert not events(job, "published"), f"seed {seed}"
+
+
+@pytest.mark.parametrize("build", WRITTEN, ids=lambda build: build.__name__)
+def test_what_cannot_be_recovered_is_written(build: Callable[[int], Scenario]) -> None:
+    """In most of the jobs: some messages cross."""
+    published = sum(bool(events(_run(build, seed).job, "published")) for seed in range(8))
+    assert published >= 2
+
+
+def test_a_shard_whose_last_holder_dies_beside_a_replacement_is_refused() -> None:
+    for seed in range(8):
+        _run(arranged.last_holder_dies_while_another_rolls_forward, seed)
+        job = _run(arranged.last_holder_dies_beside_a_replacement, seed).job
+        assert events(job, "regroup_failed") and events(job, "refused"), f"seed {seed}"
+
+
+def test_every_arrangement_is_tried() -> None:
+    refused = (arranged.last_holder_dies_beside_a_replacement, arranged.last_holder_dies_while_another_rolls_forward)
+    tried = (*RECOVERED, *WRITTEN, *refused)
+    assert set(tried) == set(arranged.ARRANGED) and len(tried) == len(arranged.ARRANGED)
