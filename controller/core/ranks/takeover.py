@@ -116,7 +116,7 @@ def gather_ranks(state: StateAt[Gathering], now: float, out: list[Effect]) -> Co
     came = members.table.ranks(lambda member: member.registration is not None)
     fields: Fields = {"term": settings.term, "ranks": came, "absent": absent, "survives": state.survives}
     out.append(Journal("took_over", {**fields, "warnings": warnings(coverage) if whole else ()}))
-    if not whole and not known_groups:
+    if not whole and not known_groups and not any(registration.vacant for registration in registrations):
         return leave(state, "the controller was lost before the job had assembled", now, out)
     for rank in members.table.ranks(lambda member: member.attached and member.dead is None and not _trains(member)):
         out.append(Send((rank,), welcome(state, rank)))

@@ -43,6 +43,7 @@ from ttp.proto.messages import (
     StepFailed,
     Thaw,
     Upward,
+    Welcome,
     WriteOrder,
 )
 
@@ -299,6 +300,16 @@ def test_a_new_controller_thaws_only_ranks_that_have_all_regrouped(half_way: boo
     assert bool(bench.sent(Thaw)) == (not half_way)
     if half_way:
         assert sorted(bench.orders()) == [0, 1, 2]
+
+
+def test_a_new_controller_to_which_only_a_vacant_process_comes_knows_that_the_job_had_assembled() -> None:
+    """The lost controller had ordered it, and never came to welcome it; all that held shards have ended with the controller."""
+    bench = ControllerBench(assembled=False, in_place_s=IN_PLACE_S, standby=1, address="b")
+    bench.say(killed(0), killed(1), killed(2), able(3, vacant=4, pid=203))
+    assert bench.at(Stage.FREEZING) and 3 in bench.sent(Welcome)
+    bench.say(report(3, bench.state.freeze_id, COMPUTE, 1, state_step=0, torn=True, final=True))
+    (refusal,) = bench.logged("refused")
+    assert "no live rank can write" in refusal["reason"] and bench.at(Stage.EXITING)
 
 
 def test_records_of_the_ranks_that_stay_outlive_a_recovery() -> None:
