@@ -298,8 +298,6 @@ class Controller:
         """It writes a line of its journal."""
         self.journal.append((self.job.scheduler.now, line))
         self.job.happened(line.event, -1)
-        if line.event in ("regrouped", "thawed"):
-            self.job.in_place.opened()
         if line.event == "published":
             self.job.said_published(self)
         elif line.event in ("decided", "refused"):

@@ -32,6 +32,8 @@ class InPlace:
         self.job, self.rng = job, rng
         self.generation = 0
         """In which the job trains: the freeze under which its groups were made; 0: the first."""
+        self.opened = 0
+        """The newest in which a gate has opened."""
         self.former: list[Rank] = []
         """Processes that were replaced."""
         self.fills_are_compared = True
@@ -58,12 +60,13 @@ class InPlace:
         if behind:
             self.job.broken(f"I17: an update begins in generation {self.generation}, which ranks {behind} are not in")
 
-    def opened(self) -> None:
-        """I18: when the gates open in a new generation every rank that lives has the same step, bit for bit that of a fault-free run."""
-        living = [rank for rank in self.job.ranks if rank.alive]
-        newest = max((rank.generation for rank in living), default=0)
-        if newest <= self.generation:
+    def enters(self, entering: Rank) -> None:
+        """I18: when the first gate has opened in a new generation every rank that lives has the same step, bit for bit that of a fault-free
+        run. A controller that says so and that no rank obeys any more opens none."""
+        newest, living = entering.generation, [rank for rank in self.job.ranks if rank.alive]
+        if newest <= self.opened:
             return
+        self.opened = newest
         training = self.job.training
         for process in living:
             step, replica = process.gate.state_step, process.replica

@@ -340,7 +340,11 @@ class Rank(Threads):
     # --- the training thread ---
 
     def compute_again(self) -> None:
-        self.in_turn(partial(self.pass_gate, self.gate.await_open, self._compute))()
+        self.in_turn(partial(self.pass_gate, self.gate.await_open, self._enter_training))()
+
+    def _enter_training(self) -> None:
+        self.job.in_place.enters(self)
+        self._compute()
 
     def _compute(self) -> None:
         """Forward and backward of the next step."""
