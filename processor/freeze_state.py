@@ -24,7 +24,7 @@ class FreezeState:
         self.barred = False
         """No update begins: frozen, torn, or final."""
         self.final = False
-        """The state was rolled forward: no reopening any more."""
+        """The state was rolled forward: no reopening before `renew`."""
         self.torn = False
         """An update failed half way."""
         self.freeze_id = -1
@@ -63,11 +63,10 @@ class FreezeState:
     def renew(self) -> None:
         """The training thread enters its training anew: what made this gate final or torn is gone. It stays shut."""
         with self._lock:
-            self.final = self.torn = False
-            self.barred = not self.opened.is_set()
+            self.final = self.torn = False  # still barred: the gate is closed
 
     def make_final(self) -> bool:
-        """Shut for good, if it is shut; say whether it was."""
+        """Shut until `renew`, if it is shut; say whether it was."""
         with self._lock:
             self.final = not self.opened.is_set()
             return self.final

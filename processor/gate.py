@@ -11,8 +11,8 @@ What holds, whatever the threads' timing:
 2. `ready` waits while closed, like the others. A rank that reported COMPUTE(t) must not go on into the collective that
    makes commit record t: another rank could get the record and update, and this one could not follow.
 3. From the first byte of a roll forward the gate is final: the training thread would run the same update again, so it
-   waits for the end of the process.
-4. An update that raised leaves the state torn, and the gate never lets another update begin.
+   waits for the end of the process, or leaves its step and regroups (`regrouped`).
+4. An update that raised leaves the state torn, and no other update begins before `regrouped`.
 
 The lock belongs to the training thread from `begin_update` to `end_update`, so closing waits for an update in progress
 by waiting for the lock. It is not fair; therefore the bar is raised before the wait, and whoever takes the lock looks

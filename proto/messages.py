@@ -183,8 +183,8 @@ class StateReport:
     records: tuple[CommitRecord, ...]
     """Commit records that this rank still has, newest last (at least the newest)."""
     final: bool = False
-    """True when a dump has to follow: the state was rolled forward, so that the gate can never open again, or orders of a dump
-    were taken, which may still be under way."""
+    """True when no thaw can open the gate: the state was rolled forward, orders of a dump were taken, the rank has left its groups, or it
+    holds no shard yet."""
     checkpoint: Text = ""
     """Path of the newest checkpoint that this rank knows to be published; empty: none."""
 

@@ -46,23 +46,17 @@ def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[
 
 
 def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) -> ProcessorState:
-    """A false alarm: open the gate. A thaw also ends every older freeze, whose own thaw was lost."""
+    """Open the gate: a false alarm, or all ranks have regrouped. A thaw also ends every older freeze, whose own thaw was lost."""
     if message.freeze_id < state.freeze_id:
         return state
-    if state.rolled or state.regrouping is not None or state.vacant:
-        why = "was rolled forward" if state.rolled else "has not regrouped"
-        out.append(Log(f"thaw {message.freeze_id} ignored: this rank {why}, its gate cannot open again"))
+    if why := why_no_thaw(state):
+        out.append(Log(f"thaw {message.freeze_id} ignored: this rank {why}, so its gate stays closed"))
         return state
-    why = (
-        "all ranks have regrouped"
-        if state.regrouped == state.freeze_id
-        else f"freeze {state.freeze_id} was a false alarm"
-    )
+    regrouped = state.regrouped == state.freeze_id
+    why = "all ranks have regrouped" if regrouped else f"freeze {state.freeze_id} was a false alarm"
     out += [OpenGate(state.gate_id), Log(f"{why}, training continues")]
     answer_by = inf
-    if (
-        state.faults
-    ):  # no controller thaws a rank whose fault it knows: what was reported was lost, or is still under way
+    if state.faults:  # no controller that knows of them thaws this rank: the report was lost, or is under way
         out.extend(Send(fault) for fault in state.faults)
         answer_by = now + state.settings.controller_lost_s
     return replace(

@@ -79,28 +79,39 @@ def roll_forward_done(state: ProcessorState, event: RollForwardDone, now: float,
 
 def regroup(state: ProcessorState, message: Regroup, now: float, out: list[Effect]) -> ProcessorState:
     """Have the training thread make its groups again; done already, it answers the same."""
-    if message.freeze_id != state.freeze_id or state.regrouping is not None:
-        return state  # an older order, or this one is being done
+    if message.freeze_id != state.freeze_id:
+        return state
+    if state.regrouping is not None:  # this order, or another one before it, is being done, or has failed
+        if state.regrouping == message and state.regroup_error:
+            out.append(_not_regrouped(state, message, state.regroup_error))
+        return state
     if state.regrouped == message.freeze_id:
         out.append(Send(Regrouped(state.settings.rank, state.freeze_id)))
         return state
     if error := why_no_regroup(state, message):
         out.append(Log(f"regroup refused: {error}"))
-        out.append(Send(StepFailed(state.settings.rank, state.freeze_id, "regroup", "", error)))
+        out.append(_not_regrouped(state, message, error))
         return state
     out.append(RegroupTraining(message))
     return replace(state, regrouping=message)
 
 
+def _not_regrouped(state: ProcessorState, order: Regroup, error: str) -> Send:
+    return Send(StepFailed(state.settings.rank, order.freeze_id, "regroup", "", error))
+
+
 def regroup_done(state: ProcessorState, event: RegroupDone, now: float, out: list[Effect]) -> ProcessorState:
-    """The training thread stands in front of `train` again. What was reported of the groups that are gone means nothing any more."""
+    """The training thread waits at the gate before `train`. What was reported of the abandoned step means nothing any more; what else was
+    reported, a preemption notice or a lost agent, does."""
     order = event.order
     if state.regrouping != order:
         raise ProtocolError(f"rank {state.settings.rank}: regrouped for freeze {order.freeze_id} without an order")
-    others = tuple(fault for fault in state.faults if fault.cause.kind is not CauseKind.PEER_ERROR)
+    left_behind = (CauseKind.PEER_ERROR, CauseKind.EXCEPTION)
+    others = tuple(fault for fault in state.faults if fault.cause.kind not in left_behind)
     state = replace(
         state, regrouping=None, regrouped=order.freeze_id, vacant=False, rolled=False, torn=False, state_step=order.step,
         faults=others,
+        parked=False,
     )  # fmt: skip
     if order.freeze_id != state.freeze_id:
         out.append(CloseGate(state.freeze_id))  # what was reported since is no longer so
@@ -195,9 +206,9 @@ def work_failed(state: ProcessorState, event: WorkFailed, now: float, out: list[
             raise ProtocolError(f"rank {state.settings.rank}: a roll-forward failed that was not ordered")
         out.append(Send(failure) if event.freeze_id == state.freeze_id else CloseGate(state.freeze_id))
         return replace(state, applying=None, torn=True)
-    if event.stage == "regroup":  # the groups are gone: this gate cannot open again
+    if event.stage == "regroup":  # the groups are gone: this gate cannot open in this process any more
         out.append(Send(failure))
-        return state
+        return replace(state, regroup_error=event.error)
     if event.freeze_id != state.freeze_id:
         return state
     kind = WriteOrder if event.stage == "write" else PublishOrder

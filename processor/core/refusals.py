@@ -42,6 +42,9 @@ def why_no_regroup(state: ProcessorState, order: Regroup) -> str:
         return "this rank writes, rolls forward or has finished: its training cannot be entered again"
     if order.record is not None and order.record.step != order.step:
         return f"invalid record: got step {order.record.step}, expected step {order.step}"
+    same = next((held for held in state.records if held.step == order.step), None)
+    if same is not None and order.record is not None and repr(same) != repr(order.record):
+        return f"invalid record of step {order.step}: got {order.record}, expected {same}, which this rank holds"
     if not state.vacant and (not state.closed or state.torn or state.state_step != order.step):
         return f"the state: got step {state.state_step}, closed {state.closed}, torn {state.torn}, expected step {order.step}"
     return ""

@@ -89,9 +89,11 @@ class ProcessorState:
     applying: CommitRecord | None = None
     """A roll-forward that is being done."""
     rolled: bool = False
-    """A roll-forward was begun behind this closed gate: it can never open again."""
+    """A roll-forward was begun behind this closed gate: it cannot open before this rank has regrouped."""
     regrouping: Regroup | None = None
     """The training thread leaves its groups and makes them again: until it has, this gate cannot open."""
+    regroup_error: str = ""
+    """Why that could not be done; empty: it has not failed."""
     regrouped: int = 0
     """The freeze under which that was done last."""
     vacant: bool = False

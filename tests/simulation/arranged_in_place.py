@@ -65,6 +65,14 @@ def one_dies(seed: int) -> Scenario:
     return scenario
 
 
+def one_raises(seed: int) -> Scenario:
+    """A rank raises outside its update, once: it keeps its process, and nothing is reported of it afterwards."""
+    scenario = _calm(seed, (even(2), even(4), ring(3))[seed % 3])
+    job = scenario.job
+    job.hook(f"{('COMPUTE', 'READY')[seed // 3 % 2]} {AT}", 1 + seed % 2, lambda rank: _raise(job, rank))
+    return scenario
+
+
 def the_last_step_is_rolled_forward(seed: int) -> Scenario:
     """A rank dies when one rank alone has begun the last update: what follows the recovery is the end of the training."""
     scenario = _calm(seed)
@@ -247,7 +255,7 @@ def stopped_in_front_of_its_update(seed: int) -> Scenario:
 
 
 ARRANGED = (
-    one_dies, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
+    one_dies, one_raises, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
     dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it, noticed_meanwhile,
     cannot_be_regrouped, order_is_lost, dies_again_and_again, fills_differ, stopped_in_front_of_its_update,
 )  # fmt: skip

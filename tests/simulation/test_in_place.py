@@ -12,7 +12,7 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.truth import events
 
 RECOVERED = (
-    arranged.one_dies, arranged.the_last_step_is_rolled_forward, arranged.order_is_lost, arranged.controller_dies_behind_it,
+    arranged.one_dies, arranged.one_raises, arranged.the_last_step_is_rolled_forward, arranged.order_is_lost, arranged.controller_dies_behind_it,
 )  # fmt: skip
 WRITTEN = (
     arranged.dies_when_it_has_regrouped, arranged.raises_and_the_other_holder_dies, arranged.dies_while_another_rolls_forward,
@@ -34,6 +34,7 @@ def test_training_continues_without_a_checkpoint(build: Callable[[int], Scenario
         job = _run(build, seed).job
         assert events(job, "regrouped") and events(job, "finished"), f"seed {seed}"
         assert not events(job, "published"), f"seed {seed}"
+        assert len(events(job, "regrouped")) == 1, f"seed {seed}: once a fault"
 
 
 @pytest.mark.parametrize("build", WRITTEN, ids=lambda build: build.__name__)

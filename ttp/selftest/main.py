@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ _OWN = (
     "on_1",
     "on_2",
 )
+
+
+class ProbeFailed(Exception):
+    """The device's probe crashed or hung: that is a result, and the report has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +110,14 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     began, unix_s = time.monotonic(), time.time()
     console.print(f"TTP self-test on {args.device}: at most {args.minutes:g} minutes; seed {seed}", markup=False)
     checks: list[Check] = []
-    probed = _probe(args.device)
+    about = {"python": platform.python_version(), "ttp": VERSION, "seed": seed, "unix_s": round(unix_s, 1)}
+    try:
+        probed = _probe(args.device)
+    except ProbeFailed as error:
+        unknown = {"type": args.device, "name": "unknown", "backend": "unknown", "driver": "unknown", "count": 0}
+        _add(console, checks, Check("streams and events", FAILED, str(error)))
+        _add(console, checks, Check("all other checks", NOT_RUN, "the device's probe failed"))
+        return _write(console, output, as_json({**about, "device": unknown, "torch": version("torch")}, checks))
     device = probed["device"]
     ranks = _ranks(args.ranks, device)
     console.print(f"{device['type']}: {device['name']}; driver {device['driver']}", markup=False)
@@ -115,17 +127,12 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     _run_jobs(
         console, Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console, until), checks
     )
-    about = {
-        "device": device,
-        "torch": probed["torch"],
-        "python": platform.python_version(),
-        "ttp": VERSION,
-        "ranks": ranks,
-        "seed": seed,
-        "unix_s": round(unix_s, 1),
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    report = as_json(about, checks)
+    took = {"ranks": ranks, "seconds": round(time.monotonic() - began, 1)}
+    return _write(console, output, as_json({"device": device, "torch": probed["torch"], **about, **took}, checks))
+
+
+def _write(console: Console, output: Path, report: dict[str, Any]) -> int:
+    """Leave the report in both forms, and return the exit status."""
     files.replace(output / "report.json", json.dumps(report, indent=2) + "\n")
     files.replace(output / "report.txt", as_text(report))
     good = report["verdict"] == PASSED
@@ -139,7 +146,7 @@ def _run_jobs(console: Console, jobs: Jobs, checks: list[Check]) -> None:
     for title, names, run in jobs.parts():
         try:
             if time.monotonic() >= jobs.until_monotonic_s:
-                raise JobError(title)
+                raise JobError("not begun")
             console.print(f"... {title}", markup=False)
             found = run()
         except Exception as error:  # whatever it is, the report says so and is written
@@ -148,8 +155,9 @@ def _run_jobs(console: Console, jobs: Jobs, checks: list[Check]) -> None:
                 Check(names[0], FAILED, reason),
                 *(Check(name, NOT_RUN, f"{names[0]} failed") for name in names[1:]),
             ]
-            if time.monotonic() >= jobs.until_monotonic_s:
-                found = [Check(name, NOT_RUN, "the time was over; give more with --minutes") for name in names]
+            if isinstance(error, JobError) and time.monotonic() >= jobs.until_monotonic_s:
+                reason = f"the time was over ({reason}); give more with --minutes"
+                found = [Check(name, NOT_RUN, reason) for name in names]
         for each in found:
             _add(console, checks, each)
 
@@ -163,20 +171,19 @@ def _add(console: Console, checks: list[Check], check: Check) -> None:
 
 
 def _probe(device: str) -> dict[str, Any]:
-    """Ask a process of its own what the device is and does. Raises ConfigError: there is none."""
+    """Ask a process of its own what the device is and does. Raises ConfigError: there is none; ProbeFailed: it is there, and does not work."""
     command = [sys.executable, "-m", "ttp.selftest.device_probe", device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"--device {device}: its probe did not end within {PROBE_S:g} s, expected a few. Try: {' '.join(command)}"
+        raise ProbeFailed(
+            f"its probe did not end within {PROBE_S:g} s, expected a few. Try: {' '.join(command)}"
         ) from None
     if done.returncode == USAGE:
         raise ConfigError(done.stderr.strip().splitlines()[-1])
     if done.returncode != 0:
-        raise ConfigError(
-            f"--device {device}: its probe ended with {done.returncode}, expected 0. Try: {' '.join(command)}"
-        )
+        last = " | ".join(done.stderr.strip().splitlines()[-3:])
+        raise ProbeFailed(f"its probe ended with {done.returncode}, expected 0: {last}. Try: {' '.join(command)}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 

@@ -1,7 +1,8 @@
 """From ranks that all hold the decided step to ranks that train on, without a checkpoint (PURE).
 
-Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with the checkpoint that it stood in for. Nothing
-is given up for it before it has succeeded: the gates of all that hold a shard stay closed, and no process is ended that holds one. So whatever fails here ends as if it had not been tried.
+Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with the order to write the decided step. Until it has
+succeeded the gates of all holders stay closed, and no process is ended that holds a shard; so a failure leads to that order as if it had not
+been tried.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .roll_forward import able_holders
 from .writing import start_writing
 
 MOST_AT_A_STEP = 3
-"""So many recoveries in a row at one step: whatever fails there fails again, and the next one writes it down first."""
+"""After so many recoveries in a row at one step the next fault is written: its cause is likely to come again."""
 
 _AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION)
 """What is known at once and for certain. Silence and hangs take seconds to find, and a silent process may still run: such a fault is written."""
@@ -164,7 +165,7 @@ def regrouped(state: StateAt[Regrouping], answer: Regrouped, now: float, out: li
 
 def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) -> State:
     """Once all have regrouped every gate opens: the only point of no return."""
-    if state.at.pending:
+    if state.at.pending or state.members.suspects:
         return state
     order, before = state.at.dump.regroup, state.recoveries
     assert order is not None
@@ -206,7 +207,8 @@ def on_rank_lost_regrouping(state: StateAt[Regrouping], rank: int, now: float, o
 
 def on_timeout_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) -> State:
     """It took too long."""
-    late = named("rank", sorted(state.at.pending))
+    suspects = state.members.table.ranks(lambda member: member.suspect and member.dead is None)
+    late = named("rank", sorted(state.at.pending) or suspects)
     return write_instead(state, f"{late} had not regrouped after {state.settings.in_place_s:g} s", now, out)
 
 
@@ -219,6 +221,7 @@ def regroup_failed(state: StateAt[Regrouping], answer: StepFailed, now: float, o
 
 def replace_failed(state: StateAt[Regrouping], answer: ReplaceFailed, now: float, out: list[Effect]) -> State:
     """An agent cannot start a process in a rank's place."""
-    if answer.freeze_id != state.freeze_id:
+    order = state.at.dump.regroup
+    if answer.freeze_id != state.freeze_id or order is None or answer.rank not in order.replaced:
         return state
     return write_instead(state, f"no process for rank {answer.rank}: {answer.error}", now, out)

@@ -2,8 +2,9 @@
 
 Owns the two stages before everything else: STANDBY, in which no rank has come yet, and GATHERING, in which the ranks that
 lost their controller come one after the other. Their registrations are all there is to know; afterwards every gate is
-closed once, to find what an earlier controller had begun and no one finished. Ranks that it only froze are
-thawed, one that it rolled forward or gave an order makes a dump necessary. Never decides about the dump itself.
+closed once, to find what an earlier controller had begun and no one finished. Ranks that it only froze, or
+that have all regrouped, are thawed; one that was rolled forward, took an order to write or publish, regroups still, or is not filled makes a
+dump necessary. Never decides about the dump itself.
 """
 
 from __future__ import annotations

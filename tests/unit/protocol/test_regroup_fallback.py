@@ -102,6 +102,29 @@ def test_a_rank_that_does_not_regroup_in_time() -> None:
     assert bench.state.dump.progress_by > bench.now + 1.0, "the writers have their own time"
 
 
+def test_no_gate_opens_while_a_rank_that_has_answered_is_suspect() -> None:
+    """Its stream has broken: when it comes back all gates open, and when it does not the step is written."""
+    for comes in (True, False):
+        bench = regrouping(lease_s=200.0)
+        bench.say(replacement(), Regrouped(0, 1))
+        bench.close(0)
+        bench.say(*(Regrouped(rank, 1) for rank in (1, 2, 3)))
+        assert bench.at(Stage.REGROUPING) and not bench.sent(Thaw)
+        if comes:
+            bench.say(able(0))
+            assert bench.at(Stage.RUNNING)
+        else:
+            bench.wait(IN_PLACE_S + 0.1, senders=(1, 2, 3))
+            assert bench.logged("regroup_failed")[0]["reason"] == "rank 0 had not regrouped after 60 s"
+            assert bench.at(Stage.WRITING)
+
+
+def test_a_failure_of_a_rank_that_was_not_replaced_means_nothing() -> None:
+    bench = regrouping()
+    bench.say(ReplaceFailed("host2", 2, 1, "it has ended"))
+    assert bench.at(Stage.REGROUPING)
+
+
 def test_a_rank_that_finishes_meanwhile_keeps_the_gates_shut() -> None:
     bench = regrouping()
     bench.say(Finished(0))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.protocol.bench import ProcessorBench, only, registration, report, share
+from tests.unit.protocol.bench import ProcessorBench, only, record, registration, report, share
 from ttp.errors import ProtocolError
 from ttp.processor.core.events import (
+    BoundaryReached,
     CloseGate,
     Connected,
     Disconnected,
@@ -232,7 +234,7 @@ def test_orders_to_write_are_taken_while_the_training_thread_regroups() -> None:
 def test_a_thaw_opens_a_rank_that_has_regrouped_and_no_other() -> None:
     rank = regrouping()
     assert not only(rank.receive(Thaw(1)), OpenGate)
-    assert "has not regrouped, its gate cannot open again" in texts(rank) and _standing(rank) is RankMode.FROZEN
+    assert "has not regrouped, so its gate stays closed" in texts(rank) and _standing(rank) is RankMode.FROZEN
     rank.take(RegroupDone(order()))
     assert only(rank.receive(Thaw(1)), OpenGate) and _standing(rank) is RankMode.TRAINING
     assert "all ranks have regrouped, training continues" in texts(rank)
@@ -273,9 +275,35 @@ def test_a_fault_of_the_groups_that_are_gone_is_forgotten_and_every_other_one_is
     assert rank.state.answer_by < float("inf"), "a controller that does not react to it is not waited for without end"
 
 
-def test_a_recovered_rank_has_no_fault() -> None:
+def test_what_failed_once_is_answered_so_again() -> None:
+    """The answer was lost: the order comes again with a heartbeat."""
+    rank = regrouping()
+    rank.take(WorkFailed(1, "regroup", "", "connection refused"))
+    assert [said.error for said in rank.said(StepFailed)] == ["connection refused"]
+    rank.receive(order())
+    assert [(said.stage, said.error) for said in rank.said(StepFailed)] == [("regroup", "connection refused")]
+
+
+def test_a_rank_that_waited_behind_a_step_for_anothers_notice_trains_after_a_recovery() -> None:
     rank = frozen()
-    rank.take(fault(CauseKind.PEER_ERROR))
+    rank.take(BoundaryReached(5))
+    assert rank.state.parked
+    rank.receive(order())
+    rank.take(RegroupDone(order()))
+    assert not rank.state.parked
+
+
+def test_a_record_that_is_not_the_one_that_this_rank_holds_is_refused() -> None:
+    rank = frozen()
+    rank.state = replace(rank.state, records=(record(5),))
+    rank.receive(replace(order(), record=replace(record(5), grad_norm=77.0)))
+    assert "invalid record of step 5" in rank.said(StepFailed)[0].error
+
+
+@pytest.mark.parametrize("kind", [CauseKind.PEER_ERROR, CauseKind.EXCEPTION])
+def test_a_recovered_rank_has_no_fault(kind: CauseKind) -> None:
+    rank = frozen()
+    rank.take(fault(kind))
     rank.receive(order())
     rank.take(RegroupDone(order()))
     rank.receive(Thaw(1))

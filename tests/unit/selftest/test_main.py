@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from math import inf
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_when_the_time_is_over_the_report_is_incomplete(tmp_path: Path, capsys: 
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert report["verdict"] == INCOMPLETE and set(found.values()) == {NOT_APPLICABLE, NOT_RUN} and len(found) == 8
-    assert "the time was over; give more with --minutes" in (tmp_path / "out" / "report.txt").read_text()
+    assert "the time was over (not begun); give more with --minutes" in (tmp_path / "out" / "report.txt").read_text()
     assert "INCOMPLETE" in capsys.readouterr().out
 
 
@@ -144,3 +145,27 @@ def test_a_part_that_breaks_is_in_the_report(error: Exception, reason: str) -> N
     jobs.until_monotonic_s = 0.0
     command._run_jobs(open_console(), jobs, late)
     assert [(check.name, check.status) for check in late] == [(name, NOT_RUN) for name in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (
+            "import sys; sys.stderr.write('driver: no answer'); sys.exit(3)",
+            "ended with 3, expected 0: driver: no answer",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with -11, expected 0"),
+        ("import time; time.sleep(60)", "did not end within 2 s"),
+    ],
+)
+def test_a_device_whose_probe_crashes_or_hangs_has_a_report(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a report says most."""
+    run = subprocess.run
+    monkeypatch.setattr(command, "PROBE_S", 2.0)
+    monkeypatch.setattr("ttp.selftest.main.subprocess.run", lambda argv, **rest: run([argv[0], "-c", program], **rest))
+    assert command.main(["--device", "cuda", "--output", str(tmp_path / "out")]) == command.BAD
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["verdict"] == FAILED and report["device"]["type"] == "cuda"
+    assert reason in report["checks"][0]["reason"] and report["checks"][1]["status"] == NOT_RUN
