@@ -56,6 +56,11 @@ FLUSH_TIMEOUT_S = 2.0
 """A process that exits waits this long for its own streams: the training thread may be stuck with their locks held."""
 
 
+def cannot_regroup(order: Regroup) -> str:
+    """Return why a process cannot that was not made for it."""
+    return "this process cannot make its groups again while a fault is handled"
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessorOptions:
     """What a processor has of the process around it."""
@@ -72,6 +77,9 @@ class ProcessorOptions:
     """Path of the newest checkpoint that this rank knows to be published; as above."""
     starter: ControllerStarter | None = None
     """Starts controllers in the place of lost ones; None: this rank cannot."""
+    regroup: Callable[[Regroup], str] = cannot_regroup
+    """Has the training thread do it, which answers by RegroupDone or WorkFailed; returns why it cannot, empty: it does. Called on the processor's
+    thread."""
 
 
 class Processor:
@@ -93,6 +101,7 @@ class Processor:
         self._job_id = job_id
         self._gate = gate
         self.work_done = options.work_done
+        self._regroup = options.regroup
         self.checkpoint = options.checkpoint
         self._holder = holder
         self.registration = holder.registration
@@ -240,8 +249,9 @@ class Processor:
             self._queue.put(ControllerStarted("", "this rank starts no controllers"))
 
     def regroup(self, order: Regroup) -> None:
-        error = "this process cannot make its groups again while a fault is handled"
-        self._queue.put(WorkFailed(order.freeze_id, "regroup", "", error))
+        self._releases_at_exit = False
+        if error := self._regroup(order):
+            self._queue.put(WorkFailed(order.freeze_id, "regroup", "", error))
 
     def paused(self) -> bool:
         return self._clock() < self._paused_until

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttp.errors import Overtaken, ProtocolError
+from ttp.errors import Overtaken, ProtocolError, Regroup
 from ttp.processor.freeze_state import FreezeState
 from ttp.processor.step_boundary import StepBoundary
 from ttp.processor.threads import THREADS, Waits
@@ -65,6 +65,7 @@ class Gate:
         "before_ready",
         "before_update",
         "drain_error",
+        "left",
         "lets_go",
         "notice",
         "on_first_step",
@@ -104,6 +105,8 @@ class Gate:
         self.drain_error = ""
         self.lets_go = False
         """`begin_update` raises Overtaken, in place of waiting for good, once the work thread has done that very update."""
+        self.left: Callable[[], bool] | None = None
+        """Says, while the gate is closed, whether the training thread is to leave its step, by Regroup; None: it never is."""
         self.waiting = False
         """The training thread stands in a collective (it writes, heartbeats read)."""
         self.notice = False
@@ -275,7 +278,9 @@ class Gate:
                 raise Overtaken(f"rank {self._rank}: the update of step {update} was done by the work thread")
             if self._freezes.opened.is_set() and self._freezes.torn:
                 raise self._misuse("update", self._step, "an earlier update failed half way; restart from a checkpoint")
-            self._freezes.opened.wait(_LET_GO_S if self.lets_go else None)
+            if self.left is not None and self.left():
+                raise Regroup(f"rank {self._rank} leaves step {self._step}: the ranks make their process groups again")
+            self._freezes.opened.wait(_LET_GO_S if self.lets_go or self.left is not None else None)
 
     def _tell_first_step(self, step: int) -> None:
         tell, self.on_first_step = self.on_first_step, None

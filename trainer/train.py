@@ -134,6 +134,7 @@ class Trainer:
             log_dir=output_dir / "log",
             keep_checkpoint_max=config.training_config.keep_checkpoint_max,
             copies=ttp.CopyOptions(config.training_config.copies),
+            in_place=True,
         )
         self.session.regrouping.on_regroup(self._renew_groups)
         self._describe(text, replicas)
@@ -214,7 +215,7 @@ class Trainer:
                 "%s differs from the checkpoint's; the data order will not match the original run", ", ".join(changed)
             )
         if self.metrics is not None:
-            recovered = _recovered_line(point)
+            recovered = _recovered_line(point.record, state)
             filled = self.metrics.resumed(
                 point.step, {"path": point.path, "skipped": list(point.skipped), **facts}, recovered
             )
@@ -232,6 +233,7 @@ class Trainer:
     def train(self) -> None:
         """Do the steps that remain (all ranks). Raises whatever ends the training early, after TTP is done with it."""
         last = self.config.training_config.training_iters
+        self._catch_up()
         with self.run_log.errors(self.world.rank), self.run_log.progress(last, self.step):
             if self.step >= last and self.world.rank == 0:
                 log.info("nothing to do: %d of %d steps are done", self.step, last)
@@ -241,6 +243,16 @@ class Trainer:
                 self._do_step()
                 self._evaluate()
             self._finish()
+
+    def _catch_up(self) -> None:
+        """Begin where the session is: training may have been left in the middle of a step, which another thread then finished."""
+        step, record = self.optimizer.current_step, self.optimizer.last_record
+        if step == self.step:
+            return
+        state = self.session.step_state()
+        if self.metrics is not None and record is not None and (line := _recovered_line(record, state)):
+            self.metrics.append(line)
+        self.step, self.consumed = step, int(state["consumed_samples"])
 
     def _evaluate(self) -> None:
         """Measure the loss on held-out text, where this step is one of those that do."""
@@ -334,9 +346,8 @@ def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return [name for name, value in now.items() if before.get(name) != value]
 
 
-def _recovered_line(point: ttp.ResumePoint) -> Mapping[str, Any] | None:
-    """Return the metrics line of the resumed step from its commit record, if the checkpoint has one."""
-    record, state = point.record, point.state
+def _recovered_line(record: Any, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the metrics line of a step from its commit record, if there is one."""
     if record is None or not record.sums:
         return None
     metrics = StepMetrics(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+import ttp
 from ttp.errors import ConfigError
 
 from .devices.device_table import DeviceKind
@@ -56,9 +57,9 @@ def joined(world: World, kind: DeviceKind, device: torch.device) -> Iterator[Non
     store = None if world.launched else dist.HashStore()  # type: ignore[attr-defined]
     bound = None if kind.is_host else device
     if store is None:
-        dist.init_process_group(backend, device_id=bound)
+        ttp.init_process_group(backend, device_id=bound)
     else:
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, device_id=bound)
+        ttp.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, device_id=bound)
     yield
     dist.destroy_process_group()  # not after an exception: with a collective in flight it would wait for dead peers
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ttp.checkpoint.find import Checkpoint as Checkpoint
     from ttp.checkpoint.find import open_checkpoint as open_checkpoint
     from ttp.config import Settings as Settings
+    from ttp.groups.vacancy import init_process_group as init_process_group
     from ttp.optim.replica_optimizer import ClipNorm as ClipNorm
     from ttp.optim.replica_optimizer import ClipValue as ClipValue
     from ttp.optim.replica_optimizer import LossScale as LossScale
@@ -40,6 +41,7 @@ _HOMES = {
     "StepResult": "ttp.optim.replica_optimizer",
     "TTPReplicaOptimizer": "ttp.optim.replica_optimizer",
     "TTPOddReplicaOptimizer": "ttp.optim.replica_optimizer",
+    "init_process_group": "ttp.groups.vacancy",
     "ttp_to_persist": "ttp.persist",
     "CopyOptions": "ttp.runtime.step_copies",
     "ResumePoint": "ttp.session",

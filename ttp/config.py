@@ -33,6 +33,9 @@
 | TTP_MIRROR_END_S | 600 | seconds that ttprun waits at the job's end for the newest checkpoint's copy |
 | TTP_MIRROR_OPTIONAL | False | True: a job that finds no checkpoint, and no answer from its mirror, begins at step 1 |
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
+| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it was never tried |
+| TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
+| TTP_VACANT | none | set by ttprun: this process takes a lost one's place, in the fault of that number |
 | TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
@@ -62,7 +65,7 @@ VARIABLES = (
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
     "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
-    "TTP_REHEARSE", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -100,6 +103,11 @@ class Settings:
     copies: str = ""
     rehearse_every: int = 0
     """Steps from one rehearsal to the next; 0: none."""
+    in_place: str = ""
+    """What TTP_IN_PLACE says: `off`, `on`, `cuda`; empty: nothing."""
+    in_place_s: float = 5.0
+    replaces: int = 0
+    """The fault in which this process was started in a lost one's place; 0: it was not."""
     require_secret: bool = False
     job_id: str = "ttp"
     host: str = "localhost"
@@ -167,6 +175,8 @@ class Settings:
             )
         if self.mirror_keep < -1:
             raise ConfigError(f"invalid TTP_MIRROR_KEEP={self.mirror_keep}: expected an integer >= 0")
+        if not LEAST_S <= self.in_place_s <= MOST_S:
+            raise ConfigError(f"invalid TTP_IN_PLACE_S={self.in_place_s}: expected seconds above 0, at most {MOST_S:g}")
         if not 0 <= self.standbys < 10:
             raise ConfigError(f"invalid TTP_STANDBYS={self.standbys}: expected 0 to 9")
 
@@ -199,6 +209,9 @@ class Settings:
             identity=identity_socket(environ),
             copies=_text(environ, "TTP_COPIES"),
             rehearse_every=_rehearse(environ),
+            in_place=_in_place(environ),
+            in_place_s=_number(environ, "TTP_IN_PLACE_S", 5.0),
+            replaces=replaces(environ),
             require_secret=_flag(environ, "TTP_REQUIRE_SECRET", False),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
             host=host_name(environ),
@@ -243,6 +256,16 @@ def _attempt(environ: Mapping[str, str]) -> int:
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks the launcher has started (WORLD_SIZE), 1 without a launcher. Raises ConfigError."""
     return _integer(environ, "WORLD_SIZE", 1)
+
+
+def launched_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return what the launcher says of this process: its rank, and how many there are. Raises ConfigError."""
+    return _integer(environ, "RANK", 0), launched_ranks(environ)
+
+
+def replaces(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of the fault in which ttprun has started this process in a lost one's place; 0: it has not. Raises ConfigError."""
+    return _integer(environ, "TTP_VACANT", 0)
 
 
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:
@@ -346,6 +369,18 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     if abs(value) > _LARGEST:
         raise ConfigError(f"invalid {name}={_shown(text)}: expected an integer, at most {_LARGEST}")
     return value
+
+
+def _in_place(environ: Mapping[str, str]) -> str:
+    """Return what TTP_IN_PLACE says: `off`, `on`, `cuda`; empty where it is not set."""
+    if environ.get("TTP_IN_PLACE", "").strip().lower() == "cuda":
+        return "cuda"
+    if not environ.get("TTP_IN_PLACE", "").strip():
+        return ""
+    try:
+        return "on" if _flag(environ, "TTP_IN_PLACE", False) else "off"
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or cuda") from None
 
 
 def _rehearse(environ: Mapping[str, str]) -> int:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ttp.errors import Regroup
 from ttp.exchange import error_file
 
 P = ParamSpec("P")
@@ -23,8 +22,9 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
       still finds all replicas.
     - `ENABLE_TTP=False`, or no session was started: `train` runs as it is.
 
-    - It leaves with `Regroup`: the process groups are made again, and `train` is called again, with the same arguments. It has to
-      begin where the session is (`optimizer.current_step + 1`), as after a restart.
+    - A rank was lost and another process is in its place (`ttp.start(in_place=True)`), or `TTP_REHEARSE` is set: the process groups are made again,
+      and `train` is called again, with the same arguments. It has to begin where the session is (`optimizer.current_step + 1`), as after a
+      restart.
 
     The session may be started before the call or inside `train`. Under a launcher, an exception that ends this process is
     recorded from here on (`ttp.exchange.error_file`).
@@ -40,7 +40,7 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
             session.begin_train()
         try:
             while (result := _called(train, *args, **kwargs)) is _LEFT:
-                current_session().regrouping.make_again()
+                current_session().come_back()
         except BaseException as exc:
             if (session := find_session()) is not None:
                 session.regrouping.end_train()
@@ -55,8 +55,13 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
 
 
 def _called(train: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Any:
-    """Call it; return _LEFT where Regroup ended it. Its frames are gone by then, with all the memory that they held."""
+    """Call it; return _LEFT where it is to be called again. Its frames are gone by then, with all the memory that they held."""
+    from ttp.session import find_session
+
     try:
         return train(*args, **kwargs)
-    except Regroup:
+    except BaseException as exc:
+        session = find_session()
+        if session is None or not session.enters_again(exc):
+            raise
         return _LEFT

@@ -29,31 +29,33 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ttp import torch_range
-from ttp.checkpoint.format.durable import newest_step, step_directory_name
-from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.format.durable import newest_step
 from ttp.checkpoint.format.signature import read_keys
 from ttp.checkpoint.reader import Reader
-from ttp.checkpoint.store import Request
 from ttp.config import Settings
-from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, CorruptCheckpoint
+from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, Regroup
 from ttp.exchange import error_file, last_step, saved_alone
-from ttp.exchange.json_collectives import JobRanks, check_joined, exchange_json, world
+from ttp.exchange.json_collectives import check_joined, world
 from ttp.exchange.last_step import LastStep
+from ttp.groups.process_groups import GROUPS, Successor
+from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
-from ttp.proto.messages import CauseKind, CommitRecord, Registration
+from ttp.proto.messages import CauseKind, Registration
+from ttp.regroup.recovery import Recovery, Refillable, why_not_in_place
 from ttp.regroup.rehearsal import Regrouping
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
 from ttp.runtime.rank_runtime import Protection, show
+from ttp.runtime.resume_search import ResumePoint as ResumePoint
+from ttp.runtime.resume_search import ResumeSearch
 from ttp.runtime.retention import check_keep
 from ttp.runtime.saves import Saves
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher
@@ -73,20 +75,6 @@ RESUME_AT_MOST_S = 3600.0
 _current: Session | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """Where a job goes on: the state is that after update `step`."""
-
-    step: int
-    state: Mapping[str, Any]
-    """What `set_step_state(step, ...)` was given."""
-    record: CommitRecord | None
-    """Commit record of `step`: its loss sums and grad norm, in case they were never logged."""
-    path: str
-    skipped: tuple[str, ...]
-    """Newer checkpoints that were not usable, with the reason each."""
-
-
 def start(
     optimizer: ProtectedOptimizer,
     *,
@@ -97,6 +85,7 @@ def start(
     publisher: Publisher | None = None,
     keep_checkpoint_max: int | None = None,
     copies: CopyOptions = NO_COPIES,
+    in_place: bool = False,
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
@@ -110,6 +99,9 @@ def start(
     training, as `ttp ckpt prune` does it; None: all stay.
     copies: `CopyOptions("memory")` keeps copies of what this rank holds in its agent's memory and, of what has no replica on another node, in the
     next node's: see `ttp.runtime.step_copies.CopyOptions`.
+    in_place: a rank that dies is replaced by another process, and the others keep running: without a checkpoint, where that can be done. `train` is
+    then entered again, as `docs/rehearsal.md` has it, and the program joins its process group by `ttp.init_process_group`. TTP_IN_PLACE
+    goes before it.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
     is not a process group).
     """
@@ -131,6 +123,7 @@ def start(
             publisher,
             keep_checkpoint_max,
             copies,
+            in_place,
         )
     return _current
 
@@ -178,6 +171,7 @@ class Session:
         publisher: Publisher | None,
         keep_checkpoint_max: int | None = None,
         copies: CopyOptions = NO_COPIES,
+        in_place: bool = False,
     ) -> None:
         check_keep(keep_checkpoint_max, settings.shared_dirs)
         self.optimizer = optimizer
@@ -204,6 +198,7 @@ class Session:
         self.save_dirs = self._directories.used
         self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
         self._instrumentation.logs_in(self.log_dir)
+        why_not = why_not_in_place(settings, optimizer, in_place, copies=copies.enabled, own_form=publisher is not None)
         registration = Registration(
             rank=self.rank,
             world_size=self.world_size,
@@ -213,6 +208,7 @@ class Session:
             state_step=0,
             save_dirs=tuple(self.save_dirs),
             copies=copies.enabled,
+            regroups=not why_not,
             layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
@@ -231,6 +227,13 @@ class Session:
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
+        self.recovery = (
+            Recovery(cast(Refillable, optimizer), self.holder, self.rank, self._renew, self.pause)
+            if not why_not
+            else None
+        )
+        if self.recovery is not None:
+            self.recovery.newest_saved = lambda: self._saves.newest
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -241,6 +244,7 @@ class Session:
                 self.rank,
                 self.world_size,
                 save_alone=save_alone if publisher is None and optimizer.spans_job else None,
+                recovery=self.recovery,
             )
             if settings.enable
             else None
@@ -249,6 +253,11 @@ class Session:
         self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
         every, own = settings.rehearse_every, self._saves_itself
         self.regrouping = Regrouping(optimizer, gate, every, self.rank, self.pause, own_groups=own)
+        self._search = ResumeSearch(
+            self.holder, self._directories, self._mirror, self.rank, settings.round_number > 0, self._skipped
+        )
+        if in_place and self.rank == 0 and why_not:
+            show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why_not}")
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
@@ -286,71 +295,30 @@ class Session:
                 " job again to go back"
             )
         with refusals_in_one_line(), self.pause(RESUME_AT_MOST_S):
-            return self._resume(choice, check)
+            return self._resume(choice, check) if not vacant() else self._take_place()
+
+    def _take_place(self) -> ResumePoint | None:
+        """This process is in a lost one's place: take what it is to hold from the others."""
+        assert self.recovery is not None and self._protection is not None
+        self.recovery.wait_ordered()
+        given = self.recovery.come_back(self._protection)
+        self._saves.newest = given.newest_saved
+        self._first_step = given.step
+        return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
+
+    def _skipped(self, path: Path) -> None:
+        if self._protection is not None:
+            self._protection.skipped(path)
+
+    def _renew(self, successor: Successor) -> None:
+        self.regrouping.renew(successor)
 
     def _resume(self, choice: str, check: Callable[[Mapping[str, Any]], None]) -> ResumePoint | None:
-        candidates = self._directories.candidates(choice)
-        anything = any(exchange_json(bool(candidates), self._device))
-        reasons: list[str] = []
-
-        def skip(path: Path, reason: str) -> None:
-            reasons.append(reason)
-            self._log(f"skipping checkpoint {path}: {reason}", logging.WARNING)
-            if self._protection is not None:
-                self._protection.skipped(path)
-
-        def usable(manifest: Manifest) -> None:
-            try:
-                check(manifest.state["trainer"])
-            except ValueError as error:
-                raise CorruptCheckpoint(f"manifest.json: state.trainer.{error}") from error
-
-        request = Request(
-            save_dirs=self._directories.named,
-            serving=self._directories.serving,
-            expected=self.optimizer.expected_tensors(),
-            targets=self.optimizer.load_targets,
-            check=usable,
-            on_skip=skip,
-            key=self.holder.keys.verify,
-            report=self._log,
-        )
-        found = self._directories.store.open_newest(candidates, JobRanks(self._device), request)
-        if self._mirror is not None:
-
-            def open_step(step: int) -> Reader | None:
-                paths = [
-                    path
-                    for path in self._directories.candidates("auto")
-                    if Path(path).name == step_directory_name(step)
-                ]
-                return self._directories.store.open_newest(paths, JobRanks(self._device), request)
-
-            found = self._mirror.look(choice, found, open_step, passed_over=bool(reasons))
+        found, reasons = self._search.newest(choice, check)
         if found is not None:
             return self._load(found)
-        if choice not in ("auto", "never"):
-            raise CorruptCheckpoint(
-                f"resume: {choice} is not a valid checkpoint ({reasons[-1] if reasons else 'nothing is there'}); name another"
-                " one, or resume 'auto'"
-            )
-        if self.holder.keys.verify is not None and anything:
-            raise CorruptCheckpoint(
-                f"no checkpoint in {', '.join(self._directories.named)} is valid and signed for {self.holder.keys.verify.path}"
-                f" ({reasons[0] if reasons else 'another node found out'}). Sign one that you trust with `ttp ckpt sign`, name"
-                " another TTP_VERIFY_KEY, or begin in an empty directory"
-            )
-        if self.rank == 0 and (anything or self.settings.round_number):
-            log.warning(
-                "no valid checkpoint found in %s; restarting from step 1 (previous progress is lost)",
-                ", ".join(self._directories.named),
-            )
         self._instrumentation.resumed(0, "", reasons, None)
         return None
-
-    def _log(self, text: str, level: int = logging.INFO) -> None:
-        if self.rank == 0:
-            log.log(level, "%s", text)
 
     def _load(self, found: Reader) -> ResumePoint:
         path, manifest = str(found.path), found.manifest
@@ -424,6 +392,22 @@ class Session:
                 " from it; decorate the function that holds the whole training loop"
             )
         self.regrouping.begin_train()
+        if self.recovery is not None and not GROUPS.recovery:
+            self.regrouping.make_again()  # from now on their connections are known
+
+    def enters_again(self, exc: BaseException) -> bool:
+        """Training was left with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
+        if self.recovery is None or self._protection is None:
+            return isinstance(exc, Regroup)
+        rehearsed = isinstance(exc, Regroup) and not self.recovery.ordered
+        return rehearsed or self.recovery.enters_again(exc, self._protection)
+
+    def come_back(self) -> None:
+        """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
+        if self.recovery is not None and self.recovery.ordered and self._protection is not None:
+            self.recovery.come_back(self._protection)
+        else:
+            self.regrouping.make_again()
 
     def hold_after(self, exc: BaseException) -> None:
         """Keep this rank as a holder after training raised; returns when the exception may go on, at once where it is decided already
@@ -435,6 +419,8 @@ class Session:
     def hold_until_all_finish(self) -> None:
         """Keep this rank as a holder until every rank's `train` has returned."""
         self._over = True
+        if self.recovery is not None:
+            self.recovery.close("training has returned")
         self._saves.finish()
         self._write_last_step()
         if self._protection is not None:

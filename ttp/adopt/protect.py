@@ -39,9 +39,9 @@ from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError
 from ttp.exchange.json_collectives import check_joined
+from ttp.groups.process_groups import Successor
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
-from ttp.regroup.process_groups import Successor
 from ttp.regroup.wrappers import renew_attributes, renew_model
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions

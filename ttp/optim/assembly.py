@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from ttp.config import host_name
 from ttp.errors import ConfigError, LayoutError
+from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
 from ttp.optim.collectives import BucketMemory
 from ttp.optim.shard_layout.layout import Layout, ParamSpec
@@ -49,8 +50,12 @@ def mark_copied(
                 f"copies names {sorted(copies)} without a span, expected span=, the process group of all ranks that share the model"
             )
         return list(named)
-    everywhere = {name for gathered in exchange_json(sorted(copies), device, model) for name in gathered}
+    everywhere = set(agree("copied parameters", lambda: _all_of(exchange_json(sorted(copies), device, model)), model))
     return [replace(entry, copied=entry.name in everywhere) for entry in named]
+
+
+def _all_of(gathered: Iterable[Iterable[str]]) -> list[str]:
+    return sorted({name for names in gathered for name in names})
 
 
 def named_groups(
@@ -106,11 +111,15 @@ def hosts_of(group: Any, world: int, device: torch.device) -> list[str] | None:
     """Return a name of each rank's machine, equal for ranks on the same one. Collective."""
     if group is None or world == 1:
         return None
-    number = int(hashlib.sha256(host_name().encode()).hexdigest()[:15], 16)
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    numbers = [torch.zeros_like(mine) for _ in range(world)]
-    dist.all_gather(numbers, mine, group=group)
-    return [f"{int(other.item()):015x}" for other in numbers]
+
+    def gathered() -> list[str]:
+        number = int(hashlib.sha256(host_name().encode()).hexdigest()[:15], 16)
+        mine = torch.tensor([number], dtype=torch.int64, device=device)
+        numbers = [torch.zeros_like(mine) for _ in range(world)]
+        dist.all_gather(numbers, mine, group=group)
+        return [f"{int(other.item()):015x}" for other in numbers]
+
+    return list(agree("hosts", gathered, group))
 
 
 def check_agreement(layout: Layout, group: Any, rank: int, device: torch.device) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ttp.errors import ConfigError
+from ttp.groups.polled_wait import wait_for
 from ttp.optim.collectives import BucketMemory, Wires, Works
 from ttp.optim.device_stream import Lane
 from ttp.optim.shard_layout.split import gradient_of, local_of
@@ -191,9 +192,18 @@ class GradBuckets:
             self._exchange(self._buckets[number])
         while self._exchanging:
             bucket, works = self._exchanging.popleft()
-            _wait(works)
+            wait_for(works)
             bucket.wires.settle(bucket.memory)
         self._lane.join()
+        self._begin()
+
+    def give_up(self) -> None:
+        """Forget all gradients, and what is on the wire: it belongs to groups that were left."""
+        self._scattering.clear()
+        self._exchanging.clear()
+        self._synchronised = True
+        for bucket in self._buckets:
+            bucket.wires.give_up()
         self._begin()
 
     def close(self) -> None:
@@ -299,7 +309,7 @@ class GradBuckets:
         bucket = self._buckets[number]
         if self._lane.ordered:
             with self._lane.side():
-                _wait(bucket.wires.scatter(bucket.memory))
+                wait_for(bucket.wires.scatter(bucket.memory))
                 self._summed(number)
         else:
             self._scattering.append((number, bucket.wires.scatter(bucket.memory)))
@@ -308,7 +318,7 @@ class GradBuckets:
     def _add_up(self) -> None:
         """Wait for the oldest reduce-scatter, and go on with its bucket."""
         number, works = self._scattering.popleft()
-        _wait(works)
+        wait_for(works)
         self._summed(number)
 
     def _summed(self, number: int) -> None:
@@ -327,15 +337,10 @@ class GradBuckets:
         with self._lane.side():
             works = bucket.wires.exchange(bucket.memory)
             if self._lane.ordered:
-                _wait(works)
+                wait_for(works)
                 bucket.wires.settle(bucket.memory)
             else:
                 self._exchanging.append((bucket, works))
-
-
-def _wait(works: Works) -> None:
-    for work in works:
-        work.wait()
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:

@@ -87,6 +87,9 @@ class Wires(Protocol):
     def rewire(self, successor: Callable[[Any], Any]) -> None:
         """Use the process groups that have taken the place of these; nothing is on the wire."""
 
+    def give_up(self) -> None:
+        """Forget what is on the wire: it belongs to groups that were left."""
+
 
 class RankRow:
     """The ranks that reduce-scatter and all-gather together. A group of one is not a group."""
@@ -106,6 +109,10 @@ class RankRow:
     def rewire(self, successor: Callable[[Any], Any]) -> None:
         """Use the group that has taken the place of this row's; nothing is on the wire."""
         self._group = successor(self._group)
+
+    def give_up(self) -> None:
+        """Forget what the others send; memory for it is made anew."""
+        self._received.clear()
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a bucket."""
@@ -228,6 +235,9 @@ class _RowWires:
     def rewire(self, successor: Callable[[Any], Any]) -> None:
         self._row.rewire(successor)
 
+    def give_up(self) -> None:
+        self._row.give_up()
+
 
 class EvenWires(_RowWires):
     """R rows of d/R ranks; the ranks of a column hold the same shard."""
@@ -242,6 +252,10 @@ class EvenWires(_RowWires):
     def rewire(self, successor: Callable[[Any], Any]) -> None:
         super().rewire(successor)
         self._column = successor(self._column)
+
+    def give_up(self) -> None:
+        super().give_up()
+        self._received.clear()
 
     def exchange(self, memory: BucketMemory) -> Works:
         if self._replicas == 1:

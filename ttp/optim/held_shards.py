@@ -196,6 +196,13 @@ class HeldShards:
             for tensor in self._of_piece(number, backup, with_scalars=piece.is_first)
         ]
 
+    def everything_of(self, shard: int) -> list[torch.Tensor]:
+        """Return all memory of a shard that an update changes, padding included: masters and state, in the same order on each of its holders."""
+        place = self._held.index(shard)
+        pieces = zip(self._pieces, self._state, strict=True)
+        state = [value for piece, values in pieces if piece.place == place for value in values.values()]
+        return [rows[place] for rows in self._masters] + state
+
     def targets(self) -> list[HeldTensor]:
         """Return views of all that a loader must fill; each (key, start) once."""
         seen: set[str] = set()

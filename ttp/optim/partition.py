@@ -7,7 +7,7 @@ optimizer orders what happens in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ttp.checkpoint.format.types import HeldTensor
-from ttp.errors import LayoutError
+from ttp.errors import CheckpointError, LayoutError
+from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
+from ttp.groups.polled_wait import wait_for
 from ttp.optim.assembly import NamedParam, allocate, check_agreement, hosts_of, specs
 from ttp.optim.buckets import Bucket
 from ttp.optim.collectives import BucketMemory, Wires, make_wires
@@ -45,6 +47,32 @@ class ParameterPart:
         """Use the process groups that have taken the place of these."""
         self.group = successor(self.group)
         self.wires.rewire(successor)
+
+    def fill(self, replaced: Collection[int], device: torch.device) -> None:
+        """Give the ranks in `replaced` (of the job), which hold nothing, what their replicas hold (a collective over `group`). Raises LayoutError,
+        CheckpointError: no replica holds it."""
+        if self.group is None:
+            return
+        check_agreement(self.layout, self.group, self.rank, device)
+        ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.group.size())]
+        works = []
+        for shard in range(self.layout.shards):
+            holders = self.layout.holders(shard)
+            coming = [holder for holder in holders if ranks[holder] in replaced]
+            staying = [holder for holder in holders if ranks[holder] not in replaced]
+            if not coming:
+                continue
+            if not staying:
+                raise CheckpointError(
+                    f"no rank that stays holds shard {self.layout.label(shard)}: ranks {coming} are new"
+                )
+            if self.rank in coming:
+                for tensor in self.shards.everything_of(shard):
+                    works.append(dist.irecv(tensor, ranks[staying[0]], group=self.group))
+            elif self.rank == staying[0]:
+                for tensor in self.shards.everything_of(shard):
+                    works += [dist.isend(tensor, ranks[holder], group=self.group) for holder in coming]
+        wait_for(works)
 
     def held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
         """Return (shard, tensors) of what this rank holds; without shards in which nothing is counted."""
@@ -142,8 +170,12 @@ class Gather:
     def finish(self) -> None:
         """Wait until the parameters are whole; at once where nothing is under way."""
         while self._works:
-            self._works[0].wait()
+            wait_for(self._works[:1])
             del self._works[0]
+
+    def give_up(self) -> None:
+        """What is under way belongs to groups that were left."""
+        self._works.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +191,7 @@ class JobParam:
 def job_params(parts: Sequence[ParameterPart], span: Any, device: torch.device) -> tuple[JobParam, ...]:
     """Return all parameters of the model, in the order of their names' first rank (a collective over `span`, the ranks that
     share the model; None: this rank alone). Raises LayoutError when two ranks know a name with another shape or param group."""
-    mine: list[Any] = [[spec.name, list(spec.whole_shape), spec.group] for part in parts for spec in part.layout.params]
-    gathered = [mine]
-    if span is not None and dist.get_world_size(span) > 1:
-        digests = exchange_json([part.layout.params_digest() for part in parts], device, span)
-        first = digests.index(digests[span.rank()]) == span.rank()  # one rank speaks for all that know the same
-        gathered = exchange_json(mine if first else [], device, span)
+    gathered = agree("parameters of the model", lambda: _gathered_params(parts, span, device), span)
     found: dict[str, JobParam] = {}
     for rank, params in enumerate(gathered):
         for name, shape, group in params:
@@ -176,6 +203,17 @@ def job_params(parts: Sequence[ParameterPart], span: Any, device: torch.device) 
                     f" and shape {known.shape} in group {known.group} on another: give every rank the same param groups"
                 )
     return tuple(found.values())
+
+
+def _gathered_params(parts: Sequence[ParameterPart], span: Any, device: torch.device) -> list[Any]:
+    """Return name, shape and param group of each rank's parameters; nothing of those that know the same as one before."""
+    mine: list[Any] = [[spec.name, list(spec.whole_shape), spec.group] for part in parts for spec in part.layout.params]
+    gathered = [mine]
+    if span is not None and dist.get_world_size(span) > 1:
+        digests = exchange_json([part.layout.params_digest() for part in parts], device, span)
+        first = digests.index(digests[span.rank()]) == span.rank()  # one rank speaks for all that know the same
+        gathered = exchange_json(mine if first else [], device, span)
+    return gathered
 
 
 def expected_tensors(params: Sequence[JobParam], kinds: Sequence[Mapping[str, bool]]) -> dict[str, tuple[int, ...]]:

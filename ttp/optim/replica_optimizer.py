@@ -318,6 +318,15 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         for part in self._parts:
             part.rewire(successor)
 
+    @torch.no_grad()
+    def fill(self, replaced: Collection[int]) -> None:
+        """Give the ranks in `replaced`, which hold nothing, what their replicas hold; a step that was under way is given up (a collective of all
+        ranks, whose groups were made again; `load_end` follows). Raises LayoutError, CheckpointError."""
+        self._buckets.give_up()
+        self._gather.give_up()
+        for part in self._parts:
+            part.fill(replaced, self.device)
+
     def close(self) -> None:
         """Take the hooks off the parameters, so that another optimizer may have them."""
         self._buckets.close()
@@ -376,8 +385,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._steps.tear("a load")
         return self.load_targets()
 
-    def load_end(self, step: int, host_state: dict[str, Any]) -> None:
-        """Take the filled state as that of `step` and refresh the parameters. Collective.
+    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
+        """Take the filled state as that of `step`, whose record is `record`, and refresh the parameters. Collective.
 
         Raises CheckpointMismatch when `host_state` belongs to another arrangement of param groups.
         """
@@ -387,7 +396,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
             self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]), int(scale.get("forgiven", 0)))
         for part in self._parts:
             part.shards.spread_scalars()
-        self._set_step(step)
+        self._set_step(step, record)
         with torch.no_grad():
             self._gather.start()
             self._gather.finish()
@@ -403,8 +412,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     # --- inside ---
 
-    def _set_step(self, step: int) -> None:
-        self._steps.restart(step)
+    def _set_step(self, step: int, record: CommitRecord | None = None) -> None:
+        self._steps.restart(step, record)
         self._backup_step = -1
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._steps.host_state = self._host_backup = self._describe()

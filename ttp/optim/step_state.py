@@ -87,9 +87,9 @@ class StepState:
         self.step, self.last_record = record.step, record
         self._ready, self.torn = 0, ""
 
-    def restart(self, step: int) -> None:
-        """The state is that of `step`, by a load. The host state follows."""
-        self.step, self.last_record = step, None
+    def restart(self, step: int, record: CommitRecord | None = None) -> None:
+        """The state is that of `step`, by a load; its record is known, or not. The host state follows."""
+        self.step, self.last_record = step, record
         self._computing = self._ready = 0
         self.torn = ""
 

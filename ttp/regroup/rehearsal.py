@@ -15,10 +15,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ttp.errors import ConfigError, NotRepeatable, Regroup
+from ttp.groups.process_groups import GROUPS, Successor
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
-from ttp.regroup.process_groups import GROUPS, Successor
 from ttp.runtime.rank_runtime import show
 
 MAKE_AGAIN_AT_MOST_S = 120.0
@@ -84,6 +84,13 @@ class Regrouping:
             for callback in self._callbacks:
                 callback(successor)
         self._took_s = time.perf_counter() - began
+
+    def renew(self, successor: Successor) -> None:
+        """The groups were made again in a recovery, and the optimizer has them: give them to whatever else holds one. What was computed once before is
+        computed twice anew, on all ranks."""
+        self._first = None
+        for callback in self._callbacks:
+            callback(successor)
 
     def _before_update(self, record: CommitRecord) -> None:
         if record.step % self._every:

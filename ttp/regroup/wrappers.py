@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.regroup.process_groups import Successor
+from ttp.groups.process_groups import Successor
 
 
 def renew_model(model: Module, successor: Successor) -> None:

@@ -20,7 +20,9 @@ from ttp.checkpoint.staging import probe_writable
 from ttp.checkpoint.store import SharedStore, Store
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
+from ttp.groups.vacancy import vacant
 from ttp.runtime.directory_lock import NO_ROOM, RunDirectories, check_same, why_unusable
 from ttp.runtime.rank_runtime import show
 
@@ -66,12 +68,17 @@ class JobDirectories:
         self.node = f"node {self.store.node}: " if self.store.node else ""
         """What a directory leader's error begins with."""
         self._mine = RunDirectories(self.named, settings.job_id, settings.round_number == 0, self.store)
-        self.used, self.serving = self._prepare()
+        if vacant() and self.keeps:
+            self._mine.take_over()
+        used, serving = agree("save directories", self._prepare)
+        self.used, self.serving = tuple(used), tuple(serving)
         """Those that this attempt writes into, and those of them that could take a checkpoint at its begin."""
 
     def _agree_on_store(self) -> Store:
         """Return the kind of directories that all ranks have. Raises ConfigError."""
         shared_dirs, host = self._settings.shared_dirs, self._settings.host
+        if vacant():
+            return SharedStore()  # a node with directories of its own replaces no rank
         start = 0 if shared_dirs else next_start(self.named)
         gathered = exchange_json([shared_dirs, host, start, self._settings.rehearse_every], self._device)
         shared = {bool(value) for value, *_ in gathered}

@@ -104,6 +104,17 @@ class RunDirectories:
                 self.failing[directory] = reason
         self.mark = mark
 
+    def take_over(self) -> None:
+        """Lock the directories in the place of a process that was lost while the job runs. Nothing is removed: other ranks may be writing. Raises
+        NotWritable: another job writes there."""
+        for directory in self._save_dirs:
+            try:
+                self._lock(directory)
+            except OSError as error:
+                self.failing[directory] = (
+                    f"checkpoint directory {directory} cannot be locked: {error.strerror or error}"
+                )
+
     def remove_mark(self) -> None:
         """Every rank has looked."""
         for directory in self._save_dirs if self.mark else ():

@@ -20,6 +20,7 @@ from ttp.controller.process import CannotListen, ControllerProcess, unwritable_l
 from ttp.errors import ConfigError, ControllerError, NotWritable
 from ttp.exchange import controller_file, discovery
 from ttp.exchange.sealed_store import attempts_seal, sealed
+from ttp.groups.vacancy import vacant
 from ttp.runtime.standby import start_job_controller
 
 log = logging.getLogger("ttp")
@@ -51,7 +52,7 @@ class JobController:
         if self.reports_to_launcher:
             number = self._settings.round_number
             self.store().set(discovery.process_key(number, self._rank), discovery.process_text())
-        return self._start() if self._rank == 0 else self._find(timeout_s)
+        return self._start() if self._rank == 0 and not vacant() else self._find(timeout_s)
 
     def _start(self) -> str:
         settings, log_dir = self._settings, self._log_dir

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -24,9 +26,9 @@ from ttp.optim.step_agreement.communicators import silent_backends
 from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
 from ttp.processor.core.events import ProcessorSettings
-from ttp.processor.driver import Processor, ProcessorOptions
+from ttp.processor.driver import Processor, ProcessorOptions, cannot_regroup
 from ttp.processor.gate import Gate
-from ttp.proto.messages import CauseKind, CommitRecord, Welcome
+from ttp.proto.messages import CauseKind, CommitRecord, Regroup, Welcome
 from ttp.runtime.identity import identify
 from ttp.runtime.job_controller import JobController
 from ttp.runtime.preemption import Notice
@@ -39,6 +41,8 @@ log = logging.getLogger("ttp")
 ASSEMBLY_TIMEOUT_S = 300.0
 """How long a rank waits at the start for all others to be registered."""
 OVERTAKEN_POLL_S = 0.02
+ORDER_POLL_S = 0.02
+"""How often a rank that may be called back looks whether it was released."""
 WAIT_LOGGED_S = 30.0
 """A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
 STATUS_S = 2.0
@@ -47,6 +51,15 @@ LOOKS_A_LEASE = 3
 """How often in a lease a rank that has lost every controller looks for one that another rank has started: a new controller waits a lease for all."""
 ASKED_UP_TO = 64
 """Ranks of a job in which each may ask, and reports that it waits: the answer names them all. In a larger one a rank of each node does."""
+
+
+class RegroupsTraining(Protocol):
+    """What has a rank's training thread make its groups again (`ttp.regroup.recovery.Recovery`)."""
+
+    @property
+    def ordered(self) -> bool: ...
+
+    def order(self, order: Regroup) -> str: ...
 
 
 def _device_warnings(device: torch.device, settings: Settings) -> Iterator[str]:
@@ -72,9 +85,10 @@ class Protection:
         world_size: int,
         *,
         save_alone: Callable[[int, bool, Processor], None] | None = None,
+        recovery: RegroupsTraining | None = None,
     ) -> None:
         """Start everything and wait until all ranks are registered. `save_alone`: saves a step with all ranks when no controller leads
-        any; None: the ranks cannot. Raises ControllerError, ConfigError, NotWritable."""
+        any; None: the ranks cannot. `recovery`: has this rank make its groups again after a fault; None: it cannot. Raises ControllerError, ConfigError, NotWritable."""
         self._settings = settings
         self._log_dir = log_dir
         self._rank = rank
@@ -90,11 +104,14 @@ class Protection:
             state_step=optimizer.current_step,
             drain=optimizer.lane.drain_within if optimizer.lane.ordered else None,
         )
+        self._recovery = recovery
+        if recovery is not None:
+            self.gate.left = lambda: recovery.ordered
         optimizer.attach(self.gate, attempt_number(settings.start_name))
         if settings.local_rank <= 0:
             for line in _device_warnings(optimizer.device, settings):
                 show(logging.WARNING, line)
-        if place := standby_place(settings, rank, world_size):
+        if (place := standby_place(settings, rank, world_size)) and not settings.replaces:
             holder.standby = self._standbys.first(place, self._controller.store())
         address = self._controller.open(ASSEMBLY_TIMEOUT_S)
         restores = standbys_of(settings, world_size) > 0
@@ -107,6 +124,7 @@ class Protection:
                 look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,
                 saves_alone=save_alone is not None,
                 alone_s=settings.total_timeout_s,
+                vacant=settings.replaces,
             ),
             address,
             settings.start_name,
@@ -118,12 +136,17 @@ class Protection:
                 work_done=lambda: holder.work_done,
                 checkpoint=lambda: holder.checkpoint,
                 starter=self._standbys if restores else None,
+                regroup=recovery.order if recovery is not None else cannot_regroup,
             ),
         )
         if save_alone is not None:
             self.gate.step_boundary.on_unled = lambda step: save_alone(step, self.gate.notice, self.processor)
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
+        if settings.replaces:  # the others have been welcomed
+            self._controller.forget_store()
+            self._notice.listen()
+            return
         welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
         if welcome is None:
             self.close()
@@ -171,8 +194,8 @@ class Protection:
         """Stay as a holder: this thread has nothing left to do. Returns only when no controller will end the process any more."""
         self.processor.wait_for_verdict()
 
-    def hold_after(self, exc: BaseException) -> None:
-        """Tell the controller that training raised and stay as a holder. Returns when the exception may go on; a rank whose
+    def hold_after(self, exc: BaseException, until: threading.Event | None = None) -> None:
+        """Tell the controller that training raised and stay as a holder. Returns when the exception may go on, and when `until` is set; a rank whose
         peer was the cause leaves with status 75 instead."""
         cause = cause_of(self._rank, type(exc).__name__, str(exc))
         if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
@@ -191,7 +214,10 @@ class Protection:
             log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)
         detail = "".join(traceback.format_exception(exc))
         self.processor.fault(cause, detail)
-        self.processor.wait_for_verdict()
+        if until is None:
+            self.processor.wait_for_verdict()
+        while until is not None and not until.wait(ORDER_POLL_S) and not self.processor.wait_for_verdict(0.0):
+            pass
 
     def finished(self, where: str = "at the end of train") -> None:
         """`train` returned: stay as a holder until every rank's has. `where` this rank waits then: a long wait is logged."""

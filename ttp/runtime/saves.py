@@ -20,6 +20,7 @@ from ttp.config import Settings
 from ttp.copies.copy_memory import CopyMemory
 from ttp.copies.region import Description, places_of
 from ttp.errors import CheckpointError, ConfigError
+from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
 from ttp.proto.messages import Cause, CauseKind, FileEntry, Part, PublishOrder, ShareResult
 from ttp.runtime.directory_agreement import JobDirectories
@@ -134,7 +135,8 @@ class PeriodicSaves:
         self._round_number = round_number
         self._device = holder.optimizer.device
         self._count = 0
-        holders = exchange_json([group.group_id for group in self._optimizer.shard_groups()], self._device)
+        own = [group.group_id for group in self._optimizer.shard_groups()]
+        holders = agree("shards of the ranks", lambda: exchange_json(own, self._device))
         self.writers = {
             group_id: [rank for rank, groups in enumerate(holders) if group_id in groups]
             for groups in holders

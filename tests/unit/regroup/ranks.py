@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import signal
 import sys
 import threading
 import traceback
@@ -21,9 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ttp.errors import ConfigError
-from ttp.regroup.process_groups import ProcessGroups, recipes
+from ttp.errors import AbortedCollective, ConfigError
+from ttp.groups.polled_wait import wait_for
+from ttp.groups.process_groups import GROUPS, ProcessGroups, recipes
 from ttp.regroup.wrappers import renew_model
 
 c10d: Any = distributed_c10d
@@ -109,7 +113,7 @@ def a_program_that_joins_anew_keeps_its_keys(store: Any) -> None:
         dist.barrier()
         keys = [key for key in store.list_keys() if "ttp_generation_" in key and "again" in key]
         assert keys and all(
-            f"ttp_generation_{generation}/" in key and key.count("ttp_generation_") == 1 for key in keys
+            f"ttp_generation_0.{generation}/" in key and key.count("ttp_generation_") == 1 for key in keys
         ), keys
         dist.barrier()
 
@@ -182,3 +186,80 @@ def ddp_and_fsdp2_give_the_bits_that_they_gave(store: Any) -> None:
             renew_model(model, successor)
         assert holder.group is dist.group.WORLD is plain.process_group
         assert (gradients(plain), gradients(sharded)) == expected
+
+
+def in_place(index: int, world: int, rounds: int, port: int, folder: str) -> None:
+    """One of `world` ranks, or (index from `world` on) a process that takes the place of one that was killed. In each round a rank is killed in the
+    middle of collectives of several groups; the others come out, and all make their groups again."""
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, world, is_master=False)  # type: ignore[attr-defined]
+        groups, first = GROUPS, index - world
+        groups.pollable = True
+        groups.meeting = c10d.PrefixStore("in place", store)
+        if first < 0:
+            rank = index
+            dist.init_process_group("gloo", store=c10d.PrefixStore("start", store), rank=rank, world_size=world)
+            pairs = _pairs(world)
+            successor = groups.make_again()
+        else:
+            store.wait([f"dying {first}"], timedelta(seconds=120))
+            rank = first % world
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            pairs = _pairs(world)
+            groups.backend = "gloo"
+            successor = groups.make_again(first + 2)
+            assert summed() == world * (world - 1) / 2
+        pairs = [successor(pair) for pair in pairs]
+        counts: tuple[int, int] | None = None
+        for number in range(max(0, first + 1), rounds):
+            _until_killed(store, groups, pairs, rank, number, world)
+            successor = groups.make_again(number + 2)
+            pairs = [successor(pair) for pair in pairs]
+            del successor
+            groups.let_go()
+            assert summed() == world * (world - 1) / 2
+            now = len(os.listdir("/proc/self/fd")), threading.active_count()
+            assert counts is None or now[0] <= counts[0] + 400, f"descriptors and threads: {counts}, now {now}"
+            counts = counts or now
+        dist.barrier()
+        Path(folder, f"done_{rank}").touch()
+    except BaseException:
+        Path(folder, f"error_{index}").write_text(traceback.format_exc())
+    os._exit(0)
+
+
+def _pairs(world: int) -> list[Any]:
+    return [dist.new_group([rank, (rank + 1) % world]) for rank in range(world)]
+
+
+def _until_killed(store: Any, groups: ProcessGroups, pairs: list[Any], rank: int, number: int, world: int) -> None:
+    """Train, in a way, until the connections are shut down; the rank whose turn it is ends itself after a while."""
+    key, out = f"dying {number}", threading.Event()
+    rng = random.Random(f"{number} {rank}")
+
+    def die() -> None:
+        store.set(key, "")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch() -> None:
+        own = dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]  # one that waits serves no other thread
+        own.wait([key], timedelta(seconds=120))
+        while not out.wait(0.02):  # a connection that is shut down just as an operation begins on it may be missed
+            groups.leave()
+
+    if number % world == rank:
+        threading.Timer(rng.uniform(0.0, 0.1), die).start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    mine = [pairs[rank], pairs[rank - 1]]
+    try:
+        while True:
+            works = [
+                dist.all_reduce(torch.ones(50_000), group=pair, async_op=True) for pair in sorted(mine, key=pairs.index)
+            ]
+            wait_for([*works, dist.all_reduce(torch.ones(100_000), async_op=True)])
+    except (RuntimeError, AbortedCollective):
+        out.set()
+        watcher.join()
+        groups.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.unit.forkserver import fork_server, run_ranks_to_end
 from tests.unit.regroup import ranks
 from ttp.errors import ConfigError
-from ttp.regroup.process_groups import ProcessGroups, Recipe
+from ttp.groups.process_groups import ProcessGroups, Recipe
 
 DEADLINE_S = 200.0
 
@@ -63,6 +63,6 @@ def test_a_process_without_groups_has_none_to_make() -> None:
 def test_groups_that_are_split_from_one_of_a_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's, after init_process_group(device_id=...): ranks outside a subgroup take part in making it."""
     bound = Recipe(None, "0", (0, 1), "nccl", timedelta(seconds=9), "", "", "cuda:0")
-    monkeypatch.setattr("ttp.regroup.process_groups.recipes", lambda: [bound])
+    monkeypatch.setattr("ttp.groups.process_groups.recipes", lambda: [bound])
     with pytest.raises(ConfigError, match=r"invalid TTP_REHEARSE: got process groups that are bound to a device \(0\)"):
         ProcessGroups().check()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,11 +22,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ttp.errors import ConfigError
+from ttp.groups.connections import Connections, computing
 
 Successor = Callable[[Any], Any]
 """Of a process group that was closed: the one in its place. Of None, a group of now, and one without this rank: the same."""
 
 c10d: Any = distributed_c10d
+CLOSED_S = 2.0
+"""Connections that are open for longer after they were shut down: their groups cannot be made again."""
+_LOOK_S = 0.001
 _PREFIX = "ttp_generation_"
 _TAGGED = "user:"
 
@@ -39,6 +45,7 @@ class Recipe:
     """Global ranks, in the group's order."""
     backend: str
     timeout: timedelta
+    """A group of torch's fake backend has none of its own: the default."""
     tag: str
     """What its maker called it (torch's functional collectives); empty: nothing."""
     description: str
@@ -51,10 +58,23 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self.generation = 0
-        """How often they were made again."""
+        """How often they were made again since `recovery`."""
+        self.recovery = 0
+        """The number under which they were made after a fault, the newest; 0: there was none."""
+        self.meeting: Any = None
+        """The store in which they are made; None: that of the first default group."""
+        self.backend = ""
+        """Of all groups that are made next, in place of the one that each has; empty: each its own."""
+        self.pollable = False
+        """Whoever waits for their operations looks again and again whether they are to be left (`ttp.groups.polled_wait`)."""
         self._store: Any = None
         self._made: Any = None
         """The default group that was made last; another one: the program has joined anew since."""
+        self._connections = Connections()
+        self._successors: dict[Any, Any] = {}
+        """Of the groups that were closed last, the ones in their places."""
+        self._left = self._left_before = False
+        """The groups of now, those that were closed last: they were left in the middle of their operations."""
 
     def check(self) -> None:
         """Raise ConfigError for groups that cannot be made again."""
@@ -65,25 +85,69 @@ class ProcessGroups:
                 " subgroup, expected none. Call init_process_group without device_id"
             )
 
-    def make_again(self) -> Successor:
-        """Close every group and make it again (every rank of the job calls, with no collective under way); without groups there is none to make.
+    @property
+    def left(self) -> bool:
+        """The groups of now are being left: whoever waits for one of their operations is to raise."""
+        return self._left
 
-        Blocks until the other ranks of each group have come, at most for the group's timeout. Raises ConfigError.
+    def leave(self) -> int:
+        """Bring the training thread out of the collectives that it waits in: every connection of the groups is shut down, so that they raise on this
+        rank and on its peers. Called from another thread; only for groups that were made again at least once, whose connections are known.
+
+        Returns how many connections were open.
+        """
+        self._left = True
+        return self._connections.shut_down()
+
+    def close(self) -> None:
+        """Leave the groups, and wait until none of their operations writes to memory any more: connections are closed, as gloo does when it has read
+        the end of one, and its threads do nothing. Called while what the training thread has come out of still holds the handles of its
+        operations: gloo reads nothing more of a message whose memory is gone. Raises RuntimeError: that takes longer than CLOSED_S."""
+        self.leave()
+        until_s = time.monotonic() + CLOSED_S
+        while (count := self._connections.shut_down()) or computing():
+            if time.monotonic() > until_s:
+                raise RuntimeError(
+                    f"process groups that were left are in use after {CLOSED_S:g} s: {count} connections are open"
+                )
+            time.sleep(_LOOK_S)
+
+    def let_go(self) -> None:
+        """Drop the groups that were closed last: nothing refers to them any more. The destructor of a group that was left waits for its operations,
+        which may take for ever: then another thread drops it."""
+        gone, self._successors = list(self._successors), {}
+        if self._left_before:
+            threading.Thread(target=gone.clear, name="ttp-groups-gone", daemon=True).start()
+
+    def make_again(self, recovery: int = 0) -> Successor:
+        """Close every group and make it again (every rank of the job calls, with no collective under way, or after `leave`); without groups there
+        is none to make. `recovery`: the number of the fault after which they are made, the same on all ranks; 0: they are made without one.
+
+        Blocks until the other ranks of each group have come, at most for the group's timeout. Raises ConfigError; RuntimeError: operations of groups
+        that were left may still write to memory.
         """
         if not dist.is_initialized():
             return lambda group: group
         self.check()
         made, count = recipes(), c10d._world.group_count
         if made[0].group is not self._made:
-            self._store = c10d._world.pg_map[made[0].group][1]
-        self.generation += 1
+            self._store = self.meeting or c10d._world.pg_map[made[0].group][1]
+        self.let_go()
+        before = self._prefix
+        self.recovery, self.generation = (recovery, 0) if recovery else (self.recovery, self.generation + 1)
         rank = dist.get_rank()
+        if recovery:
+            self.close()
         dist.destroy_process_group()
-        successors = {recipe.group: group for recipe, group in zip(made, self._make(made, rank), strict=True)}
+        self._left, self._left_before = False, self._left
+        with self._connections.opening():
+            again = self._make(made, rank)
+        self.backend = ""
+        successors = self._successors = {recipe.group: group for recipe, group in zip(made, again, strict=True)}
         self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
         if rank == 0:
-            self._forget_keys(self.generation - 1)
+            self._forget_keys(before)
 
         current = set(successors.values())
 
@@ -104,10 +168,10 @@ class ProcessGroups:
     def _make(self, made: list[Recipe], rank: int) -> list[Any]:
         """Make all of them, the default group first; return them in the same order."""
         first, *others = made
-        store = c10d.PrefixStore(f"{_PREFIX}{self.generation}", self._store)
+        store = c10d.PrefixStore(self._prefix, self._store)
         hook = sys.excepthook  # torch hangs one more on it each time
         dist.init_process_group(
-            first.backend,
+            self.backend or first.backend,
             store=store,
             rank=rank,
             world_size=len(first.ranks),
@@ -122,7 +186,7 @@ class ProcessGroups:
                 len(recipe.ranks),
                 recipe.ranks.index(rank),
                 list(recipe.ranks),
-                c10d.Backend(recipe.backend),
+                c10d.Backend(self.backend or recipe.backend),
                 c10d._world.pg_map[default][1],
                 recipe.name,
                 timeout=recipe.timeout,
@@ -134,14 +198,19 @@ class ProcessGroups:
             groups.append(group)
         return groups
 
-    def _forget_keys(self, generation: int) -> None:
+    @property
+    def _prefix(self) -> str:
+        """What the keys of the groups of now begin with."""
+        return f"{_PREFIX}{self.recovery}.{self.generation}"
+
+    def _forget_keys(self, prefix: str) -> None:
         """Take an earlier generation's keys out of the store: every rank has left it, since all have formed a later one."""
         store = self._store
         while isinstance(store, c10d.PrefixStore):
             store = store.underlying_store
         with contextlib.suppress(RuntimeError, AttributeError):  # a store that lists no keys keeps them
             for key in store.list_keys():
-                if f"{_PREFIX}{generation}/" in key:
+                if f"{prefix}/" in key:
                     store.delete_key(key)
 
 
@@ -167,7 +236,7 @@ def _recipe(group: Any, world: Any) -> Recipe:
         name=world.pg_names[group],
         ranks=tuple(sorted(places, key=places.__getitem__)),
         backend=str(world.pg_map[group][0]),
-        timeout=backend.options._timeout,
+        timeout=backend.options._timeout if backend.options is not None else c10d.default_pg_timeout,
         tag=tag.removeprefix(_TAGGED) if tag.startswith(_TAGGED) else "",
         description=group.group_desc,
         device=group.bound_device_id,

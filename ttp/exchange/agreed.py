@@ -1,0 +1,65 @@
+"""What ranks agree on as a job starts, kept for the processes that take the places of lost ones: nobody would answer them.
+
+Such a value is the same on every rank that takes part, and is known before the first step. Owns where it is kept: in the store that the ranks of an
+attempt met in. They are no more protected there than what torch's process groups keep in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ttp.config import Settings
+from ttp.errors import ControllerError
+from ttp.groups.vacancy import vacant
+
+READ_AT_MOST = timedelta(seconds=20)
+"""How long a process that takes a lost one's place waits for such a value: it was written before the first step."""
+
+
+class Agreements:
+    """Those of one process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._store: Any = None
+
+    def agree(self, name: str, make: Callable[[], Any], group: Any = None) -> Any:
+        """Return `make()`, a JSON value on which all ranks of `group` agree (None: of the job). Of several of one name each is kept, in their order. In a process that takes a lost one's place it is what the others have agreed on; `make` is not called there.
+
+        Raises what `make` does; ControllerError: it is not known there.
+        """
+        self._counts[name] += 1
+        settings = Settings.from_env()
+        place = "job" if group is None else group.group_name
+        key = f"ttp/agreed/{settings.round_number}/{place}/{name}/{self._counts[name]}"
+        if vacant():
+            try:
+                return json.loads(self._open(settings).get(key))
+            except RuntimeError as error:
+                raise ControllerError(
+                    f"this process takes a lost one's place, and {name} is not in the job's store: {error}"
+                ) from error
+        value = make()
+        if settings.launched and settings.master_port and dist.is_initialized() and _speaks(group):
+            self._open(settings).set(key, json.dumps(value))
+        return value
+
+    def _open(self, settings: Settings) -> Any:
+        if self._store is None:
+            address = settings.master_addr, settings.master_port
+            self._store = dist.TCPStore(*address, is_master=False, timeout=READ_AT_MOST)  # type: ignore[attr-defined]
+        return self._store
+
+
+def _speaks(group: Any) -> bool:
+    return dist.get_rank(group) == 0
+
+
+AGREEMENTS = Agreements()
+agree = AGREEMENTS.agree

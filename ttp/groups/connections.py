@@ -1,0 +1,86 @@
+"""The TCP connections of process groups, so that a thread comes out of a collective whose other members are gone.
+
+gloo reports a lost member to its neighbours only, and to none while the member is merely stopped; nothing in torch ends an operation that waits.
+Shutting a connection down does, on both of its ends, unless a message is half way on it: see `ttp.groups.polled_wait`. Connections are known by inode, never by descriptor: numbers of descriptors are used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+_DESCRIPTORS = "/proc/self/fd"
+_SOCKET = "socket:["
+_TASKS = "/proc/self/task"
+_GLOO_RUNS = "pt_gloo_runloo"
+"""What the kernel keeps of the name of a thread that carries operations out: 15 characters."""
+
+
+class Connections:
+    """Those that were opened while `opening` ran, in this process."""
+
+    def __init__(self) -> None:
+        self._inodes: frozenset[int] = frozenset()
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Remember the connections that are opened in this block, in place of those before. What other threads open meanwhile is among them: no
+        other thread may connect to anything then."""
+        before = frozenset(_sockets())
+        try:
+            yield
+        finally:
+            opened = {inode: descriptor for inode, descriptor in _sockets().items() if inode not in before}
+            self._inodes = frozenset(inode for inode, descriptor in opened.items() if _connected(descriptor, inode))
+
+    def shut_down(self) -> int:
+        """Shut all of them down, in both directions, and return how many are not closed. Safe from any thread, and more than once."""
+        count = 0
+        for inode, descriptor in _sockets().items():
+            if inode in self._inodes:
+                count += 1
+                _connected(descriptor, inode, shut=True)
+        return count
+
+
+def computing() -> bool:
+    """Say whether a thread of gloo's runs now. One that sleeps waits for a message, and no message comes over a closed connection."""
+    return any(_runs(task) for task in os.listdir(_TASKS))
+
+
+def _runs(task: str) -> bool:
+    try:
+        with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+    except OSError:  # it has ended
+        return False
+    return name.startswith(_GLOO_RUNS) and rest.split()[0] in "RD"
+
+
+def _sockets() -> dict[int, int]:
+    """Return this process's sockets: descriptors by inode."""
+    found = {}
+    for name in os.listdir(_DESCRIPTORS):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            kind = os.readlink(f"{_DESCRIPTORS}/{name}")
+            if kind.startswith(_SOCKET):
+                found[int(kind[len(_SOCKET) : -1])] = int(name)
+    return found
+
+
+def _connected(descriptor: int, inode: int, shut: bool = False) -> bool:
+    """Say whether it is a connection, and shut it down if asked, through a descriptor of its own: the number may be another socket's by now. A socket
+    that listens is left alone: gloo ends the process when its own stops to."""
+    try:
+        own = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return False
+    with own, contextlib.suppress(OSError):
+        if os.fstat(own.fileno()).st_ino == inode and own.family in (socket.AF_INET, socket.AF_INET6):
+            own.getpeername()
+            if shut:
+                own.shutdown(socket.SHUT_RDWR)
+            return True
+    return False

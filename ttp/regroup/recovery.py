@@ -1,0 +1,251 @@
+"""A rank's part in a recovery without a checkpoint: it leaves its step, makes its process groups again with those that take the places of lost
+ranks, gives them what they are to hold, and enters its training again.
+
+Owns the order to do so from its arrival until it is answered. The controller decides; nothing of this rank's state changes before all have it
+(`docs/proof.md`, "Recoveries without a checkpoint").
+
+    processor's thread   order(...)         the groups are left: the training thread comes out of its collective, or of the gate
+    training thread      enters_again(exc)  training was left: is there an order, or does one come?
+                         come_back()        groups, shards, comparison; the answer; all enter training together
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ttp.config import Settings
+from ttp.errors import STAY_WRONG, CheckpointError, Regroup
+from ttp.exchange.json_collectives import exchange_json
+from ttp.groups.process_groups import GROUPS, Successor
+from ttp.groups.vacancy import vacant
+from ttp.interfaces.protected_optimizer import ProtectedOptimizer
+from ttp.processor.core.events import RegroupDone, WorkFailed
+from ttp.proto import messages
+from ttp.proto.messages import CommitRecord
+from ttp.runtime.rank_runtime import Protection, show
+from ttp.runtime.state_provider import OptimizerStateProvider
+from ttp.text.wording import ranks_text
+
+log = logging.getLogger("ttp")
+
+LEAVE_AGAIN_S = 0.02
+"""A connection that is shut down just as an operation begins on it may be missed: all are, so often, until the training thread has come out."""
+ORDERED_S = 60.0
+"""How long a process that takes a lost one's place waits for the order to regroup."""
+MAKE_AGAIN_AT_MOST_S = 120.0
+"""Longer than all ranks ever have for it."""
+
+
+class Refillable(ProtectedOptimizer, Protocol):
+    """An optimizer whose state can be given to a process that has none."""
+
+    def fill(self, replaced: Collection[int]) -> None:
+        """Give the ranks in `replaced`, which hold nothing, what their replicas hold (a collective). Raises LayoutError, CheckpointError."""
+
+    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None: ...
+
+    def compare_replicas(self) -> tuple[object, ...]:
+        """Return what differs between the holders of a shard (a collective)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Where the job trains on: the state is that after update `step`."""
+
+    step: int
+    state: dict[str, Any]
+    record: CommitRecord | None
+    newest_saved: int
+    optimizer: dict[str, Any]
+    """The optimizer's host state."""
+
+
+def why_not_in_place(
+    settings: Settings, optimizer: ProtectedOptimizer, asked: bool, *, copies: bool, own_form: bool
+) -> str:
+    """Return why this rank takes no part in a recovery without a checkpoint; empty: it does. `asked`: by the program. `copies`: of the state in the
+    agent's memory. `own_form`: checkpoints are in a form of the trainer's own."""
+    cases = (
+        (settings.in_place == "off", "TTP_IN_PLACE=False"),
+        (not (asked or settings.in_place), "the program has not asked for more (in_place=True)"),
+        (not settings.launched, "the job was not started by ttprun"),
+        (not settings.one_node, "the job is on several nodes"),
+        (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
+        (copies, "copies='memory'"),
+        (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
+        (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process yet"),
+        (
+            optimizer.device.type != "cpu" and settings.in_place != "cuda",
+            f"on {optimizer.device.type} it was never tried (TTP_IN_PLACE=cuda)",
+        ),
+    )
+    return next((why for applies, why in cases if applies), "")
+
+
+class Recovery:
+    """One session's."""
+
+    def __init__(
+        self,
+        optimizer: Refillable,
+        holder: OptimizerStateProvider,
+        rank: int,
+        renew: Callable[[Successor], None],
+        pause: Callable[[float], AbstractContextManager[None]],
+    ) -> None:
+        """`renew(successor)`: gives all that holds process groups the ones in their places. `pause`: says within its block that this rank does
+        something else than steps."""
+        self._optimizer, self._holder, self._rank, self._renew, self._pause = optimizer, holder, rank, renew, pause
+        self._lock = threading.Lock()  # guards the two below
+        self._order: messages.Regroup | None = None
+        self._closed = ""
+        self._ordered = threading.Event()
+        self._out = threading.Event()
+        """The training thread has come out."""
+        self._leaving: threading.Thread | None = None
+        settings = Settings.from_env()
+        address = settings.master_addr, settings.master_port
+        GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
+        GROUPS.pollable = optimizer.device.type == "cpu"
+        self.newest_saved: Callable[[], int] = lambda: 0
+        """Step of the newest checkpoint that this run has written or loaded."""
+
+    # --- the processor's thread ---
+
+    def order(self, order: messages.Regroup) -> str:
+        """Have the training thread leave its step for this order; return why it cannot, empty: it does."""
+        with self._lock:
+            if self._closed:
+                return self._closed
+            self._order = order
+        self._out.clear()
+        self._ordered.set()
+        if not vacant():
+            self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
+            self._leaving.start()
+        return ""
+
+    def _leave(self) -> None:
+        while not self._out.is_set():
+            GROUPS.leave()
+            self._out.wait(LEAVE_AGAIN_S)
+
+    # --- any thread ---
+
+    @property
+    def ordered(self) -> bool:
+        """There is an order that is not answered."""
+        return self._ordered.is_set()
+
+    # --- the training thread ---
+
+    def enters_again(self, exc: BaseException, protection: Protection) -> bool:
+        """Training was left with `exc`: say whether it is to be entered again. Without an order the exception is reported, and what
+        becomes of the job is waited for."""
+        if not isinstance(exc, Exception | Regroup) or isinstance(exc, STAY_WRONG):
+            self.close(f"training has ended with {type(exc).__name__}")
+            return False
+        if not self.ordered and not protection.released:
+            protection.hold_after(exc, until=self._ordered)
+        if self.ordered:
+            self._end_leaving()
+            GROUPS.close()  # before the frames go that hold the handles of operations
+        return self.ordered
+
+    def _end_leaving(self) -> None:
+        """The training thread has come out: the groups of now are left, and those that come must not be."""
+        self._out.set()
+        if self._leaving is not None:
+            self._leaving.join()
+
+    def close(self, why: str) -> None:
+        """Training is not entered again: it has returned, or ended with an exception that would come again."""
+        with self._lock:
+            self._closed = self._closed or f"rank {self._rank}: {why}"
+
+    def wait_ordered(self) -> None:
+        """Wait for the order for which this process was started. Raises CheckpointError: none came."""
+        if not self._ordered.wait(ORDERED_S):
+            raise CheckpointError(
+                f"rank {self._rank}: got no order to regroup within {ORDERED_S:g} s of this process's start, expected one"
+            )
+
+    def come_back(self, protection: Protection) -> Returned:
+        """Carry the order out, and every order that comes before the gate opens; return when all ranks enter their training. An order that cannot
+        be carried out is answered so, and the process ends with the fault."""
+        while True:
+            with self._lock:
+                order = self._order
+            assert order is not None
+            began = time.perf_counter()
+            self._end_leaving()
+            protection.gate.abandon()
+            try:
+                with self._pause(MAKE_AGAIN_AT_MOST_S):
+                    returned = self._carry_out(order)
+            except Exception as error:
+                self._failed(order, error, protection)
+                raise
+            protection.gate.regrouped(order.step, order.record)
+            took_s = time.perf_counter() - began
+            self._take_back(order)
+            protection.processor.put(RegroupDone(order))
+            try:
+                protection.gate.await_open()
+            except Regroup:
+                continue
+            if self._rank == 0:
+                show(logging.WARNING, _text(order, took_s))
+            return returned
+
+    def _carry_out(self, order: messages.Regroup) -> Returned:
+        optimizer, new = self._optimizer, self._rank in order.replaced
+        successor = GROUPS.make_again(order.freeze_id)
+        optimizer.rewire(successor)
+        self._renew(successor)
+        if new:
+            optimizer.load_begin()
+        optimizer.fill(order.replaced)
+        returned = self._exchange(order)
+        self._holder.step_states.put(order.step, returned.state)
+        optimizer.load_end(order.step, returned.optimizer, order.record)
+        if differing := optimizer.compare_replicas():
+            raise CheckpointError(f"replicas differ after they were filled: {differing}")
+        return returned
+
+    def _exchange(self, order: messages.Regroup) -> Returned:
+        """Take the part of the state that all ranks have from the first that stays (a collective)."""
+        step, holder = order.step, self._holder
+        speaker = min(set(range(dist.get_world_size())) - set(order.replaced))
+        mine = None
+        if speaker == self._rank:
+            state = holder.step_states.get(step) if step else {}
+            mine = {"optimizer": holder.optimizer.host_state(step), "trainer": state, "saved": self.newest_saved()}
+        given = exchange_json(mine, holder.optimizer.device)[speaker]
+        return Returned(step, given["trainer"], order.record, given["saved"], given["optimizer"])
+
+    def _take_back(self, order: messages.Regroup) -> None:
+        with self._lock:
+            if self._order is order:
+                self._order = None
+                self._ordered.clear()
+
+    def _failed(self, order: messages.Regroup, error: Exception, protection: Protection) -> None:
+        """Answer that this rank has not regrouped, and stay as a holder: the step is written now."""
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        log.error("cannot regroup: %s", text)
+        protection.processor.put(WorkFailed(order.freeze_id, "regroup", "", text))
+        protection.hold()
+
+
+def _text(order: messages.Regroup, took_s: float) -> str:
+    replaced = f"{ranks_text(order.replaced)} in a new process" if order.replaced else "all ranks in their processes"
+    return f"training continues after step {order.step} with {replaced}, and no checkpoint was needed: all made their groups again within {took_s:.2f} s"
