@@ -1,4 +1,5 @@
-"""A node's launcher on the line to the controller: it says who has died and who runs, looks at the job, and ends the controller.
+"""A node's launcher on the line to the controller: it says who has died and who runs, takes orders to replace a process, looks at the job, and
+ends the controller.
 
 Owns one stream that reconnects, and moves to the next controller when the active one is gone: nothing listens at its
 address any more, or nothing was received from it for a lease. Nothing here raises into the launcher's loop or blocks it, but
@@ -16,7 +17,19 @@ from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
-from ttp.proto.messages import AgentHello, CauseKind, Exit, Freeze, StandbyList, Vouch, WorkerExit
+from ttp.proto.frozen import replace
+from ttp.proto.messages import (
+    AgentHello,
+    CauseKind,
+    Exit,
+    Freeze,
+    Replace,
+    ReplaceFailed,
+    StandbyList,
+    Thaw,
+    Vouch,
+    WorkerExit,
+)
 from ttp.proto.status import JobStatus
 from ttp.proto.stream import Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
@@ -53,10 +66,12 @@ class AgentLink:
         ranks: tuple[int, ...],
         pids: tuple[int, ...],
         running: Callable[[], Mapping[int, int]] = dict,
+        take: Callable[[Replace | Thaw], None] = lambda order: None,
     ) -> None:
-        """`pids` in the order of `ranks`: this node's workers. `running()`: those of their processes that run now, by rank; it must not
-        block or raise. Connects in the background."""
+        """`pids` in the order of `ranks`: this node's workers. `running()`: those of their processes that run now, by rank. `take(order)`: a
+        process is to be replaced, or the ranks train on. Neither may block or raise. Connects in the background."""
         self._running = running
+        self._take = take
         self._vouch_at = float("-inf")
         self._controllers: list[Address] = [address]
         self._place = 0
@@ -102,6 +117,20 @@ class AgentLink:
             self._exits.append(report)
             if self._attached and self._stream is not None:
                 self._say(self._stream, report)
+
+    def replaced(self, rank: int, pid: int) -> None:
+        """Process `pid` has the place of the one that this rank had. Nothing is reported of that one any more: a controller that does not know
+        the rank could take it for the other's."""
+        with self._lock:
+            pids = dict(zip(self._hello.ranks, self._hello.pids, strict=True)) | {rank: pid}
+            self._hello = replace(self._hello, pids=tuple(pids[each] for each in self._hello.ranks))
+            self._exits = [report for report in self._exits if report.rank != rank or report.pid == pid]
+
+    def replace_failed(self, rank: int, freeze_id: int, error: str) -> None:
+        """No process has taken this rank's place, or it has ended. Lost without a connection: the order's time runs out then."""
+        with self._lock:
+            if self._attached and self._stream is not None:
+                self._say(self._stream, ReplaceFailed(self._hello.host, rank, freeze_id, error))
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
         """Learn of standbys, in the order in which they take over; those that are known already stay where they are."""
@@ -192,7 +221,7 @@ class AgentLink:
         if running := self._running():
             self._say(stream, Vouch(tuple(running), tuple(running.values())))
 
-    def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit | Vouch) -> None:
+    def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit | Vouch | ReplaceFailed) -> None:
         try:
             stream.send(*messages)
         except CodecError as error:
@@ -209,8 +238,8 @@ class AgentLink:
                 self._say(stream, self._hello, *self._exits)
 
     def stream_received(self, stream: ControlStream, parcel: DownwardParcel) -> None:
-        """Keep to the controller that sends (a standby without ranks does not), and report what it orders the ranks to do:
-        why they are frozen, and why they leave."""
+        """Keep to the controller that sends (a standby without ranks does not), report what it orders the ranks to do: why they are frozen, and
+        why they leave, and pass on what it orders this launcher to do."""
         with self._lock:
             if stream is not self._stream:
                 return
@@ -227,6 +256,8 @@ class AgentLink:
             case Freeze(cause=cause):
                 whose = f"{ranks_text(cause.ranks)}: " if cause.ranks else ""
                 log.warning("controller: freeze: %s%s: %s", whose, cause.kind.value, cause.brief)
+            case Replace() | Thaw():
+                self._take(parcel.message)
             case Exit(reason=reason):
                 level = logging.DEBUG if self._all_ended_well() else logging.INFO
                 log.log(level, "controller: the ranks leave: %s", reason)

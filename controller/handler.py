@@ -29,6 +29,7 @@ from ttp.proto.messages import (
     Published,
     Registration,
     ReplaceFailed,
+    Thaw,
     Upward,
     Vouch,
     Welcome,
@@ -373,7 +374,8 @@ class Handler:
         for rank in ranks:
             if rank in self.routes:
                 by_link.setdefault(self.routes[rank], []).append(rank)
-        if isinstance(message, Freeze | Exit):  # the launchers overhear why, for their own lines: addressed to no rank
+        to_all = isinstance(message, Thaw) and len(ranks) > 1  # else it is repeated for one rank
+        if to_all or isinstance(message, Freeze | Exit):  # the launchers overhear it, addressed to no rank
             for link in self._agents.values():
                 by_link.setdefault(link, [])
         for link, its_ranks in by_link.items():

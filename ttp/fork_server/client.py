@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +37,8 @@ PRELOAD_S = 120.0
 """How long an attempt waits for the imports; then its workers import for themselves."""
 ANSWER_S = 30.0
 """How long the forks of an attempt may take."""
+ONE_S = 5.0
+"""The same of one worker that is forked while others run: what waits for it can do without."""
 CLOSE_S = 1.0
 MOST_DEATHS = 3
 """So many servers in a row are lost without having forked a worker, and there is no further one."""
@@ -82,12 +87,15 @@ class Program:
 
 
 class ForkServer:
-    """Forks this node's workers, or its controllers. Not safe for threads: the agent's main thread owns it."""
+    """Forks this node's workers, or its controllers. The agent's main thread owns it: the server ends with the thread that started it. Only
+    `fork_one` may be called from another thread."""
 
     def __init__(self, modules: Sequence[str], listener: Listener | None = None) -> None:
         """`modules`: what the server imports, in this order. `listener`: where it takes requests of others (`request.fork_at`)."""
         self._modules = tuple(modules)
         self._listener = listener
+        self._lock = threading.RLock()
+        """Held while the channel is used, and while the server is started or ended."""
         self._added: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -117,6 +125,10 @@ class ForkServer:
     def start(self, environ: Mapping[str, str]) -> None:
         """Start the server and its imports, without waiting for them. `environ`: what the workers are to have, but for what is each one's
         own."""
+        with self._lock:
+            self._start(environ)
+
+    def _start(self, environ: Mapping[str, str]) -> None:
         self._end()
         self._environ = without_workers_own(environ)
         ours, theirs = socket.socketpair()
@@ -142,26 +154,36 @@ class ForkServer:
             self._send({"kind": "preload", "modules": [*self._modules, *self._added]})
 
     def look(self) -> None:
-        """Start the server again when it has died."""
-        if self._process is not None and self._process.poll() is not None:
-            lost = self._lost(f"exit status {self._process.returncode}")
-            if not self._reason:
-                log.info("%s; starting another one", lost)
-                self.start(self._environ)
+        """Start the server again when it has died; later if a worker is being forked now."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._process is not None and self._process.poll() is not None:
+                lost = self._lost(f"exit status {self._process.returncode}")
+                if not self._reason:
+                    log.info("%s; starting another one", lost)
+                    self.start(self._environ)
+        finally:
+            self._lock.release()
 
     def also_import(self, modules: Sequence[str]) -> None:
         """Have the server, or the next one, import more; not waited for."""
-        added = [name for name in modules if name not in self._modules and name not in self._added]
-        self._added += added
-        if added and self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._send({"kind": "preload", "modules": added})
+        with self._lock:
+            added = [name for name in modules if name not in self._modules and name not in self._added]
+            self._added += added
+            if added and self._channel is not None:
+                with contextlib.suppress(OSError):
+                    self._send({"kind": "preload", "modules": added})
 
     def prepare(self, args: Sequence[str], environ: Mapping[str, str]) -> None:
         """Have a server ready that can fork this command. Raises NotForked.
 
         args: the interpreter and its arguments. environ: a worker's variables.
         """
+        with self._lock:
+            self._prepare(args, environ)
+
+    def _prepare(self, args: Sequence[str], environ: Mapping[str, str]) -> None:
         if reason := not_forkable(args):
             self._end()
             raise NotForked(reason)
@@ -190,6 +212,30 @@ class ForkServer:
     def fork(self, programs: Sequence[Program]) -> list[ForkedChild]:
         """Fork workers (after `prepare`), as `subprocess.Popen` would start each in a session of its own. Raises NotForked: not all were
         forked, and those that were are gone."""
+        with self._lock:
+            return self._fork(programs, ANSWER_S)
+
+    def fork_one(self, program: Program) -> ForkedChild:
+        """Fork one worker more of those that `prepare` was called for, from any thread; never starts a server. Takes ONE_S at most for each of
+        its turn, imports that are under way, and the fork. Raises NotForked.
+
+        It runs the code that was imported for the others, also where a file has changed since.
+        """
+        if not self._lock.acquire(timeout=ONE_S):
+            raise NotForked("the fork server is busy")
+        try:
+            if self._channel is None:
+                raise NotForked(self._reason or "there is no fork server")
+            if read_at_import(program.environ) != read_at_import(self._environ):
+                raise NotForked("the fork server has imported with other variables than the workers'")
+            self._take_imports(ONE_S)
+            if reason := self._imported["unusable"]:
+                raise NotForked(reason)
+            return self._fork([program], ONE_S)[0]
+        finally:
+            self._lock.release()
+
+    def _fork(self, programs: Sequence[Program], answer_s: float) -> list[ForkedChild]:
         children: list[ForkedChild] = []
         for first in range(0, len(programs), MOST_AT_ONCE):
             some = programs[first : first + MOST_AT_ONCE]
@@ -204,7 +250,7 @@ class ForkServer:
                 descriptors = [number if _is_open(number) else null.fileno() for number in given]
                 try:
                     with adopting_orphans():
-                        answer = self._ask(request, ANSWER_S, descriptors)
+                        answer = self._ask(request, answer_s, descriptors)
                 except OSError as error:
                     answer = {"pids": [], "error": f"the fork server did not fork: {error}"}
             children += [ForkedChild(pid, one.argv) for pid, one in zip(answer["pids"], some, strict=False)]
@@ -218,7 +264,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, for good."""
-        self._end()
+        with self._lock:
+            self._end()
         if self._listener is not None:
             self._listener.close()
 
@@ -239,13 +286,7 @@ class ForkServer:
         """Take in the answers about imports. Raises NotForked."""
         if self._channel is None:
             raise NotForked(self._reason or "there is no fork server")
-        while self._unanswered:
-            self._imported = self._receive(PRELOAD_S)
-            failed = self._imported["failed"]
-            for name, error in failed.items():
-                log.debug("the fork server could not import %s: %s", name, error)
-            if added := [name for name in failed if name in self._added]:
-                log.warning("the fork server cannot import %s (%s)", names_text(added), failed[added[0]])
+        self._take_imports()
         if not (reason := self._imported["unusable"]):
             return
         if not self._added:
@@ -254,6 +295,20 @@ class ForkServer:
         self._added = []
         self.start(self._environ)
         self._await_imports()
+
+    def _take_imports(self, within_s: float | None = None) -> None:
+        """Take in the answers that are owed. Raises NotForked, also where they take longer than `within_s`: the server is kept then."""
+        until_s = None if within_s is None else time.monotonic() + within_s
+        while self._unanswered:
+            assert self._channel is not None
+            if until_s is not None and not _readable(self._channel, until_s - time.monotonic()):
+                raise NotForked("the fork server still imports")
+            self._imported = self._receive(PRELOAD_S)
+            failed = self._imported["failed"]
+            for name, error in failed.items():
+                log.debug("the fork server could not import %s: %s", name, error)
+            if added := [name for name in failed if name in self._added]:
+                log.warning("the fork server cannot import %s (%s)", names_text(added), failed[added[0]])
 
     def _ask(self, request: dict[str, Any], timeout_s: float, descriptors: Sequence[int] = ()) -> dict[str, Any]:
         self._await_imports()
@@ -311,6 +366,12 @@ def not_forkable(args: Sequence[str]) -> str:
     if not os.path.isfile(args[2]) or zipfile.is_zipfile(args[2]):
         return f"{args[2]} is not a Python file"
     return ""
+
+
+def _readable(channel: socket.socket, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(1000.0 * max(0.0, timeout_s)))
 
 
 def _is_open(descriptor: int) -> bool:

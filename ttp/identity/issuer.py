@@ -68,10 +68,10 @@ class Issuer:
         with self._known:
             self._authority, self._terms, self._pids, self._controllers = authority, terms, None, {}
 
-    def workers(self, pids: Mapping[int, int]) -> None:
-        """Say which processes this attempt's workers are (rank -> pid)."""
+    def workers(self, pids: Mapping[int, int] | None) -> None:
+        """Say which processes this attempt's workers are (rank -> pid); None: that is known soon."""
         with self._known:
-            self._pids = dict(pids)
+            self._pids = dict(pids) if pids is not None else None
             self._known.notify_all()
 
     def close(self) -> None:

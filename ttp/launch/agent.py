@@ -23,10 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.config import start_name
-from ttp.exchange import imported_modules
 from ttp.exchange.first_step import progress_key
-from ttp.fork_server.client import ForkServer
-from ttp.fork_server.preload import has_accelerator
 from ttp.launch.attempts.attempt import SHUTDOWN_S, Attempt
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.launch.attempts.begin import begin_attempt
@@ -38,7 +35,7 @@ from ttp.launch.rendezvous.multi_endpoint import ROUND_S
 from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
-from ttp.launch.warm_start import forking
+from ttp.launch.warm_start import LearnedImports, WarmStart, forking
 from ttp.launch.watch.processes import children_leading_sessions, end_workers, exit_status
 from ttp.text.wording import ranks_text
 
@@ -100,7 +97,9 @@ class HoldAgent(LocalElasticAgent):
         self.failure_reason = ""
         """Why the job failed on this node, once it has."""
         self._crash_loop = CrashLoop(launching.futile_starts)
-        self._imports_learned = False
+        self._warm_start: WarmStart | None = None
+        """What has forked the last attempt's workers; None: they were executed."""
+        self._learned = LearnedImports()
         self._pause_s = 0.0
         """Back-off before the next rendezvous."""
         # torch must be polled to collect the results of Python functions (`--run-path`), and to find workers in uninterruptible sleep.
@@ -191,7 +190,9 @@ class HoldAgent(LocalElasticAgent):
                 hosts_rank_zero=0 in pids,
                 begun_unix_s=begun_unix_s,
                 world_size=worker_group.workers[0].world_size,
+                forker=self._warm_start,
             )
+            self._pids = self._attempt.pids  # another process may take a worker's place
             for taken in self._rendezvous_handler.places_taken:
                 log.warning("%s", taken)
                 if (reporter := self._launching.reporter) is not None:
@@ -231,7 +232,7 @@ class HoldAgent(LocalElasticAgent):
 
     def _fork_or_execute(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the workers from the fork server where that can be done."""
-        servers = self._launching.fork_servers
+        servers, self._warm_start = self._launching.fork_servers, None
         if servers is None:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
             return local_pids
@@ -241,24 +242,10 @@ class HoldAgent(LocalElasticAgent):
             log.info("started %d workers without the fork server: %s", len(local_pids), start.reason)
         else:
             log.info("forked %d workers from %s", len(local_pids), servers.workers.description)
+            self._warm_start = (
+                None if self._always_ask_torch else start
+            )  # torch would see the exit of one that is replaced
         return local_pids
-
-    def _learn_imports(self, server: ForkServer) -> None:
-        """Have the fork server import, once, the modules that the workers had imported at their first step. Not on a host with accelerators:
-        what such an import does to the devices is not known."""
-        directory = self._attempt_directory.path
-        if self._imports_learned or directory is None or has_accelerator():
-            return
-        try:
-            names = imported_modules.read(directory)
-        except (OSError, ValueError) as error:
-            log.warning("cannot read the list of modules that the workers imported: %s", error)
-            self._imports_learned = True
-            return
-        if names:
-            self._imports_learned = True
-            log.info("the fork server imports %d modules that the workers had imported", len(names))
-            server.also_import(names)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the workers, every monitor interval. torch's own method ends all workers as soon as one has failed: it is
@@ -269,14 +256,15 @@ class HoldAgent(LocalElasticAgent):
         servers = self._launching.fork_servers
         if servers is not None:
             servers.look()
-            self._learn_imports(servers.workers)
+            self._learned.look(servers.workers, self._attempt_directory.path)
         if self._launching.copies is not None:
             self._launching.copies.look(servers.workers if servers is not None else None)
         self._launching.mirror.look(self._attempt_directory.path)
         if not attempt.failed():
             attempt.end_given_up()
         if attempt.failed():
-            attempt.hold()
+            if attempt.hold():
+                return RunResult(state=WorkerState.HEALTHY)  # all that failed were replaced: no restart
             if attempt.left_for_others() and self._another_node_waits():
                 return RunResult(state=WorkerState.HEALTHY)  # as below: another node causes this restart
         elif self._drained_for_node(attempt) or self._lost_a_node(attempt):
@@ -358,6 +346,10 @@ class HoldAgent(LocalElasticAgent):
         return True
 
     def _ask_torch(self, worker_group: WorkerGroup) -> RunResult:
+        for (
+            worker
+        ) in worker_group.workers:  # torch compares it with its own, which follow by themselves (`warm_start.py`)
+            worker.id = self._pids.get(worker.global_rank, worker.id)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 

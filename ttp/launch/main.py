@@ -36,7 +36,7 @@ from ttp.identity import own
 from ttp.identity.secret import SecretSource
 from ttp.launch.agent import HoldAgent
 from ttp.launch.arguments import death_poll_s, hides_stderr, make_parser
-from ttp.launch.attempts.context import LaunchContext, Running
+from ttp.launch.attempts.context import LaunchContext, Workers
 from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
@@ -178,11 +178,12 @@ def make_launching(
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
     launch_name = f"{run_id}_{uuid.uuid4().hex[:8]}"  # as torch names its folder of logs
 
-    def open_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> ControllerLink:
+    def open_link(address: str, job_id: str, pids: Mapping[int, int], workers: Workers) -> ControllerLink:
         from ttp.controller.agent_link import AgentLink
 
         ranks = tuple(sorted(pids))
-        return AgentLink(address, job_id, settings.host, ranks, tuple(pids[rank] for rank in ranks), running)
+        known = tuple(pids[rank] for rank in ranks)
+        return AgentLink(address, job_id, settings.host, ranks, known, workers.running, workers.take)
 
     def request_shutdown(address: str) -> None:
         from ttp.controller import agent_link

@@ -1,22 +1,30 @@
 """Makes torch's agent fork its workers instead of executing them.
 
 torch makes one `SubprocessHandler` for each worker. Owns its replacement while one attempt starts: a class that differs only in how the process
-begins. All workers of an attempt are forked together, when torch reads the first one's pid.
+begins. All workers of an attempt are forked together, when torch reads the first one's pid. Later another process may take a worker's place:
+torch's handler then finds that one, and never the exit of the first.
 """
 
 from __future__ import annotations
 
+import logging
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from ttp.exchange import imported_modules
 from ttp.fork_server.client import ForkServer, Program
 from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.preload import has_accelerator
 from ttp.fork_server.request import NotForked
+
+log = logging.getLogger("ttp.launch")
 
 NO_PROCESS = 1 << 30
 """No process has this number, and none is signalled by it."""
@@ -29,6 +37,8 @@ class WarmStart:
     def __init__(self, server: ForkServer) -> None:
         self._server = server
         self._waiting: list[tuple[LaterProcess, Program, Callable[[], Any]]] = []
+        self._forked: dict[int, tuple[LaterProcess, Program]] = {}
+        """By global rank."""
         self.reason = ""
         """Why the workers were executed; empty: they were forked."""
 
@@ -46,12 +56,29 @@ class WarmStart:
             self._server.prepare(programs[0].argv, programs[0].environ)
             for (process, _, _), child in zip(waiting, self._server.fork(programs), strict=True):
                 process.begun = child
+            self._forked = {int(program.environ["RANK"]): (process, program) for process, program, _ in waiting}
         except NotForked as error:
             self.reason = str(error)
             for process, program, _ in waiting:
                 process.begun = ForkedChild(NO_PROCESS, program.argv, 1)  # has ended, for torch as it cleans up
             for process, _, execute in waiting:
                 process.begun = execute()
+
+    def fork_again(self, rank: int, variables: Mapping[str, str]) -> tuple[ForkedChild, ForkedChild]:
+        """Fork another process in the place of a rank's, which has ended: the same program with these variables besides, and the same log files,
+        to which it appends. From any thread. Return it and the first one, which is not reaped. Raises NotForked.
+
+        The error file of the first process is removed: it is not the other one's.
+        """
+        if self.reason:
+            raise NotForked(f"the workers were started without the fork server: {self.reason}")
+        process, program = self._forked[rank]
+        if path := program.environ.get("TORCHELASTIC_ERROR_FILE", ""):
+            with suppress(OSError):
+                Path(path).unlink()
+        child = self._server.fork_one(replace(program, environ={**program.environ, **variables}))
+        first, process.begun = process.begun, child
+        return child, first
 
 
 class LaterProcess:
@@ -88,3 +115,25 @@ def forking(server: ForkServer) -> Iterator[WarmStart]:
         yield start
     finally:
         setattr(api, _FACTORY, torchs_own)
+
+
+class LearnedImports:
+    """Has the fork server import, once, the modules that an attempt's workers had imported at their first step."""
+
+    def __init__(self) -> None:
+        self._learned = False
+
+    def look(self, server: ForkServer, directory: Path | None) -> None:
+        """`directory`: the attempt's. Does nothing on a host with accelerators: what such an import does to the devices is not known."""
+        if self._learned or directory is None or has_accelerator():
+            return
+        try:
+            names = imported_modules.read(directory)
+        except (OSError, ValueError) as error:
+            log.warning("cannot read the list of modules that the workers imported: %s", error)
+            self._learned = True
+            return
+        if names:
+            self._learned = True
+            log.info("the fork server imports %d modules that the workers had imported", len(names))
+            server.also_import(names)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.fork_server.conftest import END_S, module, run, serving, until
-from ttp.fork_server import frames, request, request_loop
+from ttp.fork_server import client, frames, request, request_loop
 from ttp.fork_server.client import ForkServer, Listener, Program
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.forked_program import ForkedProgram
@@ -250,3 +252,93 @@ def test_no_rank_waits_for_a_server_that_was_given_up(tmp_path: Path, monkeypatc
         until(given_up)
         with pytest.raises(NotForked, match="No such file or directory"):
             fork_at(address, [sys.executable, "-P", "-m", "this"], os.environ, (0, 1, 2))
+
+
+def test_one_more_worker_is_forked_from_any_thread(script: Callable[[str], str], tmp_path: Path) -> None:
+    """As those before, and with the code that they have: a file that has changed since is not read again."""
+    environ = {**os.environ, **module(tmp_path, "wave", "word = 'before'")}
+    program = Program((sys.executable, "-u", script("import sys, wave; sys.exit(wave.word == 'before')")), environ)
+    with serving(["wave"], environ=environ) as server:
+        server.prepare(program.argv, environ)
+        module(tmp_path, "wave", "word = 'after, which is longer'")
+        children: list[ForkedChild] = []
+        thread = threading.Thread(target=lambda: children.append(server.fork_one(program)))
+        thread.start()
+        thread.join(END_S)
+        assert children[0].wait(END_S) == 1
+
+
+@pytest.mark.parametrize("why", ["busy", "imports", "none", "variables", "ended", "unusable"])
+def test_one_more_worker_is_refused_where_it_would_take_a_while(
+    why: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server is started for it: that would end with the thread that asks. The server serves on, where there is one."""
+    monkeypatch.setattr(client, "ONE_S", 0.05)
+    program = Program((sys.executable, "-u", script("")), os.environ)
+    variables = {**os.environ, **module(tmp_path, "slow", f"open({str(tmp_path / 'pipe')!r}).read()"), "HELD": "1"}
+    module(
+        tmp_path,
+        "thread",
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    )
+    os.mkfifo(tmp_path / "pipe")
+    program = Program(program.argv, variables)
+    with serving(["json"], environ=variables) as server:
+        server.prepare(program.argv, variables)
+        pid, busy = server.pid, contextlib.ExitStack()
+        match why:
+            case "busy":
+                busy.enter_context(held(server))
+            case "imports":
+                server.also_import(["slow"])
+            case "none":
+                server.close()
+            case "variables":
+                program = Program(program.argv, {**variables, "OMP_NUM_THREADS": "7"})
+            case "ended":
+                os.kill(pid, signal.SIGKILL)
+            case "unusable":
+                server.also_import(["thread"])
+                monkeypatch.setattr(client, "ONE_S", END_S)
+        expected = {
+            "busy": "the fork server is busy", "imports": "still imports", "none": "there is no fork server",
+            "variables": "other variables", "ended": "was lost", "unusable": "started 1 threads",
+        }  # fmt: skip
+        with pytest.raises(NotForked, match=expected[why]):
+            server.fork_one(program)
+        busy.close()
+        if why == "imports":
+            (tmp_path / "pipe").write_text("")
+        if why in ("busy", "imports", "variables"):
+            monkeypatch.setattr(client, "ONE_S", END_S)
+            assert server.fork_one(Program(program.argv, variables)).wait(END_S) == 0 and server.pid == pid
+
+
+@contextlib.contextmanager
+def held(server: ForkServer) -> Iterator[None]:
+    """Have another thread use the server meanwhile."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with server._lock:
+            begun.set()
+            over.wait(END_S)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert begun.wait(END_S)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(END_S)
+
+
+def test_the_look_for_a_lost_server_does_not_wait_for_a_fork(script: Callable[[str], str]) -> None:
+    """The agent's main thread looks every tick."""
+    with serving(["json"]) as server:
+        looking = threading.Thread(target=server.look, daemon=True)
+        with held(server):
+            looking.start()
+            looking.join(END_S / 4)
+            assert not looking.is_alive()

@@ -294,3 +294,18 @@ def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch:
     assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
     assert not failures
     monkeypatch.setattr(issuer, "_listener", real)
+
+
+def test_who_asks_while_a_worker_is_being_started_waits_until_it_is_known(issuer: Issuer) -> None:
+    """It may ask before the agent knows its number, and is not refused for the process whose place it takes."""
+    with subprocess.Popen(["sleep", "60"]) as before:
+        issuer.workers({2: before.pid})
+        issuer.workers(None)
+        answers: list[object] = []
+        asking = threading.Thread(target=lambda: answers.append(ask(issuer.address, Identity(JOB, Role.RANK, (2,)))))
+        asking.start()
+        until(lambda: any(thread.name == "ttp-issue" for thread in threading.enumerate()), "the request")
+        issuer.workers({2: os.getpid()})
+        asking.join(30.0)
+        before.kill()
+    assert len(answers) == 1

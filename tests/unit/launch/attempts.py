@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.waiting import until
 from ttp.exchange.discovery import controller_key
 from ttp.launch.attempts.attempt import Attempt
-from ttp.launch.attempts.context import LaunchContext
+from ttp.launch.attempts.context import LaunchContext, Workers
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import Reporter
 
@@ -37,6 +37,9 @@ class LineToController:
         self.decided = True
         self.asked = 0
         self.sent_away_monotonic_s: float | None = None
+        self.exits: list[tuple[int, int, str]] = []
+        self.replacements: list[tuple[int, int]] = []
+        self.refusals: list[tuple[int, int, str]] = []
 
     @property
     def attached(self) -> bool:
@@ -51,7 +54,14 @@ class LineToController:
         self.asked += 1
         return self.silent if self.decided else None
 
-    def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
+    def worker_exit(self, rank: int, pid: int, text: str) -> None:
+        self.exits.append((rank, pid, text))
+
+    def replaced(self, rank: int, pid: int) -> None:
+        self.replacements.append((rank, pid))
+
+    def replace_failed(self, rank: int, freeze_id: int, error: str) -> None:
+        self.refusals.append((rank, freeze_id, error))
 
     def add_controllers(self, addresses: Sequence[str]) -> None: ...
 
@@ -99,7 +109,7 @@ class RunningAttempt:
             LaunchContext(
                 total_timeout_s=total_timeout_s,
                 poll_s=0.002,
-                open_link=lambda address, job_id, pids, running: self.line,
+                open_link=self.open_link,
                 request_shutdown=lambda address: None,
                 reporter=reporter,
             ),
@@ -114,6 +124,10 @@ class RunningAttempt:
         if controller:
             self.until_led()
         self.held = threading.Thread(target=self.attempt.hold)
+
+    def open_link(self, address: str, job_id: str, pids: Mapping[int, int], workers: Workers) -> LineToController:
+        self.agent = workers
+        return self.line
 
     def until_led(self) -> None:
         until(lambda: self.attempt.has_controller, "a controller")

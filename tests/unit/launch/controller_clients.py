@@ -15,6 +15,8 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.reported: list[tuple[int, int, str]] = []
+        self.replacements: list[tuple[int, int]] = []
+        self.refusals: list[tuple[int, int, str]] = []
         self.standbys: list[str] = []
         self.added: list[tuple[str, ...]] = []
         """What it was called with, each time."""
@@ -27,6 +29,12 @@ class FakeLink:
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         self.reported.append((rank, pid, text))
+
+    def replaced(self, rank: int, pid: int) -> None:
+        self.replacements.append((rank, pid))
+
+    def replace_failed(self, rank: int, freeze_id: int, error: str) -> None:
+        self.refusals.append((rank, freeze_id, error))
 
     def add_controllers(self, addresses: Sequence[str]) -> None:
         self.added.append(tuple(addresses))

@@ -22,14 +22,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.unit.launch.test_fresh_store import FixedNodes
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotEnded, NotStarted
-from ttp.launch.attempts.context import LaunchContext, Running
+from ttp.launch.attempts.context import LaunchContext, Workers
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
 from ttp.launch.report.exit_status import Recorded
 from ttp.launch.watch.processes import exit_status
 
 
-def no_link(address: str, job_id: str, pids: Mapping[int, int], running: Running) -> ControllerLink:
+def no_link(address: str, job_id: str, pids: Mapping[int, int], workers: Workers) -> ControllerLink:
     raise ConnectionError("no controller in this test")
 
 

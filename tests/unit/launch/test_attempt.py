@@ -39,6 +39,7 @@ def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
     try:
         for rank, status in enumerate(statuses):
             running.leave(status, rank)
+        until(running.attempt.failed, "an end to be seen")
         running.held.start()
         running.held.join(DEADLINE_S)
         assert running.attempt.living() == [] and running.attempt.left_for_others() is expected

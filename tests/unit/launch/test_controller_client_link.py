@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -105,3 +106,27 @@ def test_a_standby_is_kept_once_however_often_it_is_read(
     until(lambda: "other:9000" in switchboard.links)
     client.look_now(DEADLINE_S)
     assert switchboard.links["other:9000"].added[0] == ("one:8001",)
+
+
+def test_the_death_of_a_process_that_was_replaced_is_reported_to_no_later_controller(
+    store: TCPStore, switchboard: Switchboard, client: ControllerClient
+) -> None:
+    """One that does not know the rank yet would take it for the other process's. That one's death is reported as any."""
+    store.set(controller_key(7), "host:8000 12")
+    client.start()
+    until(lambda: client.connected)
+    first = switchboard.links["host:8000"]
+    client.report(death("signal SIGKILL"))
+    client.replaced(1, 99)
+    client.report(death("signal SIGKILL, out of memory"))  # comes late
+    assert first.reported == [(1, 71, "signal SIGKILL")] and first.replacements == [(1, 99)]
+    store.set(controller_key(7), "host:8001 13")
+    client.look_now(DEADLINE_S)
+    until(lambda: client.connected and "host:8001" in switchboard.links)
+    until(lambda: switchboard.links["host:8001"].replacements)
+    second = switchboard.links["host:8001"]
+    assert second.replacements == [(1, 99)] and second.reported == []
+    client.report(replace(death("exit code 3"), pid=99))
+    assert second.reported == [(1, 99, "exit code 3")]
+    client.replace_failed(1, 5, "no process")
+    assert second.refusals == [(1, 5, "no process")] and first.refusals == []

@@ -431,3 +431,36 @@ def test_a_living_worker_whose_flags_have_not_changed_costs_one_read(
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert probe.ending() and probe.gone()
     probe.close()
+
+
+@probes
+def test_another_process_can_have_a_ranks_place(
+    spawn: Callable[..., subprocess.Popen[bytes]], probe: Callable[[int], Probe]
+) -> None:
+    """Also where no other worker runs. The first one's death is forgotten, and the other's is reported."""
+    first, second, reports = spawn(), spawn(), Reports()
+    watch = DeathWatch({1: first.pid}, reports, poll_s=0.002, probe=probe)
+    watch.start()
+    try:
+        first.kill()
+        assert watch.wait_all(DEADLINE_S) and watch.living() == []
+        watch.replace(1, second.pid)
+        assert watch.deaths() == {} and watch.living() == [1]
+        second.kill()
+        assert watch.wait_all(DEADLINE_S) and watch.deaths()[1].pid == second.pid
+        assert {death.pid for death in reports.seen} == {first.pid, second.pid}
+    finally:
+        watch.stop()
+
+
+def test_a_death_is_reported_before_others_see_it(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """Whoever has the process replaced then knows that its status was reported."""
+    worker, seen = spawn(), []
+    watch = DeathWatch({1: worker.pid}, lambda death: seen.append(dict(watch.deaths()).get(1)), poll_s=0.002)
+    watch.start()
+    try:
+        worker.kill()
+        assert watch.wait_all(DEADLINE_S)
+    finally:
+        watch.stop()
+    assert all(before is None or not before.settled for before in seen)

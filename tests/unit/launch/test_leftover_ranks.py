@@ -101,7 +101,7 @@ def test_who_was_ended_is_not_ended_again(node: Node) -> None:
     node.living, node.stopped = [0], {70}
     node.looks(0.0)
     node.looks()
-    node.leftover_ranks.end_all_stopped()
+    node.leftover_ranks.end_all_stopped(0.0)
     node.leftover_ranks.end_stopped()
     assert node.killed == [70]
 

@@ -201,3 +201,21 @@ def test_a_real_limit_is_distinguished_from_a_real_kill(limited: Path) -> None:
     assert [worker.returncode for worker in workers] == [-signal.SIGKILL, -signal.SIGKILL]
     assert texts[0] == "signal SIGKILL"
     assert texts[1].startswith("signal SIGKILL, out of memory (")
+
+
+def test_a_worker_that_begins_later_has_its_own_count(machine: Machine) -> None:
+    """From then on: what its cgroup has counted before is another's. One that shares a cgroup shares its count."""
+    machine.mount(MOUNT_V2)
+    machine.worker(7, "0::/job/a\n")
+    machine.worker(8, "0::/job/b\n")
+    machine.worker(9, "0::/job/a\n")
+    machine.count("job/a/memory.events", 0)
+    machine.count("job/b/memory.events", 4)
+    memory = machine.watch(7)
+    machine.count("job/a/memory.events", 1)
+    assert memory.explain(7)
+    memory.add(8)
+    memory.add(9)
+    assert not memory.explain(8) and not memory.explain(9)
+    machine.count("job/b/memory.events", 5)
+    assert memory.explain(8)

@@ -13,7 +13,20 @@ import pytest
 from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import AgentHello, Cause, CauseKind, Downward, Exit, KeepAlive, StandbyList, Vouch, WorkerExit
+from ttp.proto.messages import (
+    AgentHello,
+    Cause,
+    CauseKind,
+    Downward,
+    Exit,
+    KeepAlive,
+    Replace,
+    ReplaceFailed,
+    StandbyList,
+    Thaw,
+    Vouch,
+    WorkerExit,
+)
 
 from .conftest import LONG_S, until
 
@@ -72,6 +85,7 @@ class Bench:
         self.started: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.cannot_carry = False
         self.runs: Mapping[int, int] = {}
+        self.orders: list[Replace | Thaw] = []
         self.line: AgentLink
 
     def monotonic(self) -> float:
@@ -111,7 +125,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(agent_link, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: 0.0))
     monkeypatch.setattr(agent_link, "LOOK_S", 0.002)
     monkeypatch.setattr(agent_link, "RECONNECT_S", 0.002)
-    made.line = AgentLink("c0", "job", "host", (0, 1), (100, 101), lambda: made.runs)
+    made.line = AgentLink("c0", "job", "host", (0, 1), (100, 101), lambda: made.runs, made.orders.append)
     yield made
     made.line.close()
     assert not made.line._thread.is_alive()
@@ -295,3 +309,39 @@ def test_only_ranks_that_are_dead_because_they_were_silent_are_given_up(
     )
     bench.opened()
     assert bench.line.given_up() == frozenset({0})
+
+
+def test_orders_to_replace_a_process_and_the_end_of_a_fault_are_passed_on(bench: Bench) -> None:
+    """What an earlier stream still brings is not."""
+    stream = bench.opened()
+    stream.brings(Replace(1, 101, 7))
+    stream.brings(Thaw(7))
+    assert bench.orders == [Replace(1, 101, 7), Thaw(7)]
+    stream.breaks(refused=True)
+    bench.next()
+    stream.brings(Replace(1, 101, 7))
+    assert len(bench.orders) == 2
+
+
+def test_the_next_controller_learns_of_a_replaced_ranks_process_only(bench: Bench) -> None:
+    """The death of the one before would be the other's, to a controller that does not know the rank."""
+    stream = bench.opened()
+    bench.line.worker_exit(0, 100, "exit code 1")
+    bench.line.worker_exit(1, 101, "signal SIGKILL")
+    bench.line.replaced(1, 55)
+    bench.line.replace_failed(1, 7, "process 55 has ended")
+    assert stream.sent[-1] == ReplaceFailed("host", 1, 7, "process 55 has ended")
+    stream.breaks(refused=True)
+    again = bench.next()
+    again.opens()
+    assert again.sent == [AgentHello("host", (0, 1), (100, 55)), WorkerExit(0, 100, "exit code 1", 0.0)]
+    bench.line.worker_exit(1, 55, "exit code 3")
+    assert again.sent[-1] == WorkerExit(1, 55, "exit code 3", 0.0)
+
+
+def test_without_a_controller_a_refusal_is_lost(bench: Bench) -> None:
+    """The time of the order runs out then."""
+    stream = bench.next()
+    bench.line.replace_failed(1, 7, "no process")
+    stream.opens()
+    assert stream.sent == [HELLO]

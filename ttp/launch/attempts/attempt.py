@@ -1,7 +1,7 @@
 """One attempt: this node's workers from their start until all of their processes have ended.
 
-Owns the death watch, the controller client, the fault with its one deadline, and the end of the workers, of leftover processes in their
-sessions, and of the controllers. Never restarts anything, never reaps a worker.
+Owns the death watch, the controller client, the hold, and the end of the workers, of leftover processes in their sessions, and of the
+controllers. Never restarts anything, never reaps a worker.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.crash_loop import SHORT_START_S, USAGE_ERROR, refusal
+from ttp.launch.attempts.faults import Faults
 from ttp.launch.attempts.leftover_ranks import LeftoverRanks
+from ttp.launch.attempts.replacements import Forker, Replacements
 from ttp.launch.attempts.signals import signal_name, signals_held_back
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.links.controller_shutdown import end_controllers, is_controller
 from ttp.launch.links.peer_agents import PeerAgents
 from ttp.launch.rendezvous.fresh_store import JobStore
-from ttp.launch.report.exit_status import RankFailure, Recorded, describe, first_failure, outcome_text
+from ttp.launch.report.exit_status import RankFailure, Recorded, first_failure, outcome_text
 from ttp.launch.report.incident import AtOnce, AttemptEnd
 from ttp.launch.report.reporter import AttemptStart
 from ttp.launch.watch.death_watch import Death, DeathWatch
@@ -74,26 +76,19 @@ class Attempt:
     def __init__(
         self,
         launching: LaunchContext,
-        *,
-        job_id: str,
-        job_store: JobStore,
-        start_id: str,
-        attempt_dir: Path | None = None,
-        pids: Mapping[int, int],
-        nodes: int,
-        hosts_rank_zero: bool,
-        node: int = 0,
-        begun_unix_s: float = 0.0,
-        world_size: int = 0,
-    ) -> None:
+        *, job_id: str, job_store: JobStore, start_id: str, attempt_dir: Path | None = None, pids: Mapping[int, int],
+        nodes: int, hosts_rank_zero: bool, node: int = 0, begun_unix_s: float = 0.0, world_size: int = 0,
+        forker: Forker | None = None,
+    ) -> None:  # fmt: skip
         """`pids`: by global rank. `nodes`: how many nodes take part; this one is number `node`. `start_id`, `attempt_dir`: TTP_START_ID and
-        TTP_ATTEMPT_DIR of these workers. `begun_unix_s`: before the first was started; older journal lines are another job's."""
+        TTP_ATTEMPT_DIR of these workers. `begun_unix_s`: before the first was started; older journal lines are another job's.
+        `forker`: has forked these workers; None: they were executed."""
         self._launching = launching
         self._start_id = start_id
-        self._pids = dict(pids)
+        self.pids = dict(pids)
+        """The workers, by rank; another process may take one's place (`replacements.py`)."""
         self._nodes = nodes
         self._hosts_rank_zero = hosts_rank_zero
-        self._fault: RankFailure | None = None
         self._ended: set[int] = set()
         self._start = AttemptStart(number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size)
         self._reporter = launching.reporter
@@ -104,8 +99,6 @@ class Attempt:
         self._drained_by: str | None = None
         """The same, if the ranks were drained for it; empty: for another reason; None: they were not drained."""
         self._at_once = AtOnce()
-        self._over_since_s: float | None = None
-        """Since when this agent knows that the job has failed on another node."""
         self.next = ""
         """What follows this attempt, for people, once it is known."""
         self.raised: dict[int, Recorded] = {}
@@ -114,17 +107,22 @@ class Attempt:
         self._controller = ControllerClient(
             job_store,
             pids,
-            lambda address, ranks: launching.open_link(address, job_id, ranks, lambda: self._watch.running()),
+            lambda address, ranks: launching.open_link(address, job_id, ranks, self._replacements),
             attempt_dir=attempt_dir,
             watch_log_dir=partial(self._reporter.watch, self._start) if self._reporter and hosts_rank_zero else None,
             processes_known=self._follow,
         )
         self._memory = OutOfMemory(pids.values())
         self._watch = DeathWatch(
-            pids, self._controller.report, poll_s=launching.poll_s, explain_kill=self._memory.explain
-        )
+            pids, lambda death: self._replacements.report(death), poll_s=launching.poll_s, explain_kill=self._memory.explain
+        )  # fmt: skip
         self._peers = PeerAgents(job_store, node, nodes) if nodes > 1 else None
-        self._leftovers = LeftoverRanks(self._pids, self._behind_shells, self._watch, self._controller, self._ended)
+        self._faults = Faults(launching.total_timeout_s, self._peers)
+        self._replacements = Replacements(
+            self.pids, forker, nodes=nodes, watch=self._watch, controller=self._controller, faults=self._faults,
+            memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities,
+        )  # fmt: skip
+        self._leftovers = LeftoverRanks(self.pids, self._behind_shells, self._watch, self._controller, self._ended)
         self._begun_monotonic_s = time.monotonic()
         self._watch.start()
         self._controller.start()
@@ -133,17 +131,17 @@ class Attempt:
 
     def _follow(self, published: Mapping[int, str]) -> None:
         """Learn the ranks' own processes, on the client's thread: a worker may be a shell that has started its rank."""
-        for rank, pid in self._behind_shells.add(self._pids, published).items():
+        for rank, pid in self._behind_shells.add(self.pids, published).items():
             self._watch.follow(rank, pid)
 
     @property
     def processes(self) -> dict[int, int]:
         """By rank, the rank's own process where it is known, else the worker that may be a shell."""
-        return self._pids | self._behind_shells.pids
+        return self.pids | self._behind_shells.pids
 
     @property
     def fault(self) -> RankFailure | None:
-        return self._fault
+        return self._faults.current
 
     @property
     def has_controller(self) -> bool:
@@ -191,8 +189,12 @@ class Attempt:
         return outcome_text(self.deaths(), self._ended)
 
     def failed(self) -> bool:
-        """Return whether a worker on this node has failed."""
-        return first_failure(self.deaths()) is not None
+        """Return whether a worker on this node has failed, but for one that is ended to be replaced."""
+        return self._failed(self.deaths())
+
+    def _failed(self, deaths: Mapping[int, Death]) -> bool:
+        ending = self._replacements.ending()
+        return first_failure({rank: death for rank, death in deaths.items() if rank not in ending}) is not None
 
     def lasted_s(self) -> float:
         """Return how long this attempt ran until its first failure (until now, if there was none on this node)."""
@@ -228,16 +230,14 @@ class Attempt:
         if (sent_s := self._controller.sent_away_monotonic_s) is not None:
             self._leftovers.end_given_up(sent_s)
         if self._peers is not None and self._peers.failed:
-            self._over_since_s = self._over_since_s or time.monotonic()
-            if time.monotonic() - self._over_since_s >= self._launching.total_timeout_s:
-                self._leftovers.end_all_stopped()
+            self._leftovers.end_all_stopped(self._launching.total_timeout_s)
 
     def left_for_others(self) -> bool:
         """Return whether every worker here has exited, none failed by itself, and some exited on the controller's order: the fault, if it is
         one, is on another node."""
         deaths = self.deaths()
         statuses = {death.status for death in deaths.values() if death.failed}
-        all_ended = all(rank in deaths and deaths[rank].settled for rank in self._pids)
+        all_ended = all(rank in deaths and deaths[rank].settled for rank in self.pids)
         return self._nodes > 1 and all_ended and bool(statuses) and statuses <= set(SAVED_EXIT_CODES)
 
     def refusal(self) -> str:
@@ -245,10 +245,10 @@ class Attempt:
         statuses = {rank: death.status for rank, death in self.deaths().items() if death.failed}
         return refusal(statuses, self.raised, first_start=self._start.number == 0)
 
-    def hold(self, why: str = "") -> None:
-        """Wait for the survivors: return when every worker here has ended, or when waiting longer saves nothing.
+    def hold(self, why: str = "") -> bool:
+        """Wait for the survivors: return when every worker here has ended, or when waiting longer saves nothing. Return whether the attempt
+        continues: every process that had failed was replaced. It stops waiting in three other cases:
 
-        It stops waiting in three cases:
         - the fault's deadline has passed, which the first call sets;
         - a worker has exited with its state saved, no connected controller is undecided, and the others have not followed within
           LEAVE_GRACE_S (those that cannot are killed at once);
@@ -256,8 +256,10 @@ class Attempt:
 
         `why`: a cause that is not a death on this node. A signal to the agent is raised as torch's SignalException.
         """
-        first_call = self._fault is None
-        fault = self._begin(why)
+        deaths, first_call = self.deaths(), self.fault is None
+        if not (why or self._failed(deaths)):
+            return True
+        fault = self._faults.begin(why, deaths)
         if first_call:
             self._controller.look_now(ASK_AGAIN_S)
         if first_call and not self.had_controller:
@@ -269,47 +271,61 @@ class Attempt:
                     " so far" if self.lasted_s() < SHORT_START_S else "",
                 )
         if self._watch.wait_all(0.0):
-            return
+            return False
         log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._patience_s(fault))
-        reason = self._persist(fault)
+        reason = self._persist(fault, replaceable=not why)
+        held_s = time.monotonic() - fault.begun_monotonic_s
+        if reason is None:
+            log.info("other processes took the place of all that had failed, %.2f s after the fault", held_s)
+            self._faults.recovered()
+            return True
         if not reason:
-            held_s = time.monotonic() - fault.begun_monotonic_s
             log.info("all workers on this node exited %.2f s after the fault", held_s)
-            return
+            return False
         log.error("%s; terminating %s (fault: %s)", reason, ranks_text(self.living()), fault.cause)
         self._leftovers.ask_for_stacks(self.living())
         if self.had_controller:  # else their script may save at SIGTERM once it is resumed
             self._leftovers.end_stopped()
+        return False
 
-    def _persist(self, fault: RankFailure) -> str:
-        """Wait for the survivors, and write the begin and the end of the wait to story.jsonl. Return why not all have exited, or empty."""
+    def _persist(self, fault: RankFailure, *, replaceable: bool = False) -> str | None:
+        """Wait for the survivors, and write the begin and the end of the wait to story.jsonl. Return why not all have exited, or empty; None
+        where every failed process was replaced, if that is waited for."""
         number, begun_s, left_s = self._start.number, time.monotonic(), self._patience_s(fault)
         if self._reporter is not None:
             self._reporter.hold(number, fault.cause, sorted(self.living()), left_s)
-        why = "the agent received a signal"
+        why: str | None = "the agent received a signal"
         try:
             with self._launching.mirror.paused():
-                why = self._wait_for_survivors(fault)
+                why = self._wait_for_survivors(fault, replaceable)
         finally:
             if self._reporter is not None:
                 left = sorted(self.living()) if why else []
-                self._reporter.held(number, time.monotonic() - begun_s, why, left)
+                self._reporter.held(number, time.monotonic() - begun_s, why or "", left)
         return why
 
-    def _wait_for_survivors(self, fault: RankFailure) -> str:
-        """Return empty when all have exited, else why the wait has ended."""
+    def _wait_for_survivors(self, fault: RankFailure, replaceable: bool) -> str | None:
+        """Return empty when all have exited, None when all that had failed were replaced, else why the wait has ended."""
 
         def persisted(deaths: Mapping[int, Death]) -> bool:
             return any(death.status in SAVED_EXIT_CODES for death in deaths.values())
 
         def only_shells(deaths: Mapping[int, Death]) -> bool:
             shells = self._behind_shells.pids
-            return all(rank in deaths and (deaths[rank].settled or rank in shells) for rank in self._pids)
+            return all(rank in deaths and (deaths[rank].settled or rank in shells) for rank in self.pids)
+
+        def decided(deaths: Mapping[int, Death]) -> bool:
+            return persisted(deaths) or only_shells(deaths)
 
         led_s = time.monotonic()
         while (left_s := self._left_s(fault)) > 0:
-            if self._watch.wait(min(LOOK_S, left_s), lambda deaths: persisted(deaths) or only_shells(deaths)):
+            self._watch.wait(
+                min(LOOK_S, left_s), lambda deaths: decided(deaths) or (replaceable and not self._failed(deaths))
+            )
+            if decided(deaths := self.deaths()):
                 break
+            if replaceable and not self._failed(deaths):
+                return None
             saving_alone = self._drained_by is not None and self.had_controller and not self.failed()
             if self.has_controller or saving_alone:
                 led_s = time.monotonic()
@@ -339,14 +355,14 @@ class Attempt:
 
     def grace_s(self) -> float:
         """Return the time between SIGTERM and SIGKILL for workers that still run after a hold."""
-        if self.had_controller or self._fault is None:
+        if self.had_controller or self.fault is None:
             return EXPIRED_GRACE_S
-        return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._left_s(self._fault)))
+        return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._left_s(self.fault)))
 
     def succeeded(self) -> bool:
         """Return whether every worker on this node has exited with status 0."""
         deaths = self.deaths()
-        return all(rank in deaths and deaths[rank].status == 0 for rank in self._pids)
+        return all(rank in deaths and deaths[rank].status == 0 for rank in self.pids)
 
     def drain(self, why: str = "the agent is shutting down") -> None:
         """Send the workers SIGTERM, their preemption notice, and give them a fault's time to save and exit.
@@ -354,13 +370,14 @@ class Attempt:
         Leftover ranks are killed when the others are done. A shell that started its rank gets no signal: it would die at once, and the rank's
         exit code with it.
         """
-        fault = self._begin(why)
+        self._replacements.stop(why)
+        fault = self._faults.begin(why, self.deaths())
         self._drained_by = self._signal
         self._controller.look_now(ASK_AGAIN_S)
         living, left_s = ranks_text(self.living()), self._left_s(fault)
         log.info("%s: sending SIGTERM to %s, which have up to %.0f s to save and exit", why, living, left_s)
         signalled = self._behind_shells.signal(self.living(), signal.SIGTERM)
-        signal_workers((self._pids[rank] for rank in self.living() if rank not in signalled), signal.SIGTERM)
+        signal_workers((self.pids[rank] for rank in self.living() if rank not in signalled), signal.SIGTERM)
         if reason := self._persist(fault):
             log.error("%s; killing %s", reason, ranks_text(self.living()))
             self._leftovers.ask_for_stacks(self.living())
@@ -384,22 +401,24 @@ class Attempt:
         They receive the agent's signal and have torch's grace, as under torchrun. Those that are starting and ignore it receive SIGTERM soon
         after, unless they have a handler for SIGTERM: they may be saving.
         """
+        self._replacements.stop("the attempt is being ended")
         if death_signal == signal.SIGTERM or not self.living() or self.lasted_s() >= SHORT_START_S:
             self.end_workers(death_signal, grace_s)
             return
         begun_s = time.monotonic()
         log.info("sending %s to %s", death_signal.name, ranks_text(self.living()))
         self._ended.update(self.living())
-        signal_workers((self._pids[rank] for rank in self.living()), death_signal)
+        signal_workers((self.pids[rank] for rank in self.living()), death_signal)
         if not self._watch.wait_all(min(EARLY_GRACE_S, grace_s)):
-            starting = [rank for rank in self.living() if not catches(self._pids[rank], signal.SIGTERM)]
+            starting = [rank for rank in self.living() if not catches(self.pids[rank], signal.SIGTERM)]
             if starting:
                 log.info("%s did not exit on %s; sending SIGTERM", ranks_text(starting), death_signal.name)
-            signal_workers((self._pids[rank] for rank in starting), signal.SIGTERM)
+            signal_workers((self.pids[rank] for rank in starting), signal.SIGTERM)
         self.end_workers(None, max(0.0, begun_s + grace_s - time.monotonic()))
 
     def end_workers(self, death_signal: signal.Signals | None, grace_s: float) -> None:
         """End every worker and the leftover processes in the workers' sessions, without reaping them. No signal: they have received it."""
+        self._replacements.stop("the attempt is being ended")
         living = self.living()
         if ending := [rank for rank in living if death_signal is None or rank not in self._ended]:
             action = "waiting for" if death_signal is None else f"sending {death_signal.name} to"
@@ -407,14 +426,14 @@ class Attempt:
         self._ended.update(living)
         until_s = time.monotonic() + grace_s
         if death_signal is not None:
-            left_behind = [rank for rank in living if exit_status(self._pids[rank]) is not None]
+            left_behind = [rank for rank in living if exit_status(self.pids[rank]) is not None]
             self._behind_shells.signal(left_behind, death_signal)
-        killed = set(end_workers(self._pids.values(), death_signal, grace_s))
+        killed = set(end_workers(self.pids.values(), death_signal, grace_s))
         self._behind_shells.wait(living, until_s)
         if killed and death_signal != signal.SIGKILL:
-            names = ranks_text(rank for rank, pid in self._pids.items() if pid in killed)
+            names = ranks_text(rank for rank, pid in self.pids.items() if pid in killed)
             log.warning("killed %s: no exit within %.0f s", names, grace_s)
-        left = sweep_sessions(self._pids.values(), spare=is_controller)
+        left = sweep_sessions(self.pids.values(), spare=is_controller)
         if left:
             log.info("ended %d leftover processes of the workers: %s", len(left), ", ".join(map(str, left)))
         self._watch.wait_all(1.0)  # it reads the statuses before torch reaps the workers
@@ -425,7 +444,7 @@ class Attempt:
         `patient`: controllers that ranks on other nodes may still need have the rest of the fault's time. A signal that raises ends only that
         wait, and is raised again at the end. `notice()` names a signal that the agent received and that did not raise.
         """
-        waits_for = self._fault if patient and self._nodes > 1 else None
+        waits_for = self.fault if patient and self._nodes > 1 else None
         try:
             self._close_all(self._left_s(waits_for) if waits_for is not None else 0.0)
         except (SignalException, KeyboardInterrupt) as signalled:
@@ -442,6 +461,7 @@ class Attempt:
 
     def _close_all(self, patience_s: float) -> None:
         """End the threads, then the controllers; called again where a signal interrupted it."""
+        self._replacements.close()
         self._watch.stop()
         self._memory.close()
         self._controller.close()
@@ -460,21 +480,14 @@ class Attempt:
         deaths = [death for death in self.deaths().values() if death.failed and death.rank not in self._ended]
         own = [death for death in deaths if death.status not in SAVED_EXIT_CODES or death.rank in self.raised]
         ending = AttemptEnd(
-            log_dir=self._controller.log_dir,
-            exits={death.rank: death.text for death in own},
+            log_dir=self._controller.log_dir, exits={death.rank: death.text for death in own}, raised=self.raised,
             left_saved=any(death.status in SAVED_EXIT_CODES for death in self.deaths().values()),
-            raised=self.raised,
             first_exit_unix_s=min((death.seen_unix_s for death in own), default=None),
-            next=self.next or (self._fault.cause if self._fault is not None else ""),
-            pids=self.processes,
-            one_node=self._nodes == 1,
-            elsewhere=self._elsewhere(),
-            succeeded=self.succeeded(),
-            first_step=self._controller.first_step,
-            skipped=self._controller.skipped,
-            drained_by=self._drained_by or "",
-            at_once=self._at_once,
-        )
+            next=self.next or (self.fault.cause if self.fault is not None else ""), pids=self.processes,
+            one_node=self._nodes == 1, elsewhere=self._elsewhere(), succeeded=self.succeeded(),
+            first_step=self._controller.first_step, skipped=self._controller.skipped,
+            drained_by=self._drained_by or "", at_once=self._at_once,
+        )  # fmt: skip
         self._reporter.end(self._start, ending)
 
     def _elsewhere(self) -> str | None:
@@ -482,19 +495,6 @@ class Attempt:
         if self._peers is None:
             return ""
         return self._peers.failure or ("" if self._signal or self.succeeded() else None)
-
-    def _begin(self, why: str) -> RankFailure:
-        if self._fault is None:
-            first = first_failure(self.deaths())
-            cause = why or (describe(first) if first is not None else "unknown cause")
-            begun_s = first.seen_monotonic_s if first is not None else time.monotonic()
-            if self._peers is not None:
-                if (elsewhere_s := self._peers.fault_begun_monotonic_s) is not None and elsewhere_s < begun_s:
-                    log.info("the fault began %.0f s ago on another node; its deadline applies", begun_s - elsewhere_s)
-                    begun_s = elsewhere_s
-                self._peers.publish_fault(begun_s)
-            self._fault = RankFailure(cause, begun_s, begun_s + self._launching.total_timeout_s)
-        return self._fault
 
     def _left_s(self, fault: RankFailure) -> float:
         return fault.left_s(time.monotonic())

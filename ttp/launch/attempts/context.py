@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from ttp.fork_server.servers import ForkServers
 from ttp.launch.attempts.copies import Copies
@@ -20,8 +21,17 @@ from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.links.controller_shutdown import START_VARIABLE, RequestShutdown
 from ttp.launch.rendezvous.job_secret import Read
 from ttp.launch.report.reporter import Reporter
+from ttp.proto.messages import Replace, Thaw
 
-Running = Callable[[], Mapping[int, int]]
+
+class Workers(Protocol):
+    """This node's workers, for the connection to a controller. No call blocks or raises."""
+
+    def running(self) -> Mapping[int, int]:
+        """Return those of their processes that run now, by rank."""
+
+    def take(self, order: Replace | Thaw) -> None:
+        """A process is to be replaced, or the ranks train on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +42,8 @@ class LaunchContext:
     """TTP_OT: a fault's deadline."""
     poll_s: float
     """Between two looks of the death watch."""
-    open_link: Callable[[str, str, Mapping[int, int], Running], ControllerLink]
-    """`open_link(address, job_id, pids, running)`: connect to a controller as the agent of these ranks (rank -> pid);
-    `running()` returns those of their processes that run now."""
+    open_link: Callable[[str, str, Mapping[int, int], Workers], ControllerLink]
+    """`open_link(address, job_id, pids, workers)`: connect to a controller as the agent of these ranks (rank -> pid)."""
     request_shutdown: RequestShutdown
     futile_starts: int = FUTILE_STARTS
     """The crash loop's limit: after so many attempts in a row that failed before completing a step the job stops; 0: no limit."""

@@ -44,6 +44,10 @@ class Identities:
         """The attempt's workers run (rank -> pid)."""
         self._issuer.workers(pids)
 
+    def starting(self) -> None:
+        """Another worker is being started: whoever asks now is answered once `started` says which one it is."""
+        self._issuer.workers(None)
+
     def close(self) -> None:
         self._issuer.close()
         own.use(None)

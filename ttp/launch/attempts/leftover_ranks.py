@@ -81,13 +81,14 @@ class LeftoverRanks:
         controller: ControllerClient,
         ended: set[int],
     ) -> None:
-        """`pids`: the workers, by rank. `ended`: the ranks that the agent has ended, shared with the attempt."""
-        self._pids = dict(pids)
+        """`pids`: the workers, by rank. `ended`: the ranks that the agent has ended. The attempt changes both."""
+        self._pids = pids
         self._behind_shells = behind_shells
         self._watch = watch
         self._controller = controller
         self._ended = ended
         self._given_up: StuckRanks | None = None
+        self._over_since_s: float | None = None
         self._asks = True
         self._stuck: dict[int, str] = {}
         """Ranks that were found unable to exit, with the reason."""
@@ -129,8 +130,12 @@ class LeftoverRanks:
             self._asks = not late and not self._given_up.answered
         self._end_all(standing, self._stuck, behind)
 
-    def end_all_stopped(self) -> None:
-        """Kill the stopped ranks, if no other rank runs here."""
+    def end_all_stopped(self, after_s: float) -> None:
+        """Kill the stopped ranks, if no other rank runs here, once so much time has passed since the first call: since the job has failed on
+        another node."""
+        self._over_since_s = self._over_since_s or time.monotonic()
+        if time.monotonic() - self._over_since_s < after_s:
+            return
         behind = self._behind_shells.running()
         standing = self._standing(behind)
         self._end_all(standing, stopped(standing), behind)
@@ -151,7 +156,7 @@ class LeftoverRanks:
     def ask_for_stacks(self, ranks: Iterable[int]) -> None:
         """Have these ranks write their stacks before they are ended."""
         if (log_dir := self._controller.log_dir) is not None:
-            processes = self._pids | self._behind_shells.pids
+            processes = {**self._pids, **self._behind_shells.pids}
             ask(log_dir, {rank: processes[rank] for rank in ranks})
 
     def _standing(self, behind: Mapping[int, int]) -> dict[int, int]:

@@ -63,6 +63,12 @@ class ControllerLink(Protocol):
 
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
+    def replaced(self, rank: int, pid: int) -> None:
+        """Process `pid` has the place of this rank's: nothing is reported any more of the one before."""
+
+    def replace_failed(self, rank: int, freeze_id: int, error: str) -> None:
+        """No process has taken this rank's place as it was ordered, or that process has ended."""
+
     def add_controllers(self, addresses: Sequence[str]) -> None:
         """Add standbys: where to connect when the controller is lost."""
 
@@ -115,6 +121,8 @@ class ControllerClient:
         self._first_step: int | None = None
         self._skipped = ""
         self._reported: list[Death] = []
+        self._replaced: set[int] = set()
+        """Ranks whose process is not their first."""
         self._begun = self._done = 0
         """The number of the last read of the store that has begun, and of the last one that was answered."""
         self._file_begun = self._file_done = 0
@@ -195,11 +203,28 @@ class ControllerClient:
             self._lock.wait_for(lambda: self._file_done >= read and (self._done >= asked or self._gone), timeout_s)
 
     def report(self, death: Death) -> None:
-        """Report a death to the controller, now or as soon as there is one."""
+        """Report a death to the controller, now or as soon as there is one; not that of a process that was replaced."""
         with self._lock:
+            if death.rank in self._replaced and death.pid != self._pids[death.rank]:
+                return
             self._reported.append(death)
             if self._link is not None:
                 self._send(self._link, death)
+
+    def replaced(self, rank: int, pid: int) -> None:
+        """Process `pid` has the place of this rank's. The death of the one before is reported to no later controller."""
+        with self._lock:
+            self._pids[rank] = pid
+            self._replaced.add(rank)
+            self._reported = [death for death in self._reported if death.rank != rank]
+            if self._link is not None:
+                self._link.replaced(rank, pid)
+
+    def replace_failed(self, rank: int, freeze_id: int, error: str) -> None:
+        """Report to the connected controller, if there is one, that no process has taken this rank's place."""
+        with self._lock:
+            if self._link is not None:
+                self._link.replace_failed(rank, freeze_id, error)
 
     def given_up(self) -> frozenset[int] | None:
         """Ask the connected controller, if there is one, which ranks were silent for too long; see ControllerLink."""
@@ -302,6 +327,8 @@ class ControllerClient:
                 self._link = link
                 if self._standbys:
                     link.add_controllers(self._standbys)
+                for rank in self._replaced:  # it may have been opened with the process before
+                    link.replaced(rank, self._pids[rank])
                 for death in self._reported:
                     self._send(link, death)
         if link is not None and superseded:

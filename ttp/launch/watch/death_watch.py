@@ -205,7 +205,7 @@ class DeathWatch:
     """Watches the workers of one node from `start` to `stop`.
 
     `report(death)` is called on the watch's own thread: once when a worker begins to exit, and again when its status is known (one call if both
-    are seen at once). It must not block: it delays the next poll.
+    are seen at once), each time before the death is shown to others. It must not block: it delays the next poll.
     """
 
     def __init__(
@@ -241,6 +241,7 @@ class DeathWatch:
         """End the thread and close its descriptors; the deaths stay readable."""
         with self._changed:
             self._stopping.set()
+            self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
         for probe in (*self._probes.values(), *(probe for _, probe in self._followed.values())):
@@ -253,6 +254,18 @@ class DeathWatch:
             if rank not in self._deaths and not self._stopping.is_set():
                 self._followed[rank] = (pid, probe := self._probe(pid))
                 self._unsettled = [(each, probe.ending if each == rank else ending) for each, ending in self._unsettled]
+
+    def replace(self, rank: int, pid: int) -> None:
+        """Another process has the place of this rank's, which has ended (its death is settled): watch that one, and forget the death."""
+        with self._changed:
+            if self._stopping.is_set():
+                return
+            assert self._deaths[rank].settled
+            self._probes[rank].close()
+            self._pids[rank], self._probes[rank] = pid, self._probe(pid)
+            del self._deaths[rank]
+            self._unsettled = sorted([*self._unsettled, (rank, self._probes[rank].ending)], key=lambda each: each[0])
+            self._changed.notify_all()
 
     def deaths(self) -> dict[int, Death]:
         """Return the deaths so far, by rank."""
@@ -305,7 +318,8 @@ class DeathWatch:
         try:
             while True:
                 with self._changed:
-                    if self._stopping.is_set() or not self._unsettled:
+                    self._changed.wait_for(lambda: self._unsettled or self._stopping.is_set())
+                    if self._stopping.is_set():
                         return
                     begun = [rank for rank, ending in self._unsettled if ending()]
                 for rank in begun:
@@ -348,9 +362,9 @@ class DeathWatch:
             why = self._explain_kill(self._pids[rank]) if known == -signal.SIGKILL else ""
             text = f"{status_text(status)}, {why}" if why else status_text(status)
             death = replace(death, text=text, status=known, settled=True)
+        self._report(death)
         with self._changed:
             self._deaths[rank] = death
             if death.settled:
                 self._unsettled = [each for each in self._unsettled if each[0] != rank]
             self._changed.notify_all()
-        self._report(death)

@@ -112,9 +112,18 @@ class OutOfMemory:
 
     def __init__(self, pids: Iterable[int], *, proc: Path = PROC, kernel_log: Path = KERNEL_LOG) -> None:
         self._log = KernelLog(kernel_log, proc)
-        inherited = counter_of("self", proc)  # of a worker that has ended before its own could be found
-        self._counters = {pid: counter_of(pid, proc) or inherited for pid in pids}
-        self._explained = {counter: counter.read() or 0 for counter in self._counters.values() if counter is not None}
+        self._proc = proc
+        self._inherited = counter_of("self", proc)  # of a worker that has ended before its own could be found
+        self._counters: dict[int, Counter | None] = {}
+        self._explained: dict[Counter, int] = {}
+        for pid in pids:
+            self.add(pid)
+
+    def add(self, pid: int) -> None:
+        """Another worker runs."""
+        counter = self._counters[pid] = counter_of(pid, self._proc) or self._inherited
+        if counter is not None and counter not in self._explained:
+            self._explained[counter] = counter.read() or 0
 
     def explain(self, pid: int) -> str:
         """Return why the kernel killed this worker, or empty: another process sent the signal. Called once for each worker that ended by

@@ -1,0 +1,261 @@
+"""Single processes of a running attempt are replaced: the real agent, forked workers, and the test in the controller's place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from tests.unit.launch.agent_jobs import RunningJob, running_job
+from tests.waiting import until
+from ttp.fork_server.client import Program
+from ttp.fork_server.forked_process import ForkedChild
+from ttp.launch.agent import HoldAgent
+from ttp.launch.watch.processes import LOST, exit_status, read_stat
+from ttp.proto.messages import Thaw
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*_io.FileIO.*log", "ignore:unclosed file.*log:ResourceWarning")
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[RunningJob]:
+    caplog.set_level(logging.INFO, "ttp.launch")
+    with running_job(tmp_path, monkeypatch) as job:
+        yield job
+
+
+def test_another_process_takes_the_place_of_one_that_has_ended(
+    job: RunningJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the program, the variables and the log files of the first, and the number of the freeze; the first is gone. torch sees neither a failure nor a
+    restart, and the job succeeds."""
+    first, pid = job.pids[1], job.replaced(1, freeze_id=7)
+    before, now = job.said(1, first), job.said(1, pid)
+    assert now["beside"] == [] and not now["error_file"] and now["argv"] == before["argv"]
+    assert now["environ"] == before["environ"] | {"TTP_VACANT": "7"} and now["parent"] == os.getpid()
+    assert (
+        job.attempt.pids == {0: job.pids[0], 1: pid} and job.attempt.living() == [0, 1] and job.attempt.deaths() == {}
+    )
+    assert job.line.replacements == [(1, pid)] and job.line.refusals == []
+    until(lambda: exit_status(first) is LOST, "the first process to be reaped")
+    job.succeed()
+    assert job.error is None and job.result is not None and job.result.state is WorkerState.SUCCEEDED
+    assert job.agent._remaining_restarts == 2 and job.rendezvous.job_store.round_number == 0
+    out, err = (next((job.out / "logs").rglob(f"attempt_0/1/{name}.log")).read_text() for name in ("stdout", "stderr"))
+    assert out == f"rank 1, process {first}\nrank 1, process {pid}\n" and err.count("errors of process") == 2
+
+
+def test_an_order_does_not_wait_for_the_agents_main_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which sleeps here for as long as the test takes."""
+    asleep, wake = threading.Event(), threading.Event()
+
+    def sleep(self: HoldAgent, group: object) -> RunResult:
+        if not wake.is_set():
+            asleep.set()
+            wake.wait()
+        return monitor(self, group)  # type: ignore[arg-type]
+
+    monitor = HoldAgent._monitor_workers
+    monkeypatch.setattr(HoldAgent, "_monitor_workers", sleep)
+    with running_job(tmp_path, monkeypatch) as job:
+        try:
+            assert asleep.wait(30.0)
+            pid = job.replaced(1)
+            assert job.attempt.pids[1] == pid and job.attempt.fault is None
+        finally:
+            wake.set()
+        job.succeed()
+        assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
+
+
+def test_the_hold_ends_when_all_that_had_failed_were_replaced(
+    job: RunningJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent watches on; nothing is counted, and no worker is ended."""
+    job.kill(1)
+    until(lambda: "holding rank 0" in caplog.text, "the hold")
+    job.order(1)
+    pid = job.process(1, job.pids[1])
+    until(lambda: "other processes took the place of all that had failed" in caplog.text, "the end of the hold")
+    until(lambda: job.attempt.fault is None, "no fault")
+    job.succeed()
+    assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
+    assert job.agent._pids == {0: job.pids[0], 1: pid} and "restarting" not in caplog.text
+
+
+def test_a_process_that_has_lost_its_state_is_killed_first_without_a_failure(
+    job: RunningJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent does not hold the others for it, and the controller receives no failure of the process that follows."""
+    first = job.pids[1]
+    job.order(1, pid=first)
+    pid = job.process(1, first)
+    assert job.said(1, pid)["beside"] == []
+    until(lambda: job.attempt.living() == [0, 1] and job.attempt.pids[1] == pid, "the other process")
+    assert {report[:2] for report in job.line.exits} == {(1, first)}
+    job.succeed()
+    assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
+    assert "holding" not in caplog.text
+
+
+def test_an_order_that_is_repeated_is_carried_out_once(job: RunningJob) -> None:
+    """So is an older one that comes late."""
+    pid = job.replaced(1, freeze_id=5)
+    for freeze_id in (5, 4):
+        job.order(1, freeze_id=freeze_id)
+    job.order(0, freeze_id=6)  # refused, so that the test sees that the others have been looked at
+    until(lambda: job.line.refusals, "the answer to the last one")
+    assert [refusal[:2] for refusal in job.line.refusals] == [(0, 6)] and job.attempt.pids[1] == pid
+    job.order(0, freeze_id=6)
+    until(lambda: len(job.line.refusals) == 2, "the same answer")
+    assert job.line.refusals[0] == job.line.refusals[1]
+
+
+def test_a_process_that_was_replaced_can_be_replaced_again(job: RunningJob) -> None:
+    """In another freeze."""
+    second = job.replaced(1, freeze_id=1)
+    third = job.replaced(1, freeze_id=2)
+    assert len({job.pids[1], second, third}) == 3 and job.said(1, third)["environ"]["TTP_VACANT"] == "2"
+    until(lambda: exit_status(second) is LOST, "the second process to be reaped")
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+def test_the_death_of_a_replacement_is_an_ordinary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thawed: bool
+) -> None:
+    """The job fails by it. The controller may not know that process yet: the agent reports once that the order has failed after all, unless the
+    gates were opened since."""
+    with running_job(tmp_path, monkeypatch, max_restarts=0) as job:
+        pid = job.replaced(1, freeze_id=3)
+        if thawed:
+            assert job.workers is not None
+            job.workers.take(Thaw(3))
+        job.exit(pid, 3)
+        until(job.attempt.failed, "its end to be seen")
+        job.exit(job.pids[0], 75)
+        job.thread.join(60.0)
+        assert job.result is not None and job.result.state is WorkerState.FAILED
+        assert (job.result.failures[1].pid, job.result.failures[1].exitcode) == (pid, 3)
+        said = [(rank, freeze_id) for rank, freeze_id, _ in job.line.refusals]
+        assert said == ([] if thawed else [(1, 3)])
+        assert {(rank, process) for rank, process, _ in job.line.exits} == {
+            (0, job.pids[0]),
+            (1, job.pids[1]),
+            (1, pid),
+        }
+
+
+def test_what_the_first_process_has_left_in_its_session_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As data loaders, which would keep memory and connections. Those of the other processes stay."""
+    with running_job(tmp_path, monkeypatch, "helper") as job:
+        helpers = {rank: job.said(rank, job.pids[rank])["helper"] for rank in range(2)}
+        pid = job.replaced(1)
+        until(lambda: gone(helpers[1]), "the first process's helper to end")
+        assert not gone(helpers[0]) and not gone(job.said(1, pid)["helper"])
+
+
+def gone(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is None or stat.gone
+
+
+def test_what_the_agent_cannot_do_it_refuses_at_once(job: RunningJob) -> None:
+    """With one reason each; nothing is ended."""
+    line, refused = job.line, 0
+
+    def refusal(rank: int, pid: int = 0) -> str:
+        nonlocal refused
+        refused += 1
+        job.order(rank, pid, freeze_id=refused)
+        until(lambda: len(line.refusals) == refused, "an answer")
+        assert line.refusals[-1][:2] == (rank, refused)
+        return line.refusals[-1][2]
+
+    assert refusal(1) == f"process {job.pids[1]} of rank 1 has not ended"
+    assert refusal(1, job.pids[0]) == f"process {job.pids[0]} was to be ended, rank 1 is process {job.pids[1]}"
+    assert refusal(7) == "rank 7 is not on this node"
+    line.sent_away_monotonic_s = 1.0
+    assert refusal(1, job.pids[1]) == "the ranks were ordered to exit"
+    line.sent_away_monotonic_s = None
+    job.attempt._replacements._nodes = 2
+    assert refusal(1, job.pids[1]) == "processes are replaced in jobs on one node only"
+    job.attempt._replacements._nodes = 1
+    job.servers.workers.close()
+    job.kill(1)
+    assert "fork server" in refusal(1) and job.attempt.failed()
+    assert job.attempt.living() == [0]
+
+
+def test_an_attempt_that_ends_takes_no_order(job: RunningJob) -> None:
+    job.kill(1)
+    job.attempt._replacements.stop("the agent is shutting down")
+    job.order(1)
+    until(lambda: job.line.refusals, "an answer")
+    assert job.line.refusals == [(1, 1, "the agent is shutting down")] and job.attempt.living() == [0]
+
+
+def test_the_end_of_an_attempt_waits_for_the_process_that_is_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would outlive the attempt otherwise. It is ended with the others."""
+    begun, go_on = threading.Event(), threading.Event()
+    with running_job(tmp_path, monkeypatch, max_restarts=0) as job:
+        fork, attempt = job.servers.workers.fork_one, job.attempt
+
+        def slow(program: Program) -> ForkedChild:
+            begun.set()
+            assert go_on.wait(30.0)
+            return fork(program)
+
+        monkeypatch.setattr(job.servers.workers, "fork_one", slow)
+        job.kill(1)
+        job.order(1)
+        assert begun.wait(30.0)
+        ending = threading.Thread(target=attempt.end_workers, args=(signal.SIGKILL, 0.0))
+        ending.start()
+        until(lambda: attempt._replacements._stopped, "the end to begin")
+        assert exit_status(job.pids[0]) is None
+        go_on.set()
+        ending.join(30.0)
+        job.thread.join(30.0)
+        pid = attempt.pids[1]
+        assert pid != job.pids[1] and gone(pid)
+        assert job.result is not None and job.result.failures[1].pid == pid
+
+
+def test_workers_that_were_executed_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have imported for themselves: another one would take seconds, in which a shard may have one holder."""
+    with running_job(tmp_path, monkeypatch, warm=False) as job:
+        job.kill(1)
+        job.order(1)
+        until(lambda: job.line.refusals, "an answer")
+        assert job.line.refusals == [(1, 1, "the workers were started without a fork server")]
+        assert job.attempt.failed()
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+def test_a_second_failure_has_the_first_ones_deadline_until_the_gates_have_opened(
+    job: RunningJob, thawed: bool
+) -> None:
+    """A fault of several rounds ends within TTP_OT of its begin."""
+    job.kill(1)
+    seen_s = job.attempt.deaths()[1].seen_monotonic_s
+    job.order(1)
+    pid = job.process(1, job.pids[1])
+    until(lambda: job.attempt.living() == [0, 1] and job.attempt.fault is None, "the recovery")
+    if thawed:
+        assert job.workers is not None
+        job.workers.take(Thaw(1))
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: job.attempt.fault is not None, "the second hold")
+    fault = job.attempt.fault
+    assert fault is not None and fault.deadline_monotonic_s == fault.begun_monotonic_s + 60.0
+    assert (fault.begun_monotonic_s == seen_s) is not thawed and fault.begun_monotonic_s >= seen_s
