@@ -234,7 +234,7 @@ class Trainer:
         """Do the steps that remain (all ranks). Raises whatever ends the training early, after TTP is done with it."""
         last = self.config.training_config.training_iters
         self._catch_up()
-        with self.run_log.errors(self.world.rank), self.run_log.progress(last, self.step):
+        with self.run_log.progress(last, self.step):
             if self.step >= last and self.world.rank == 0:
                 log.info("nothing to do: %d of %d steps are done", self.step, last)
             if self.step:

@@ -19,6 +19,7 @@
     kill:rank=1,step=4,point=write,call=1      while it writes step 4, when one system call that matters was done
     kill:rank=1,step=4,point=publish,call=rename.1    while it publishes step 4, when one rename was done, at the second
     kill:rank=1,step=4,point=publish,call=iter_0000004.0    ..., at the first system call to that name
+    kill:rank=1,step=9,point=ready,again=1     in a process that takes the place of one that was lost in the same attempt (default: in the first)
     kill:rank=1,point=loaded,round=1           while it resumes (points of an attempt's startup have no step)
     enospc:..., eio:...                        the system call fails so (points write and publish only)
     slowdisk:...,for=0.2                       every such system call takes so much longer
@@ -70,7 +71,17 @@ RANK_ACTIONS = (
     "term",
 )
 ACTIONS = (*RANK_ACTIONS, *DISK_ACTIONS)
-_FIELDS = {"rank": int, "step": int, "point": str, "round": int, "call": str, "times": int, "for": float, "mib": int}
+_FIELDS = {
+    "rank": int,
+    "step": int,
+    "point": str,
+    "round": int,
+    "again": int,
+    "call": str,
+    "times": int,
+    "for": float,
+    "mib": int,
+}
 _HOG_THREADS = 2
 _FOR_GOOD_S = 1e6
 _CHUNK = bytes(1 << 20)
@@ -96,6 +107,8 @@ class Injection:
     step: int
     point: str
     round: int = 0
+    again: int = 0
+    """1: in a process that takes the place of a lost one."""
     call: int = 0
     """In a dump: how many system calls that matter go well before."""
     call_name: str = ""
@@ -130,7 +143,7 @@ def _parse_fault(text: str) -> Injection:
     misplaced = misplaced or (at_start and "step" in fields)
     if not known or unknown or missing or misplaced:
         raise ConfigError(
-            f"TTP_FAULTS: got {_shown(text)}, expected ACTION:rank=R,step=S,point=P[,round=N][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
+            f"TTP_FAULTS: got {_shown(text)}, expected ACTION:rank=R,step=S,point=P[,round=N][,again=1][,call=[NAME.]C][,times=T][,for=SECONDS][,mib=N] with ACTION one"
             f" of {', '.join(ACTIONS)} and P one of {', '.join((*POINTS, *START_POINTS, *DUMP_POINTS))};"
             f" {', '.join(DISK_ACTIONS)}, call and times belong to {' and '.join(DUMP_POINTS)}; no step at"
             f" {', '.join(START_POINTS)}"
@@ -141,7 +154,7 @@ def _parse_fault(text: str) -> Injection:
         values["call"] = int(call)
     except ValueError:
         raise ConfigError(
-            f"TTP_FAULTS: {_shown(text)}: rank, step, round, call, times and mib must be integers, for a number"
+            f"TTP_FAULTS: {_shown(text)}: rank, step, round, again, call, times and mib must be integers, for a number"
         ) from None
     values["for_s"] = values.pop("for", 0.0)
     numbers = [value for name, value in values.items() if type(value) is int and name != "mib"]
@@ -156,9 +169,11 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= 200 else checked.shown(text)
 
 
-def injector(faults: tuple[Injection, ...], rank: int, round_number: int) -> Callable[[str, int], None] | None:
+def injector(
+    faults: tuple[Injection, ...], rank: int, round_number: int, again: bool = False
+) -> Callable[[str, int], None] | None:
     """Return the hook for this rank's optimizer (`on_point`), or None when no fault is meant for it."""
-    mine = {(f.point, f.step): f for f in meant_for(faults, rank, round_number) if f.point in POINTS}
+    mine = {(f.point, f.step): f for f in meant_for(faults, rank, round_number, again) if f.point in POINTS}
     if not mine:
         return None
 
@@ -170,9 +185,11 @@ def injector(faults: tuple[Injection, ...], rank: int, round_number: int) -> Cal
     return on_point
 
 
-def start_injector(faults: tuple[Injection, ...], rank: int, round_number: int) -> Callable[[str], None]:
+def start_injector(
+    faults: tuple[Injection, ...], rank: int, round_number: int, again: bool = False
+) -> Callable[[str], None]:
     """Return what this rank's session calls at each point of an attempt's startup."""
-    mine = [f for f in meant_for(faults, rank, round_number) if f.point in START_POINTS]
+    mine = [f for f in meant_for(faults, rank, round_number, again) if f.point in START_POINTS]
 
     def at_point(point: str) -> None:
         for fault in mine:
@@ -182,9 +199,12 @@ def start_injector(faults: tuple[Injection, ...], rank: int, round_number: int) 
     return at_point
 
 
-def meant_for(faults: tuple[Injection, ...], rank: int, round_number: int) -> tuple[Injection, ...]:
-    """Return the faults of this rank in this attempt of the job."""
-    return tuple(fault for fault in faults if fault.rank == rank and fault.round == round_number)
+def meant_for(
+    faults: tuple[Injection, ...], rank: int, round_number: int, again: bool = False
+) -> tuple[Injection, ...]:
+    """Return the faults of this rank in this attempt of the job; `again`: this process takes the place of a lost one."""
+    here = (rank, round_number, int(again))
+    return tuple(fault for fault in faults if (fault.rank, fault.round, fault.again) == here)
 
 
 def commit(fault: Injection) -> None:

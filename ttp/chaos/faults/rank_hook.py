@@ -78,8 +78,9 @@ class RankFaults:
         """Raises ConfigError: TTP_FAULTS is wrong, or TTP_CHAOS names no socket of a harness."""
         faults = parse_faults(settings.faults)
         self._rank, self._round = rank, settings.round_number
-        self._mine = meant_for(faults, rank, settings.round_number)
-        self._at_start = start_injector(faults, rank, settings.round_number)
+        self._again = settings.replaces > 0
+        self._mine = meant_for(faults, rank, settings.round_number, self._again)
+        self._at_start = start_injector(faults, rank, settings.round_number, self._again)
         self._hook: Hook | None = None
         if settings.chaos:
             facts = {
@@ -103,7 +104,7 @@ class RankFaults:
 
     def attach(self, optimizer: HookedOptimizer, holder: HookedHolder) -> None:
         """Hook the points of a step and of a dump, where something is meant for them."""
-        optimizer.on_point = injector(self._mine, self._rank, self._round)
+        optimizer.on_point = injector(self._mine, self._rank, self._round, self._again)
         around = dump_faults(self._mine)
         if self._mine:
             holder.around = around
