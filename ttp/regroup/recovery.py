@@ -127,10 +127,10 @@ class Recovery:
                 return self._closed
             self._order = order
         self._out.clear()
-        self._ordered.set()
         if not vacant():
             self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
             self._leaving.start()
+        self._ordered.set()
         return ""
 
     def _leave(self) -> None:
