@@ -56,7 +56,7 @@ class NodesJob(Observed):
             *("--rdzv-id", "nodes", "--rdzv-conf", RENDEZVOUS, *launcher, "-m", "ttp.trainer", "--config", "gpt_tiny"),
             *("--training_config.output_dir", str(output_dir), *overrides),
         ]
-        self._environ = {"OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})}
+        self._environ = {"TTP_IN_PLACE": "False", "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})}
 
     def __enter__(self) -> NodesJob:
         for node in self.nodes:
