@@ -200,7 +200,13 @@ class TrainingJob(Observed):
             stdout=self._console,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={"TTP_IN_PLACE": "False", **os.environ, "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})},
+            env={
+                "TTP_IN_PLACE": "False",
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TTP_TEST_MARK": self.mark,
+                **(environ or {}),
+            },
             start_new_session=True,
         )
 
