@@ -58,6 +58,7 @@ ORDER = (
     "ttp.launch.watch",
     "ttp.launch.links",
     "ttp.launch.report",
+    "ttp.status",
     "ttp.launch.attempts",
     "ttp.launch",
     "ttp",
