@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.status.jobs import BEGAN, comes, end, fault, incident, journal, report, start
+from tests.unit.status.jobs import BEGAN, Event, comes, end, fault, incident, journal, report, start
 from ttp.status import history
 from ttp.status.answer import End
 from ttp.status.goodput import goodput
@@ -114,9 +114,10 @@ def test_an_end_in_a_fault_has_the_step_that_was_saved(tmp_path: Path) -> None:
     assert (known.result, known.why, known.last_step, known.saved_step) == ("failed", "no", 40, 40)
 
 
-def test_an_earlier_jobs_end_in_the_same_folder_is_not_this_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarted", [(fault(0, -40.0, 3), start(1, -30.0)), ()], ids=["restarted", "in one attempt"])
+def test_an_earlier_jobs_end_in_the_same_folder_is_not_this_ones(tmp_path: Path, restarted: tuple[Event, ...]) -> None:
     """Its lines stay in the file; its journals are in another folder by now."""
-    report(tmp_path, start(0, -50.0), fault(0, -40.0, 3), start(1, -30.0), end(-20.0, 9, 9))
+    report(tmp_path, start(0, -50.0), *restarted, end(-20.0, 9, 9))
     journal(tmp_path, 0, *comes(0.0))
     known = history.read(tmp_path)
     assert known.end is None and known.faults == () and known.notes == ()
@@ -207,6 +208,11 @@ def test_steps_that_were_trained_again_count_as_lost(tmp_path: Path) -> None:
     known = history.read(tmp_path)
     assert goodput(known, BEGAN + 40.0, 0.2) == pytest.approx((10.0 + 19.0 - 5 * 0.2) / 40.0)
     assert goodput(known, BEGAN + 40.0, None) is None, "the time of a step is not known"
+
+
+def test_steps_that_no_attempt_has_trained_again_so_far_cost_nothing_yet(tmp_path: Path) -> None:
+    journal(tmp_path, 0, *comes(0.0), incident(12.0, 1.0, 40, 5))
+    assert goodput(history.read(tmp_path), BEGAN + 20.0, 0.2) == pytest.approx(10.0 / 20.0)
 
 
 def test_of_a_job_that_has_ended_a_steps_time_is_estimated(tmp_path: Path) -> None:

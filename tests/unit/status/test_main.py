@@ -12,7 +12,11 @@ import pytest
 from rich.console import Console
 
 from tests.unit.status.jobs import comes, end, inputs, job_status, journal, rank_status, report, start
+from tests.waiting import LONG_S, until
 from ttp import cli
+from ttp.controller.agent_link import request_shutdown
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.process import start_controller
 from ttp.proto.status import JobStatus
 from ttp.status import ask, find_job, main
 from ttp.status.ask import LocalProcess, Reply
@@ -171,6 +175,27 @@ def test_an_inputs_file_that_is_being_written_names_no_controller(tmp_path: Path
 def listening() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_controller_with_plain_connections_is_asked_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a process of the job, or by TTP_TLS=False of this one's own."""
+    controller = start_controller(ControllerSettings("run/0", 1, 2), tmp_path / "log" / "journal_0.jsonl")
+    try:
+        until(lambda: find_job.controllers(tmp_path / "log", 0), "its address")
+        monkeypatch.setattr(ask, "local_processes", lambda: [LocalProcess("run/0", {"TTP_LAUNCHED": "1"})])
+        assert main.main([str(tmp_path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["phase"], found["leader"]["pid"]) == ("starting", controller.pid)
+        assert [rank["state"] for rank in found["ranks"]] == ["missing", "missing"]
+        monkeypatch.setattr(ask, "local_processes", lambda: ())
+        assert main.main([str(tmp_path)]) == 1
+        monkeypatch.setenv("TTP_TLS", "False")
+        assert main.main([str(tmp_path)]) == 0
+    finally:
+        request_shutdown(controller.address)
+        assert controller.wait(LONG_S) == 0
 
 
 def test_a_process_of_the_job_says_how_its_controller_is_asked(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
