@@ -83,6 +83,7 @@ ORDER = (
     "ttp.trainer.plan",
     "ttp.trainer",
     "ttp.selftest",
+    "ttp.doctor",
 )
 """Every room, the lowest first. Modules of `ttp/` that everybody imports are rooms of their own: users find them there."""
 
