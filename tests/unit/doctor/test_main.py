@@ -88,6 +88,11 @@ def test_a_failure_alone_is_an_exit_status(
         (("--nproc-per-node", "1"), WARNING, "a death loses the steps since the last checkpoint"),
         (("--nproc-per-node", "1", "--nnodes", "2"), OK, "each of 2 nodes"),
         (("--nproc-per-node", "3", "--parallel_config.tensor_model_parallel_size", "2"), FAILED, ""),
+        (
+            ("--nproc-per-node", "3", "--nnodes", "2", "--parallel_config.tensor_model_parallel_size", "2"),
+            WARNING,
+            "not each node: some holders of a shard share one",
+        ),
     ],
 )
 def test_the_layout_is_what_plan_says(
