@@ -15,7 +15,7 @@ import pytest
 
 from tests.ports import free_port
 from ttp import cli
-from ttp.doctor import main, this_machine
+from ttp.doctor import main, save_directories, this_machine
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding
 from ttp.errors import ConfigError
 from ttp.text.console import open_console
@@ -34,6 +34,7 @@ def test_a_node_that_serves_passes_and_is_left_as_it_was(
 ) -> None:
     """Every check is made for real: a device's probe, a fork server, the disk."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(save_directories, "MEASURED_BYTES", 16 << 20)
     shared = sorted(os.listdir("/dev/shm"))
     code, found = run(
         capsys,
