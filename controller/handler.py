@@ -170,6 +170,8 @@ class Handler:
         self._agents: dict[str, RankLink] = {}
         self._outgoing: dict[RankLink, list[Addressed]] = {}  # gathered since the last flush
         self._beats: dict[int, Heartbeat] = {}
+        self._step_times: dict[int, float] = {}
+        """By rank, what it measured last: for people."""
         self._published: PublishedCheckpoint | None = None
         self._refused: dict[str, int] = {}
 
@@ -214,7 +216,10 @@ class Handler:
             case StreamEnded(link):
                 self._drop(link)
             case StatusAsked(reply):
-                reply(job_status(self.state, self._beats, self._published, os.getpid()))
+                status = job_status(
+                    self.state, self._beats, self._step_times, self._published, os.getpid(), self._clock()
+                )
+                reply(status)
             case StopWhenUnused():
                 self._leave_if_alone(item)
             case StopAsked(reason):
@@ -263,6 +268,8 @@ class Handler:
             if isinstance(message, Heartbeat):
                 if self._is_routed(link, message):
                     self._beats[message.rank] = message
+                    if message.step_times_s:
+                        self._step_times[message.rank] = message.step_times_s[-1]
                     beats.append(message)
                 continue
             self.receive_heartbeats(beats)
@@ -304,6 +311,9 @@ class Handler:
                 " is it another attempt of the job?"
             )
             return False
+        self._step_times.pop(rank, None)  # it may be another process
+        if registration.step_times_s:
+            self._step_times[rank] = registration.step_times_s[-1]
         old = self.routes.get(rank)
         self.routes[rank] = link
         self._carried.setdefault(link, set()).add(rank)

@@ -575,7 +575,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause", "finished")
+    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause", "finished", "silent_s", "step_s", "suspect", "waiting", "paused")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -585,6 +585,11 @@ class RankStatus(_message.Message):
     DEAD_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -594,7 +599,56 @@ class RankStatus(_message.Message):
     dead: bool
     cause: Cause
     finished: bool
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., finished: bool = ...) -> None: ...
+    silent_s: float
+    step_s: float
+    suspect: bool
+    waiting: bool
+    paused: bool
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., finished: bool = ..., silent_s: _Optional[float] = ..., step_s: _Optional[float] = ..., suspect: bool = ..., waiting: bool = ..., paused: bool = ...) -> None: ...
+
+class PaceStatus(_message.Message):
+    __slots__ = ("steps", "front", "step_s", "slow_s", "still_s", "limit_s")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FRONT_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SLOW_S_FIELD_NUMBER: _ClassVar[int]
+    STILL_S_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    front: int
+    step_s: float
+    slow_s: float
+    still_s: float
+    limit_s: float
+    def __init__(self, steps: _Optional[int] = ..., front: _Optional[int] = ..., step_s: _Optional[float] = ..., slow_s: _Optional[float] = ..., still_s: _Optional[float] = ..., limit_s: _Optional[float] = ...) -> None: ...
+
+class CoverageStatus(_message.Message):
+    __slots__ = ("groups", "least", "uncovered", "fatal_ranks", "fatal_rank_count", "fatal_nodes", "fatal_node_count", "copies")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    UNCOVERED_FIELD_NUMBER: _ClassVar[int]
+    FATAL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    FATAL_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FATAL_NODES_FIELD_NUMBER: _ClassVar[int]
+    FATAL_NODE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    groups: int
+    least: int
+    uncovered: int
+    fatal_ranks: _containers.RepeatedScalarFieldContainer[int]
+    fatal_rank_count: int
+    fatal_nodes: _containers.RepeatedScalarFieldContainer[str]
+    fatal_node_count: int
+    copies: bool
+    def __init__(self, groups: _Optional[int] = ..., least: _Optional[int] = ..., uncovered: _Optional[int] = ..., fatal_ranks: _Optional[_Iterable[int]] = ..., fatal_rank_count: _Optional[int] = ..., fatal_nodes: _Optional[_Iterable[str]] = ..., fatal_node_count: _Optional[int] = ..., copies: bool = ...) -> None: ...
+
+class FaultStatus(_message.Message):
+    __slots__ = ("age_s", "causes")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CAUSES_FIELD_NUMBER: _ClassVar[int]
+    age_s: float
+    causes: _containers.RepeatedCompositeFieldContainer[Cause]
+    def __init__(self, age_s: _Optional[float] = ..., causes: _Optional[_Iterable[_Union[Cause, _Mapping]]] = ...) -> None: ...
 
 class PublishedCheckpoint(_message.Message):
     __slots__ = ("step", "path")
@@ -605,7 +659,7 @@ class PublishedCheckpoint(_message.Message):
     def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid", "role")
+    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid", "role", "place", "address", "standbys", "save_dirs", "heartbeat_s", "lease_s", "pace", "coverage", "fault", "recoveries")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -615,6 +669,16 @@ class JobStatus(_message.Message):
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STANDBYS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_DIRS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     world_size: int
@@ -624,7 +688,17 @@ class JobStatus(_message.Message):
     published: PublishedCheckpoint
     pid: int
     role: str
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    place: int
+    address: str
+    standbys: _containers.RepeatedScalarFieldContainer[str]
+    save_dirs: _containers.RepeatedScalarFieldContainer[str]
+    heartbeat_s: float
+    lease_s: float
+    pace: PaceStatus
+    coverage: CoverageStatus
+    fault: FaultStatus
+    recoveries: int
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., place: _Optional[int] = ..., address: _Optional[str] = ..., standbys: _Optional[_Iterable[str]] = ..., save_dirs: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., pace: _Optional[_Union[PaceStatus, _Mapping]] = ..., coverage: _Optional[_Union[CoverageStatus, _Mapping]] = ..., fault: _Optional[_Union[FaultStatus, _Mapping]] = ..., recoveries: _Optional[int] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
     __slots__ = ("job_id", "reason", "term")

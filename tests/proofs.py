@@ -270,6 +270,15 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.selftest --device cuda": Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
     "python -m ttp.selftest --device cuda [--ranks N] [--kills 3] [--minutes 5] [--seed S] [--output DIR] [trainer overrides]":
         Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
+    "ttp status [JOB]": Proof("tests/chaos/test_status.py::test_a_job_shows_its_training_its_fault_and_its_end", {"ttp.status.main": "status"}),
+    "ttp status output": Proof("tests/chaos/test_status.py::test_a_job_shows_its_training_its_fault_and_its_end", {"ttp.status.main": "status"}),
+    "ttp doctor": Proof("tests/unit/doctor/test_main.py::test_a_node_that_serves_passes_and_is_left_as_it_was", {"ttp.doctor.main": "doctor"}),
+    "ttp doctor --config gpt_7b --nproc-per-node 8 --nnodes 4 --save-dirs output/checkpoints":
+        Proof("tests/unit/doctor/test_main.py::test_the_layout_is_what_plan_says", {"ttp.doctor.main": "run"}),
+    "ttp doctor --listen PORT": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
+    "ttp doctor --peer HOST:PORT": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
+    "ttp doctor --listen 29500": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
+    "ttp doctor --peer node-a:29500": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
     "ttp selftest": Proof("tests/unit/selftest/test_main.py::test_the_command_ttp_has_it", {"ttp.selftest.main": "selftest"}),
     "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]":
         Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),

@@ -58,6 +58,7 @@ ORDER = (
     "ttp.launch.watch",
     "ttp.launch.links",
     "ttp.launch.report",
+    "ttp.status",
     "ttp.launch.attempts",
     "ttp.launch",
     "ttp",
@@ -82,6 +83,7 @@ ORDER = (
     "ttp.trainer.plan",
     "ttp.trainer",
     "ttp.selftest",
+    "ttp.doctor",
 )
 """Every room, the lowest first. Modules of `ttp/` that everybody imports are rooms of their own: users find them there."""
 

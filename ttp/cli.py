@@ -2,6 +2,8 @@
 
     ttp chaos ...      faults for any job, and the verdict (`ttp.chaos.cli`)
     ttp ckpt ...       checkpoints (`ttp.checkpoint.cli.main`)
+    ttp status ...     what a job does now (`ttp.status.main`)
+    ttp doctor ...     what a run relies on, before it (`ttp.doctor.main`)
     ttp selftest ...   what TTP relies on, tried on a device (`ttp.selftest.main`)
 
 Owns the list of tools and nothing of what they do; a tool is imported when it is asked for.
@@ -26,6 +28,8 @@ class Tool(NamedTuple):
 TOOLS = {
     "chaos": Tool("ttp.chaos.cli", "run a job under a schedule of faults, and judge it"),
     "ckpt": Tool("ttp.checkpoint.cli.main", "look at checkpoints, compare, export and prune them"),
+    "status": Tool("ttp.status.main", "show what a job does now: step, pace, coverage, faults, checkpoints"),
+    "doctor": Tool("ttp.doctor.main", "look before a long run at what it relies on, and say what to do"),
     "selftest": Tool("ttp.selftest.main", "try what TTP relies on, on this machine's device"),
 }
 USAGE = 2

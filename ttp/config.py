@@ -253,6 +253,12 @@ def _attempt(environ: Mapping[str, str]) -> int:
     return _integer(environ, "TTP_ATTEMPT", _integer(environ, "TTP_ROUND_ID", restarts))
 
 
+def attempt_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the attempt that a process with these variables takes part in; empty: it is not one of ttprun's. Raises ConfigError."""
+    run_id = _text(environ, "TORCHELASTIC_RUN_ID")
+    return start_name(run_id, _attempt(environ)) if run_id and environ.get("TTP_LAUNCHED") == "1" else ""
+
+
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks the launcher has started (WORLD_SIZE), 1 without a launcher. Raises ConfigError."""
     return _integer(environ, "WORLD_SIZE", 1)

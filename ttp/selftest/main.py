@@ -16,8 +16,6 @@ import json
 import platform
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -32,6 +30,7 @@ from ttp.chaos.observed.training_job import JobError
 from ttp.errors import ConfigError
 from ttp.inputs.options import above_zero, whole
 from ttp.selftest.jobs import Jobs
+from ttp.selftest.probe_process import ProbeFailed, probe
 from ttp.selftest.report import FAILED, NOT_RUN, PASSED, Check, as_json, as_text
 from ttp.text.console import open_console
 from ttp.version import VERSION
@@ -39,8 +38,6 @@ from ttp.version import VERSION
 GOOD, BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 MINUTES = 5.0
 KILLS = 3
-PROBE_S = 120.0
-"""Loading a plug-in and its kernels may take a minute on a cold disk."""
 _OWN = (
     "report.json",
     "report.txt",
@@ -54,10 +51,6 @@ _OWN = (
     "on_1",
     "on_2",
 )
-
-
-class ProbeFailed(Exception):
-    """The device's probe crashed or hung: that is a result, and the report has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +105,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     checks: list[Check] = []
     about = {"python": platform.python_version(), "ttp": VERSION, "seed": seed, "unix_s": round(unix_s, 1)}
     try:
-        probed = _probe(args.device)
+        probed = probe(args.device)
     except ProbeFailed as error:
         unknown = {"type": args.device, "name": "unknown", "backend": "unknown", "driver": "unknown", "count": 0}
         _add(console, checks, Check("streams and events", FAILED, str(error)))
@@ -168,24 +161,6 @@ def _add(console: Console, checks: list[Check], check: Check) -> None:
     color = {PASSED: "green", FAILED: "red", NOT_RUN: "red"}.get(check.status, "default")
     parts = [escape(part) for part in (check.reason, figures) if part]
     console.print(f"[{color}]{check.status}[/] {escape(check.name)}{': ' if parts else ''}{'; '.join(parts)}")
-
-
-def _probe(device: str) -> dict[str, Any]:
-    """Ask a process of its own what the device is and does. Raises ConfigError: there is none; ProbeFailed: it is there, and does not work."""
-    command = [sys.executable, "-m", "ttp.selftest.device_probe", device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise ProbeFailed(
-            f"its probe did not end within {PROBE_S:g} s, expected a few. Try: {' '.join(command)}"
-        ) from None
-    if done.returncode == USAGE:
-        raise ConfigError(done.stderr.strip().splitlines()[-1])
-    if done.returncode != 0:
-        last = " | ".join(done.stderr.strip().splitlines()[-3:])
-        raise ProbeFailed(f"its probe ended with {done.returncode}, expected 0: {last}. Try: {' '.join(command)}")
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
 
 
 def _ranks(asked: int | None, device: dict[str, Any]) -> int:

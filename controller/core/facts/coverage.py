@@ -6,10 +6,10 @@ the pairs that a job does not survive are counted from the groups with two holde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from math import comb
 
-from ttp.proto.frozen import dataclass
+from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Registration
 from ttp.text.wording import runs, size_text
 
@@ -56,6 +56,14 @@ def coverage_of(registrations: Iterable[Registration], world_size: int = 0) -> C
     hosts = {registration.rank: registration.host for registration in ordered}
     copied = bool(ordered) and all(registration.copies for registration in ordered)
     return Coverage(groups, tuple(hosts.get(rank, "") for rank in range(max(world_size, len(hosts)))), copied)
+
+
+def among(coverage: Coverage, holders: Container[int]) -> Coverage:
+    """Return the coverage by these ranks alone: a group may have no holder then. O(groups + holders)."""
+    groups = tuple(
+        replace(group, holders=tuple(rank for rank in group.holders if rank in holders)) for group in coverage.groups
+    )
+    return replace(coverage, groups=groups)
 
 
 def fatal_ranks(coverage: Coverage) -> tuple[int, ...]:

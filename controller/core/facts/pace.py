@@ -173,8 +173,7 @@ def _limits(pace: Pace, hang: HangLimits) -> list[tuple[float, str]]:
     if not has_started(pace) or not pace.durations:
         limits = [(hang.start_s, f"TTP_HANG_START_S, for the first {ENOUGH} steps"), (hang.floor_s, _FLOOR)]
         return sorted(limits, key=itemgetter(0), reverse=True)
-    ordered = sorted(pace.durations)
-    slow, median = ordered[int(HIGH * (len(ordered) - 1))], ordered[len(ordered) // 2]
+    median, slow = step_times(pace)
     uneven = slow > UNEVEN * median
     times = "twice TTP_HANG_FACTOR" if uneven else "TTP_HANG_FACTOR"
     few = "" if pace.steps >= MANY else f" before {MANY} steps"
@@ -184,6 +183,12 @@ def _limits(pace: Pace, hang: HangLimits) -> list[tuple[float, str]]:
         (PAUSE_FACTOR * pace.longest, f"{PAUSE_FACTOR:g} times the longest standstill so far"),
     ]
     return sorted(limits, key=itemgetter(0), reverse=True)
+
+
+def step_times(pace: Pace) -> tuple[float, float]:
+    """Return the median of the known step times, and the slow one; there must be some."""
+    ordered = sorted(pace.durations)
+    return ordered[len(ordered) // 2], ordered[int(HIGH * (len(ordered) - 1))]
 
 
 def suspects(pace: Pace, living: tuple[int, ...]) -> tuple[int, ...]:

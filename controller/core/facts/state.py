@@ -385,6 +385,13 @@ class StateAt(Generic[At]):
         """The dump, in a stage that has one."""
         return getattr(self.at, "dump", None)
 
+    @property
+    def standbys(self) -> tuple[str, ...]:
+        """The addresses of those that take over from this controller, as far as it knows that they run."""
+        own, listed = self.settings.address, self.successors
+        after = listed[listed.index(own) + 1 :] if own in listed else listed
+        return tuple(address for address in after if address not in self.restoring.lost)
+
     def with_fault(self: S, fault: Fault) -> S:
         """Replace the fault; the stage stays."""
         at: Any = self.at

@@ -66,17 +66,10 @@ def standby_report(state: ControllerState, message: StandbyReport, now: float, o
     return spread(replace(state, restoring=known), (address,), out)
 
 
-def behind(state: ControllerState) -> tuple[str, ...]:
-    """Return the standbys that take over from this controller, as far as it knows that they run."""
-    own, listed = state.settings.address, state.successors
-    after = listed[listed.index(own) + 1 :] if own in listed else listed
-    return tuple(address for address in after if address not in state.restoring.lost)
-
-
 def restore(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Ask a rank to start a standby where there are too few, and another one when it does not answer in time."""
     known = state.restoring
-    if now < known.until or len(behind(state)) >= state.settings.standbys:
+    if now < known.until or len(state.standbys) >= state.settings.standbys:
         return state
     if known.asked >= 0:
         known = replace(known, asked=-1, passed=known.passed | {known.asked})
@@ -84,14 +77,14 @@ def restore(state: ControllerState, now: float, out: list[Effect]) -> Controller
     until = now + state.settings.standby_start_s
     if rank < 0:  # all were asked: once more, later
         return replace(state, restoring=replace(known, until=until, passed=frozenset()))
-    out.append(Journal("standby_asked", {"rank": rank, "left": len(behind(state))}))
+    out.append(Journal("standby_asked", {"rank": rank, "left": len(state.standbys)}))
     out.append(Send((rank,), StartStandby()))
     return replace(state, restoring=replace(known, asked=rank, until=until))
 
 
 def _able(state: ControllerState, passed: frozenset[int]) -> int:
     """Return the first rank that may be asked, of a host without a controller where there is one; -1: none."""
-    taken = {host_of(address) for address in (state.settings.address, *behind(state))}
+    taken = {host_of(address) for address in (state.settings.address, *state.standbys)}
 
     def may(member: Member) -> bool:
         return member.attached and member.dead is None

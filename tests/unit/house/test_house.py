@@ -77,15 +77,17 @@ def test_imports_point_down(package: str) -> None:
 
 
 def test_ttp_does_not_import_the_trainer() -> None:
-    """The bundled trainer is a user like any other. The self-test, which stands above it, runs it."""
+    """The bundled trainer is a user like any other. What stands above it asks it: the self-test runs it, the doctor has it plan."""
     for path in python_files("ttp"):
-        assert "selftest" in path.parts or not any(n.startswith("ttp.trainer") for n in imported(path)), path
+        above = {"selftest", "doctor"}.intersection(path.parts)
+        assert above or not any(n.startswith("ttp.trainer") for n in imported(path)), path
 
 
 def test_only_config_reads_ttp_variables_from_the_environment() -> None:
     """One reader of TTP's settings (the launcher and the harness hand an environment on, and name it)."""
     allowed = {
         "ttp/config.py",
+        "ttp/doctor/this_machine.py",  # hands its environment on to a fork server, as ttprun does
         "controller/process.py",  # hands its environment on to the controller
         "proto/transport.py",  # gRPC takes its settings from there
         "ttp/fork_server/forked_program.py",  # gives a forked process the variables that an executed one would have

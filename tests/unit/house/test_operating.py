@@ -15,7 +15,7 @@ import ttp.chaos.cli
 import ttp.checkpoint.cli.main
 import ttp.trainer.train
 from tests.rooms import product
-from ttp import errors
+from ttp import cli, errors
 from ttp.proto.messages import CauseKind
 from ttp.trainer.__main__ import FOR_THE_RESTART, main
 
@@ -89,9 +89,11 @@ _INTERNAL = {
 
 
 def test_every_command_is_listed_and_nothing_else_is() -> None:
-    """Those of `ttp ckpt` and `ttp chaos`, with the line that `--help` has of each, and every module that can be started."""
+    """Those of `ttp`, of `ttp ckpt` and of `ttp chaos`, with the line that `--help` has of each, and every module that can be started."""
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.*?) \|", COMMANDS, re.MULTILINE))
-    expected = {"ttprun"}
+    alone = {f"ttp {name}": cli.TOOLS[name].summary for name in ("status", "doctor")}
+    assert {name: rows.get(name) for name in alone} == alone
+    expected = {"ttprun", *alone}
     for tool, parser in (("ckpt", ttp.checkpoint.cli.main.parser()), ("chaos", ttp.chaos.cli.parser())):
         (tools,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         lines = {f"ttp {tool} {line.dest}": line.help for line in tools._choices_actions}

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ttp.launch.report.incident import AttemptEnd, Line, Report, report_of
+from ttp.launch.report.incident import AttemptEnd, Report, report_of
+from ttp.launch.report.journals import Line
 
 JOURNALS = Path(__file__).parent / "journals"
 NOTHING = AttemptEnd(log_dir=None, exits={}, first_exit_unix_s=None, next="", pids={})

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.launch.journals import JOURNALS, NOTHING, journal, reported, unended
 from ttp.launch.report.exit_status import Recorded
-from ttp.launch.report.incident import AtOnce, Line, Report, false_alarms, leading_lines, report_of
-from ttp.launch.report.story_file import read_journals
+from ttp.launch.report.incident import AtOnce, Report, false_alarms, report_of
+from ttp.launch.report.journals import Line, leading_lines, read_journals
 from ttp.proto.incident import Culprit, Incident, incident_fields
 
 KILL: dict[str, Any] = {"exits": {2: "signal SIGKILL"}}

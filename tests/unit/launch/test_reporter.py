@@ -17,8 +17,8 @@ import pytest
 
 from tests.unit.launch.journals import JOURNALS, journal
 from ttp.launch.report.incident import AttemptEnd
+from ttp.launch.report.journals import read_journals
 from ttp.launch.report.reporter import AttemptStart, Reporter
-from ttp.launch.report.story_file import read_journals
 from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import StackWriter
 

@@ -12,7 +12,8 @@ from tests.unit.launch.test_reporter import KILLED_AT_S, ending, put, written
 from ttp.checkpoint.format.manifest import Manifest, write_manifest
 from ttp.exchange import saved_alone
 from ttp.exchange.saved_alone import SavedAlone
-from ttp.launch.report.incident import Line, report_of
+from ttp.launch.report.incident import report_of
+from ttp.launch.report.journals import Line
 from ttp.launch.report.render import fault_lines
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.report.saved_alone_report import report_of_save

@@ -15,6 +15,7 @@ from ttp import cli
 from ttp.chaos.observed.training_job import JobError, marked
 from ttp.errors import ConfigError
 from ttp.selftest import main as command
+from ttp.selftest import probe_process
 from ttp.selftest.device_probe import kind_of
 from ttp.selftest.jobs import Jobs
 from ttp.selftest.report import (
@@ -163,8 +164,10 @@ def test_a_device_whose_probe_crashes_or_hangs_has_a_report(
 ) -> None:
     """Such a report says most."""
     run = subprocess.run
-    monkeypatch.setattr(command, "PROBE_S", 2.0)
-    monkeypatch.setattr("ttp.selftest.main.subprocess.run", lambda argv, **rest: run([argv[0], "-c", program], **rest))
+    monkeypatch.setattr(probe_process, "PROBE_S", 2.0)
+    monkeypatch.setattr(
+        "ttp.selftest.probe_process.subprocess.run", lambda argv, **rest: run([argv[0], "-c", program], **rest)
+    )
     assert command.main(["--device", "cuda", "--output", str(tmp_path / "out")]) == command.BAD
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["verdict"] == FAILED and report["device"]["type"] == "cuda"

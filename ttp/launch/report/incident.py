@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ttp.launch.report.exit_status import Recorded, is_peer_error
+from ttp.launch.report.journals import Line, leading_lines
 from ttp.proto.incident import EVENT, Culprit, Incident, read_incident, trace_end
 from ttp.proto.messages import CauseKind
-
-Line = Mapping[str, Any]
-"""`{"unix_s", "event", "fields", "controller"}`: the controller is 0 for the one that the attempt began with, i for a standby."""
 
 NOTICE = CauseKind.PREEMPTED.value
 ENDED = (CauseKind.EXITED.value, CauseKind.SILENT.value)
@@ -133,17 +131,6 @@ def report_of(
     signs = [line["unix_s"] for line in _since_thaw(lines) if line["event"] in _SIGNS and incident.took_over]
     first = [ending.first_exit_unix_s] if ending.first_exit_unix_s is not None and ranks & exits.keys() else []
     return _begun_by(found, min([*first, *signs], default=math.inf))
-
-
-def leading_lines(lines: Sequence[Line]) -> list[Line]:
-    """Return an attempt's lines in order of time without those of standbys that did not lead it."""
-    led_from: dict[int, float] = {}
-    for line in lines:
-        if line["event"] in ("takeover_began", "took_over"):
-            led_from.setdefault(line["controller"], line["unix_s"])
-    led_from[0] = float("-inf")
-    kept = [line for line in lines if line["unix_s"] >= led_from.get(line["controller"], float("inf"))]
-    return sorted(kept, key=lambda line: float(line["unix_s"]))
 
 
 def false_alarms(lines: Sequence[Line]) -> int:

@@ -22,22 +22,14 @@ from rich.table import Table
 from ttp.checkpoint.format.durable import step_of_directory
 from ttp.exchange import last_step, saved_alone
 from ttp.exchange.last_step import LastStep
-from ttp.launch.report.incident import (
-    ENDED,
-    NOTICE,
-    AttemptEnd,
-    Line,
-    Report,
-    false_alarms,
-    report_fields,
-    report_of,
-)
+from ttp.launch.report.incident import ENDED, NOTICE, AttemptEnd, Report, false_alarms, report_fields, report_of
+from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.recovery import Recovery, recoveries, recovery_fields, recovery_lines
 from ttp.launch.report.regression import gone_back
 from ttp.launch.report.render import attempt_table, fault_lines, labelled
 from ttp.launch.report.saved_alone_report import report_of_save
-from ttp.launch.report.story_file import ReportFile, read_events, read_journals
+from ttp.launch.report.story_file import ReportFile, read_events
 from ttp.launch.report.summary import Summary, mirror_text, summary_lines
 from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.text.console import open_console

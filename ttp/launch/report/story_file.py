@@ -1,4 +1,4 @@
-"""`story.jsonl`, the report for programs, and the reader of the controllers' journals.
+"""`story.jsonl`, the report for programs.
 
 Owns the file's path and the lines that could not be written yet. A failing disk loses lines; a hanging one never delays a fault.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from ttp import files
 from ttp.inputs.input_file import open_text
 from ttp.launch.rendezvous.bounded_call import BoundedCall
-from ttp.launch.report.incident import Line, leading_lines
+from ttp.launch.report.journals import Line
 
 log = logging.getLogger("ttp.launch")
 
@@ -103,18 +103,3 @@ def read_events(path: Path) -> list[Line]:
             with suppress(json.JSONDecodeError):
                 found.append(json.loads(line))
     return found
-
-
-def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
-    """Return the lines of an attempt's leading controllers, in order of time, without lines that were cut off.
-
-    An earlier job may have appended to files of the same names: lines older than the attempt are not the attempt's.
-    Raises OSError and ValueError.
-    """
-    lines: list[Line] = []
-    for path in (*log_dir.glob(f"journal_{start}.jsonl"), *log_dir.glob(f"standby_{start}_*.jsonl")):
-        place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
-        with open_text(path) as file:
-            read = [json.loads(line) for line in file if line.endswith("\n")]
-        lines += [{**line, "controller": place} for line in read if line["unix_s"] >= begun_unix_s]
-    return leading_lines(lines)

@@ -1,0 +1,42 @@
+"""The lines of an attempt's journals, as one: of its controllers those that led.
+
+Owns which lines count. Loads no torch: `ttp status` reads them, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ttp.inputs.input_file import open_text
+
+Line = Mapping[str, Any]
+"""`{"unix_s", "event", "fields", "controller"}`: the controller is 0 for the one that the attempt began with, i for a standby."""
+
+
+def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
+    """Return the lines of an attempt's leading controllers, in order of time, without lines that were cut off.
+
+    An earlier job may have appended to files of the same names: lines older than the attempt are not the attempt's.
+    Raises OSError and ValueError.
+    """
+    lines: list[Line] = []
+    for path in (*log_dir.glob(f"journal_{start}.jsonl"), *log_dir.glob(f"standby_{start}_*.jsonl")):
+        place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
+        with open_text(path) as file:
+            read = [json.loads(line) for line in file if line.endswith("\n")]
+        lines += [{**line, "controller": place} for line in read if line["unix_s"] >= begun_unix_s]
+    return leading_lines(lines)
+
+
+def leading_lines(lines: Sequence[Line]) -> list[Line]:
+    """Return an attempt's lines in order of time without those of standbys that did not lead it."""
+    led_from: dict[int, float] = {}
+    for line in lines:
+        if line["event"] in ("takeover_began", "took_over"):
+            led_from.setdefault(line["controller"], line["unix_s"])
+    led_from[0] = float("-inf")
+    kept = [line for line in lines if line["unix_s"] >= led_from.get(line["controller"], float("inf"))]
+    return sorted(kept, key=lambda line: float(line["unix_s"]))

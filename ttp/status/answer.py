@@ -1,0 +1,152 @@
+"""What `ttp status` answers, as frozen values with plain fields (PURE): `--json` prints them as they are, tables show them to people.
+
+Owns the names of the keys, which docs/status.md lists. A key is never left out: what is not known is null, an empty string or an empty list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The controller that leads the ranks."""
+
+    place: int
+    """0: the one that the attempt began with, which rank 0 started; i: its i-th standby."""
+    term: int
+    host: str
+    pid: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageNow:
+    """What the live ranks hold."""
+
+    shards: int
+    """Shard groups; 0: not known yet."""
+    least_holders: int
+    uncovered: int
+    """Shard groups that no live rank holds."""
+    fatal_ranks: list[int]
+    """The first ranks whose death alone would cost steps."""
+    fatal_rank_count: int
+    fatal_nodes: list[str]
+    fatal_node_count: int
+    copies: bool
+    """Every rank's shards are copied into agents' memory, some steps behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLine:
+    """One rank."""
+
+    rank: int
+    node: str
+    pid: int
+    state: str
+    """`missing`, `dead`, `detached`, `suspect`, `finished`, `paused`, or where it is in its step: `compute`, `ready`, `updating`, `done`."""
+    step: int
+    step_s: float | None
+    heartbeat_age_s: float | None
+    cause: str
+    """What happened to it; empty: no fault of it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRow:
+    """One fault of the job."""
+
+    attempt: int
+    unix_s: float
+    """Of its first sign."""
+    kind: str
+    """A cause's kind (docs/operating.md), or `false alarm`."""
+    ranks: list[int]
+    cause: str
+    outcome: str
+    """`saved`, `in place` (training continued without a checkpoint), `not saved`, `false alarm`, `unknown`, or `now` while it lasts."""
+    detail: str
+    """The checkpoint, or why there is none."""
+    step: int | None
+    """The one that was saved, or from which training continued; null: there is none."""
+    steps_lost: int | None
+    """Finished steps that have to be trained again; null: not known."""
+    took_s: float | None
+    """From its first sign until the ranks were ordered to exit or to continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """One published checkpoint."""
+
+    directory: str
+    step: int
+    path: str
+    cause: str
+    """Why it was written; empty: its manifest cannot be read."""
+    written_unix_s: float | None
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a job has ended."""
+
+    unix_s: float
+    result: str
+    why: str
+    last_step: int | None
+    saved_step: int | None
+    """The newest step that is on disk; null: not known."""
+    lost: int | None
+    """Steps that were trained more than once, or are not on disk; null: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One look at a job."""
+
+    state: str
+    """`running`, `ended`, or `unknown`: no controller answers, and no file says that the job has ended."""
+    source: str
+    """`controller`, or `files`."""
+    phase: str
+    """`training`, `starting`, `frozen`, ...: docs/status.md lists them."""
+    unix_s: float
+    """When this was asked; of the newest line in the files where no controller answers."""
+    job: str
+    """The attempt's name, `RUN/ATTEMPT`."""
+    attempt: int | None
+    log_dir: str
+    """Empty: its files are not known here."""
+    world_size: int
+    step: int | None
+    """The newest finished step."""
+    steps_per_s: float | None
+    step_s: float | None
+    """The median of the newest steps' times."""
+    slow_step_s: float | None
+    still_s: float | None
+    """Since a rank was last seen to progress."""
+    hang_limit_s: float | None
+    since_unix_s: float | None
+    """When the job's first rank came to its first controller."""
+    goodput: float | None
+    """The share of the time since then in which new steps were trained."""
+    leader: Leader | None
+    standbys: list[str]
+    survives: str
+    coverage: CoverageNow | None
+    rank_count: int
+    ranks: list[RankLine]
+    """All of them, or those to look at first."""
+    fault_count: int
+    faults: list[FaultRow]
+    """The newest first."""
+    checkpoints: list[CheckpointRow]
+    """The newest of each directory."""
+    end: End | None
+    notes: list[str] = field(default_factory=list)
+    """What could not be asked or read, one line each."""

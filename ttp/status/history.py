@@ -1,0 +1,275 @@
+"""What a job's files know: its attempts, its faults, and how it ended.
+
+Owns the reading of journals and of the launchers' report together. Asks no controller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ttp.exchange import last_step
+from ttp.inputs.input_file import open_text
+from ttp.launch.report.journals import Line, read_journals
+from ttp.launch.report.merge import ReportLine, of_this_job
+from ttp.launch.report.story_file import REPORT_NAME
+from ttp.proto.incident import EVENT, read_incident
+from ttp.status.answer import End, FaultRow
+from ttp.status.find_job import journals
+
+FALSE_ALARM, IN_PLACE = "false alarm", "in place"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
+"""What a file that is missing, cut off or altered may raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastAttempt:
+    """One attempt, by its journals here."""
+
+    number: int
+    begun_unix_s: float
+    """When its first rank came."""
+    last_unix_s: float
+    """Of its newest line."""
+    assembled_unix_s: float | None
+    world_size: int
+    survives: str
+    standbys: tuple[str, ...]
+    last_step: int
+    """The newest step that is known to be finished; 0: none is."""
+    directories: tuple[str, ...]
+    """Where checkpoints were written or published."""
+    processes: Mapping[int, tuple[str, int]]
+    """(host, pid) of each rank that came."""
+    faults: tuple[FaultRow, ...]
+    """In order of time."""
+    finished: bool
+    """All ranks have finished training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """One job, by its files."""
+
+    attempts: tuple[PastAttempt, ...] = ()
+    faults: tuple[FaultRow, ...] = ()
+    """In order of time, with what the launchers have added."""
+    end: End | None = None
+    next: str = ""
+    """What follows the newest fault, by the launchers' report; empty: another attempt runs, or it is not known."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that is known to be finished; None: none is."""
+        ended = self.end.last_step if self.end is not None and self.end.last_step is not None else 0
+        return max((ended, *(attempt.last_step for attempt in self.attempts))) or None
+
+
+def read(log_dir: Path) -> History:
+    """Return what the files of a folder know. What cannot be read is left out, with a note."""
+    attempts: list[PastAttempt] = []
+    notes: list[str] = []
+    try:
+        files = list(journals(log_dir))
+    except OSError as error:
+        return History(notes=(f"cannot read {log_dir}: {error.strerror or error}",))
+    for number in sorted({attempt for _, attempt, _ in files}):
+        try:
+            state = tuple(path.stat()[6:] for path, attempt, _ in files if attempt == number)
+            found = _attempt(log_dir, number, state)
+        except _UNREADABLE as error:
+            text = f"the journal of attempt {number} in {log_dir} is broken ({_briefly(error)}): it is passed over"
+            notes.append(text)
+            continue
+        attempts += [found] if found is not None else []
+    path = log_dir / REPORT_NAME
+    try:
+        return _together(log_dir, attempts, read_report(path), notes)
+    except _UNREADABLE as error:
+        text = f"{path} is broken ({_briefly(error)}): it is passed over, and the journals beside it are read alone. Move the file away"
+        return _together(log_dir, attempts, [], [*notes, text])
+
+
+def _briefly(error: BaseException) -> str:
+    text = f"the key {error} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:200]
+
+
+def read_report(path: Path) -> list[ReportLine]:
+    """Return a launchers' report's lines, without those that were cut off; none where there is no file. Raises OSError, and ValueError for
+    a file that is something else."""
+    lines: list[ReportLine] = []
+    broken = 0
+    try:
+        with open_text(path) as file:
+            for number, text in enumerate(file, 1):
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    broken = broken or number
+                    continue
+                if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+                    raise ValueError(f"line {number}: got {text.strip()[:80]!r}, expected an object with the key event")
+                lines.append(line)
+    except FileNotFoundError:
+        return []
+    if broken and not lines:
+        raise ValueError(f"line {broken} is not JSON, expected one JSON object a line")
+    return lines
+
+
+# --- journals ---
+
+
+@lru_cache(maxsize=1024)
+def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
+    """Read an attempt's journals; None: nothing is in them so far. `state`: of the files, so that those that do not change are read once."""
+    lines = read_journals(log_dir, number, 0.0)
+    if not lines:
+        return None
+    registered = [line["fields"] for line in lines if line["event"] == "registered"]
+    assembled = next((line for line in lines if line["event"] in ("assembled", "took_over")), None)
+    whole: Mapping[str, Any] = next((line["fields"] for line in lines if line["event"] == "assembled"), {})
+    steps = [step for line in lines for step in _finished_steps(line)]
+    directories = [line["fields"]["directory"] for line in lines if line["event"] == "write_sent"]
+    directories += [str(Path(line["fields"]["path"]).parent) for line in lines if line["event"] == "published"]
+    return PastAttempt(
+        number=number,
+        begun_unix_s=float(lines[0]["unix_s"]),
+        last_unix_s=float(lines[-1]["unix_s"]),
+        assembled_unix_s=float(assembled["unix_s"]) if assembled is not None else None,
+        world_size=int(whole.get("world_size", len({fields["rank"] for fields in registered}))),
+        survives=str(whole.get("survives", "")),
+        standbys=tuple(map(str, whole.get("standbys", ()))),
+        last_step=max(steps, default=0),
+        directories=tuple(dict.fromkeys(directories)),
+        processes={int(fields["rank"]): (str(fields["host"]), int(fields["pid"])) for fields in registered},
+        faults=tuple(_faults(number, lines)),
+        finished=any(line["event"] == "finished" for line in lines),
+    )
+
+
+def _finished_steps(line: Line) -> list[int]:
+    fields = line["fields"]
+    if line["event"] == "frozen":
+        return [*map(int, fields["state_steps"]), *map(int, fields["records"])]
+    return [int(fields["step"])] if line["event"] in ("decided", "published", "regrouped") else []
+
+
+def _faults(number: int, lines: Sequence[Line]) -> Iterator[FaultRow]:
+    """Yield what a journal has of faults, false alarms among them, in order."""
+    frozen: Line | None = None
+    finished = False
+    for line in lines:
+        fields, unix_s = line["fields"], float(line["unix_s"])
+        finished = finished or line["event"] == "finished"
+        if line["event"] == "freeze_sent":
+            frozen = frozen or line
+        elif line["event"] == "thawed" and frozen is not None:
+            began, first = float(frozen["unix_s"]), frozen["fields"]
+            yield FaultRow(
+                attempt=number, unix_s=began, kind=FALSE_ALARM, ranks=list(first["culprits"]), cause=str(first["text"]), outcome=FALSE_ALARM,
+                detail="", step=None, steps_lost=0, took_s=round(unix_s - began, 3),
+            )  # fmt: skip
+            frozen = None
+        elif (
+            line["event"] == EVENT and not finished
+        ):  # a controller that is stopped while its ranks leave declares them dead
+            frozen = None
+            yield _of_journal(number, unix_s, fields)
+
+
+def _of_journal(number: int, unix_s: float, fields: Mapping[str, Any]) -> FaultRow:
+    incident = read_incident(fields)
+    took_s = round((incident.took_ms or {}).get("total", 0.0) / 1e3, 3)
+    named = {
+        "culprits": [{"rank": each.rank, "cause": each.cause} for each in incident.culprits],
+        "saved": fields["saved"],
+        "not_saved": incident.not_saved,
+        "kind": incident.kind,
+        "steps_lost": incident.steps_lost,
+    }
+    row = _row(number, unix_s - took_s, took_s, named)
+    return replace(row, outcome=IN_PLACE, detail="") if incident.in_place else row
+
+
+def _row(number: int, began_unix_s: float, took_s: float | None, fields: Mapping[str, Any]) -> FaultRow:
+    """Return a fault, by an incident's fields or those of a `fault` line."""
+    saved, culprits = fields["saved"], fields["culprits"]
+    return FaultRow(
+        attempt=number,
+        unix_s=began_unix_s,
+        kind=str(fields["kind"]),
+        ranks=[int(each["rank"]) for each in culprits],
+        cause=next((str(each["cause"]) for each in culprits if each["cause"]), str(fields.get("elsewhere", ""))),
+        outcome="saved" if saved is not None else "not saved",
+        detail=str(saved["path"]) if saved is not None else str(fields["not_saved"]),
+        step=int(saved["step"]) if saved is not None else None,
+        steps_lost=None if fields["steps_lost"] is None else int(fields["steps_lost"]),
+        took_s=took_s,
+    )
+
+
+# --- with the launchers' report ---
+
+
+def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[ReportLine], notes: list[str]) -> History:
+    """Of an attempt's end the launchers know more than its controller; of what the job has survived without one, less."""
+    numbered = [int(line["start"]) for line in lines if line["event"] in ("start", "fault")]
+    last = attempts[-1].number if attempts else (numbered[-1] if numbered else 0)
+    reports = [place for place, line in enumerate(lines) if line["event"] in ("start", "fault")]
+    job = of_this_job(lines[: reports[-1] + 1] if reports else [], last)
+    if job and attempts and attempts[0].number == 0 and float(job[-1]["unix_s"]) < attempts[0].begun_unix_s:
+        job = []  # an earlier job's, of which this one's lines are still to come
+    since = lines[lines.index(job[0]) :] if job else [] if attempts else lines
+    copied = {int(line["start"]): line["steps_lost"] for line in since if line["event"] == "copies"}
+    reported = {int(line["start"]): _of_report(line, copied) for line in job if line["event"] == "fault"}
+    over = {int(line["start"]) for line in job if line["event"] == "start" and int(line["start"]) < last}
+    end = next((line for line in reversed(since) if line["event"] in ("end", "start", "fault")), None)
+    ended = end if end is not None and end["event"] == "end" else None
+    over |= {last} if ended is not None else set()
+    faults = [
+        fault
+        for attempt in attempts
+        for fault in attempt.faults
+        if fault.outcome in (FALSE_ALARM, IN_PLACE) or attempt.number not in {*reported, *over}
+    ]
+    faults = sorted([*faults, *reported.values()], key=lambda fault: fault.unix_s)
+    following = str(job[-1]["next"]) if job and job[-1]["event"] == "fault" else ""
+    return History(
+        attempts=tuple(attempts),
+        faults=tuple(faults),
+        end=_end(log_dir, attempts, ended, faults),
+        next=following,
+        notes=tuple(notes),
+    )
+
+
+def _of_report(line: ReportLine, copied: Mapping[int, Any]) -> FaultRow:
+    number, took_ms = int(line["start"]), line["took_ms"]
+    fields = {**line, "steps_lost": copied.get(number, line["steps_lost"])}
+    began = float(line["began_unix_s"]) or float(line["unix_s"])
+    return _row(number, began, round(took_ms["total"] / 1e3, 3) if took_ms else None, fields)
+
+
+def _end(
+    log_dir: Path, attempts: Sequence[PastAttempt], line: ReportLine | None, faults: Sequence[FaultRow]
+) -> End | None:
+    """Return how the job ended: by the launcher's last line, or by a journal whose ranks have all finished, where there is no launcher."""
+    newest = attempts[-1] if attempts else None
+    if line is None:
+        if newest is None or not newest.finished:
+            return None
+        known = last_step.read(log_dir, newest.number, newest.begun_unix_s)
+        step, saved = (known.step, known.saved_step) if known is not None else (None, None)
+        return End(newest.last_unix_s, "all ranks have finished", "", step, saved, None)
+    last = line.get("last")
+    step = int(last["step"]) if last else max((attempt.last_step for attempt in attempts), default=0) or None
+    saved = last["saved_step"] if last else next((each.step for each in reversed(faults) if each.step), None)
+    lost = line.get("steps_lost") if not line.get("unknown_losses") else None
+    return End(float(line["unix_s"]), str(line["result"]), str(line["why"]), step, saved, lost)
