@@ -48,6 +48,7 @@ ORDER = (
     "ttp.mirror",
     "ttp.checkpoint.cli",
     "ttp.copies",
+    "ttp.groups",
     "ttp.exchange",
     "ttp.optim.shard_layout",
     "ttp.optim.step_agreement",

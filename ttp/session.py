@@ -54,8 +54,8 @@ from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
 from ttp.runtime.rank_runtime import Protection, show
-from ttp.runtime.resume_search import ResumePoint as ResumePoint
-from ttp.runtime.resume_search import ResumeSearch
+from ttp.resume_search import ResumePoint as ResumePoint
+from ttp.resume_search import ResumeSearch
 from ttp.runtime.retention import check_keep
 from ttp.runtime.saves import Saves
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher

@@ -4,7 +4,7 @@ Owns what a group is made of, and the store's keys of each generation. Names sta
 functional collectives) needs nothing; whatever holds a group as an object is given the one that has taken its place. Never decides when.
 
 torch keeps its own table of groups, in the order in which they were made: nothing has to be recorded as they are made. The table is private
-(`torch.distributed.distributed_c10d._world`); `tests/unit/regroup` fails where another version of torch has another one.
+(`torch.distributed.distributed_c10d._world`); `tests/unit/groups` fails where another version of torch has another one.
 """
 
 from __future__ import annotations

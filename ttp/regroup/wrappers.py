@@ -1,7 +1,7 @@
 """What holds process groups inside a model or an optimizer: DDP's reducer, FSDP2's mesh information, and attributes.
 
 Owns the ways to give each of them the groups that have taken the place of theirs. What a program keeps elsewhere is renewed by its own
-`on_regroup`. Private names of torch: `tests/unit/regroup` fails where another version has others.
+`on_regroup`. Private names of torch: `tests/unit/groups` fails where another version has others.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ttp.config import VARIABLES, Settings, unknown_variables
 from ttp.errors import ConfigError
 
 TIMES = (
-    "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S",
+    "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_IN_PLACE_S",
 )  # fmt: skip
 SETTINGS = Path(__file__).resolve().parents[3] / "docs" / "settings.md"
 

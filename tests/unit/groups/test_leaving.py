@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.forkserver import fork_server
-from tests.unit.regroup import ranks
+from tests.unit.groups import ranks
 from tests.waiting import until
 
 WORLD = 3

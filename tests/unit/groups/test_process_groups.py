@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.forkserver import fork_server, run_ranks_to_end
-from tests.unit.regroup import ranks
+from tests.unit.groups import ranks
 from ttp.errors import ConfigError
 from ttp.groups.process_groups import ProcessGroups, Recipe
 
