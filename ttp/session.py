@@ -50,12 +50,12 @@ from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
 from ttp.regroup.recovery import Recovery, Refillable, Returned, SaveMarks, why_not_in_place
 from ttp.regroup.rehearsal import Regrouping
+from ttp.resume_search import ResumePoint as ResumePoint
+from ttp.resume_search import ResumeSearch
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.instrumentation import instrumentation
 from ttp.runtime.rank_runtime import Protection, show
-from ttp.resume_search import ResumePoint as ResumePoint
-from ttp.resume_search import ResumeSearch
 from ttp.runtime.retention import check_keep
 from ttp.runtime.saves import Saves
 from ttp.runtime.state_provider import OptimizerStateProvider, Publisher

@@ -69,6 +69,16 @@ def test_hook_acts_at_its_place_only() -> None:
         hook("ready", 4)
 
 
+def test_a_fault_of_a_process_in_a_lost_ones_place_is_not_the_first_ones() -> None:
+    faults = parse_faults("raise:rank=1,step=4,point=ready;raise:rank=1,step=6,point=done,again=1")
+    first, again = injector(faults, 1, 0), injector(faults, 1, 0, again=True)
+    assert first is not None and again is not None
+    again("ready", 4)
+    first("done", 6)
+    with pytest.raises(InjectedFault, match="step 6"):
+        again("done", 6)
+
+
 def injected(action: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
     code = (
         "import os, signal, threading, time\n"

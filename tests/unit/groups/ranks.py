@@ -25,9 +25,12 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ttp.errors import AbortedCollective, ConfigError
+from ttp.errors import AbortedCollective, ConfigError, ControllerError
+from ttp.exchange import agreed as agreed_module
+from ttp.exchange.agreed import Agreements
 from ttp.groups.polled_wait import wait_for
 from ttp.groups.process_groups import GROUPS, ProcessGroups, recipes
+from ttp.groups.vacancy import init_process_group, vacant
 from ttp.regroup.wrappers import renew_model
 
 c10d: Any = distributed_c10d
@@ -263,3 +266,40 @@ def _until_killed(store: Any, groups: ProcessGroups, pairs: list[Any], rank: int
         out.set()
         watcher.join()
         groups.close()
+
+
+def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
+    """Rank 1 then does as one does that takes a lost one's place: its groups have no peers, and nothing is asked of the others."""
+    os.environ.update(
+        MASTER_ADDR=store.host, MASTER_PORT=str(store.port), TTP_LAUNCHED="1", RANK=str(dist.get_rank()), WORLD_SIZE="2"
+    )
+    half = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    asked: list[str] = []
+    agreed_module.READ_AT_MOST = timedelta(seconds=2)  # for what is not there
+
+    def agreed(name: str, value: Any, group: Any = None) -> Any:
+        return Agreements().agree(name, lambda: asked.append(name) or value, group)
+
+    assert agreed("shards", ["a", "b"]) == ["a", "b"] and agreed("own", dist.get_rank(), half) == dist.get_rank()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        os.environ["TTP_VACANT"] = "7"
+        init_process_group("gloo")
+        half = dist.new_group([1], use_local_synchronization=True)
+        assert dist.get_backend() == "fake" and (dist.get_rank(), dist.get_world_size()) == (1, 2) and vacant() == 7
+        assert GROUPS.backend == "gloo", "what the groups are made with once there are peers"
+        asked.clear()
+        assert agreed("shards", ["wrong"]) == ["a", "b"] and agreed("own", -1, half) == 1 and not asked
+        try:
+            Agreements().agree("nothing", lambda: asked.extend(["nothing"]))
+            raise AssertionError("expected that an unknown value is refused")
+        except ControllerError as error:
+            assert "this process takes a lost one's place, and nothing is not in the job's store" in str(error)
+        assert not asked
+        os.environ["TTP_VACANT"] = ""
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=1, world_size=2)
+    else:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=0, world_size=2)

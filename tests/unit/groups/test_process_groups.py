@@ -55,6 +55,10 @@ def test_nothing_grows_however_often_they_are_made_again(switches: int, run: Run
     run("nothing_grows", 2, switches)
 
 
+def test_what_ranks_agree_on_as_they_start_is_there_for_a_process_in_a_lost_ones_place(run: Run) -> None:
+    run("a_new_process_reads_what_the_others_have_agreed_on", 2)
+
+
 def test_a_process_without_groups_has_none_to_make() -> None:
     successor = ProcessGroups().make_again()
     assert successor(None) is None and successor(run) is run

@@ -24,6 +24,7 @@ from tests.unit.optim.material import (
     tokens,
     train,
 )
+from ttp.errors import CheckpointError
 from ttp.optim.replica_optimizer import (
     ClipNorm,
     ClipValue,
@@ -51,6 +52,42 @@ def replicas_stay_bit_identical() -> None:
     held = {h.key: tuple(h.shape) for part in everyone(optimizer.holdings()) for hs in part.values() for h in hs}
     assert held == expected
     optimizer.close()
+
+
+def a_rank_without_state_is_filled_by_its_replica() -> None:
+    """As a process in a lost one's place: it trains on with the bits that it would have had. What has no replica left is refused, on every rank."""
+    net = make_net()
+    optimizer = make(net, clip=ClipNorm(0.5))
+    train(optimizer, net, range(1, 4))
+    host, record, before = optimizer.host_state(), optimizer.last_record, fingerprints(optimizer)
+    lost = job.world - 1
+    if job.rank == lost:
+        for target in optimizer.load_begin():
+            target.values.fill_(7.0)
+        for param in net.parameters():
+            param.data.fill_(-3.0)
+    else:
+        optimizer.zero_grad()
+        net(tokens(9)).backward()  # a step that is given up half way
+    dist.barrier()
+    optimizer.fill((lost,))
+    optimizer.load_end(3, host, record)
+    assert optimizer.compare_replicas() == () and fingerprints(optimizer) == before
+    assert optimizer.last_record == record and optimizer.current_step == 3
+    train(optimizer, net, range(4, 6))
+    assert_replicas_identical(optimizer, net)
+    plain = make_net()
+    undisturbed = make(plain, clip=ClipNorm(0.5))
+    train(undisturbed, plain, range(1, 6))
+    assert fingerprints(optimizer) == fingerprints(undisturbed)
+    holders = optimizer.layout.holders(0)
+    try:
+        optimizer.fill(holders)
+        raise AssertionError("expected that a shard without a holder is refused")
+    except CheckpointError as error:
+        assert "no rank that stays holds" in str(error)
+    optimizer.close()
+    undisturbed.close()
 
 
 def equals_adamw_under_ddp() -> None:

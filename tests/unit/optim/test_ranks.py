@@ -9,6 +9,7 @@ import pytest
 EVERYWHERE = ("replicas_stay_bit_identical",)
 IN_DEPTH = (
     "replicas_stay_bit_identical",
+    "a_rank_without_state_is_filled_by_its_replica",
     "equals_adamw_under_ddp",
     "parameters_of_16_bits_are_rounded_masters",
     "fp32_gradients_of_bf16_parameters_accumulate_in_fp32",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.gates import freeze, thaw
 from tests.unit.runtime.test_gate import LONG_S, Trainer, one_update, record, waits_in
-from ttp.errors import ProtocolError
+from ttp.errors import ProtocolError, Regroup
 from ttp.processor.gate import Gate
 from ttp.proto.messages import Phase
 
@@ -36,6 +38,24 @@ def test_a_gate_that_was_rolled_forward_opens_after_it_has_regrouped() -> None:
     assert (gate.phase, gate.step, gate.state_step, gate.backup_step) == (Phase.COMPUTE, 3, 2, -1)
     assert thaw(gate, 1)
     trains(gate, 3)
+
+
+def test_a_thread_that_waits_at_the_gate_leaves_its_step_when_it_is_asked_to() -> None:
+    """And not before; nor is it asked at a gate that is open."""
+    gate, asked = Gate(2), threading.Event()
+    gate.left = asked.is_set
+    one_update(gate, 1)
+    freeze(gate, 1, LONG_S)
+    trainer = Trainer(lambda: one_update(gate, 2))
+    assert waits_in(trainer, "computing")
+    asked.set()
+    with pytest.raises(Regroup, match="rank 2 leaves step 1"):
+        trainer.finish()
+    gate.regrouped(1, None)
+    asked.clear()
+    assert thaw(gate, 1)
+    asked.set()
+    trains(gate, 2)
 
 
 def test_regrouping_opens_nothing_by_itself() -> None:

@@ -54,6 +54,26 @@ def test_a_restart_goes_on_without_a_directory_that_fails(tmp_path: Path) -> Non
     assert not (tmp_path / "good" / run.mark).exists()
 
 
+def test_a_process_in_a_lost_ones_place_has_the_locks_and_removes_nothing(tmp_path: Path) -> None:
+    """Other ranks may be writing: a staging directory is as old as it looks only where no attempt runs."""
+    staging = tmp_path / "iter_0000009_tmp_exited_0_1_1"
+    staging.mkdir()
+    (tmp_path / ".ttp_run.json").write_text("{}")
+    first = restart(tmp_path)
+    first.take_over()
+    assert staging.is_dir() and (tmp_path / ".ttp_run.json").exists() and not first.mark and not first.failing
+    assert list(tmp_path.glob(".ttp_probe*")) == []
+    code = f"from ttp.runtime.directory_lock import RunDirectories; RunDirectories([{str(tmp_path)!r}], 'other', True).claim()"
+    refused = subprocess.run(
+        [sys.executable, "-c", f"import ttp.runtime.directory_lock as d; d.LOCK_WAIT_S = 0.0; {code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode and "NotWritable" in refused.stderr, refused.stderr[-500:]
+    first.release()
+
+
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Directories whose names cannot be read from now on: a disk that fails."""

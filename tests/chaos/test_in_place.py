@@ -1,0 +1,145 @@
+"""A rank dies and the others keep running: one new process, nothing written, the losses and weights of a job without a fault. What cannot be done in
+place ends in a checkpoint and a restart, and costs no step either."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import RunJob, run_to_end
+from tests.chaos.test_axes import overrides
+from tests.chaos.test_kills import assert_equal
+from tests.unit.trainer.layouts import Axes
+from ttp.chaos.observed.training_job import TrainingJob
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+ON = {"TTP_IN_PLACE": "True"}
+TIED = "--model_config.untie_embeddings_and_output_weights=false"
+LAYOUTS = (
+    (Axes(data=3), 1, "record"),
+    (Axes(data=2, tensor=2, sequence=True), 3, "backward"),
+    (Axes(data=2, pipeline=2), 2, "backward"),
+    (Axes(data=2, pipeline=2), 0, "ready"),
+    (Axes(data=2, pipeline=2, virtual=2), 1, "gathering"),
+    (Axes(data=4, experts=4, expert=2), 1, "backward"),
+    (Axes(data=2, tensor=2, pipeline=2), 5, "record"),
+)
+POINTS = ("backward", "ready", "record", "updating", "done", "gathering")
+
+
+def console(job: TrainingJob) -> str:
+    return (job.output_dir / "console.log").read_text(errors="replace")
+
+
+def recovered(job: TrainingJob, times: int = 1) -> None:
+    """Demand that all of the job's faults ended in place: in one attempt, with no other checkpoints than the job asks for."""
+    text = console(job)
+    assert len(re.findall("training continues after step", text)) == times, text[-3000:]
+    assert len(job.starts()) == 1
+    events = [line["event"] for journal in job.journals() for line in journal]
+    assert events.count("regrouped") == times and "write_sent" not in events
+
+
+def checkpoints(job: TrainingJob) -> list[str]:
+    return sorted(path.name for path in (job.output_dir / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_a_killed_rank_is_replaced_and_the_job_saves_as_before(tmp_path: Path, whole_job: RunJob) -> None:
+    """Rank 0, which has started the controller; what each rank counts by itself, as the saves that were made, is the same on all afterwards."""
+    saving = "--training_config.save_interval=4"
+    whole = whole_job(2, saving)
+    job = run_to_end(tmp_path / "job", 2, saving, faults="kill:rank=0,step=9,point=record", environ=ON)
+    recovered(job)
+    assert_equal(job, whole)
+    assert checkpoints(job) == checkpoints(whole)
+    pids = {
+        line["pid"]
+        for journal in job.journals()
+        for line in journal
+        if line["event"] == "registered" and line["rank"] == 1
+    }
+    assert len(pids) == 1, "the survivor's process"
+
+
+def test_training_that_raises_keeps_its_process(tmp_path: Path, whole_job: RunJob) -> None:
+    job = run_to_end(tmp_path / "job", 2, faults="raise:rank=1,step=9,point=backward", environ=ON)
+    recovered(job)
+    assert_equal(job, whole_job(2))
+    assert "started process" not in console(job)
+
+
+def test_a_new_process_that_dies_leaves_the_checkpoint_and_a_restart(tmp_path: Path, whole_job: RunJob) -> None:
+    faults = "kill:rank=1,step=9,point=ready;kill:rank=1,point=protected,again=1"
+    job = run_to_end(tmp_path / "job", 2, faults=faults, environ=ON)
+    assert_equal(job, whole_job(2))
+    assert len(job.starts()) == 2 and "training continues after step" not in console(job)
+    assert "no step lost" in console(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (3, 0), (4, 2)])
+def test_a_death_at_every_point_of_a_step(
+    tmp_path: Path, whole_job: RunJob, ranks: int, victim: int, point: str
+) -> None:
+    job = run_to_end(tmp_path / "job", ranks, faults=f"kill:rank={victim},step=9,point={point}", environ=ON)
+    recovered(job)
+    assert_equal(job, whole_job(ranks))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("axes", "victim", "point"), LAYOUTS, ids=str)
+def test_every_layout_gives_the_baselines_bits(tmp_path: Path, axes: Axes, victim: int, point: str) -> None:
+    given = (*overrides(axes), *([TIED] if axes.pipeline > 1 else []))
+    whole = run_to_end(tmp_path / "whole", axes.ranks, *given)
+    faults = f"kill:rank={victim},step=5,point={point}"
+    job = run_to_end(tmp_path / "job", axes.ranks, *given, faults=faults, environ=ON)
+    recovered(job)
+    assert_equal(job, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("action", ["segv", "abort", "exit", "raise"])
+def test_however_a_process_ends(tmp_path: Path, whole_job: RunJob, action: str) -> None:
+    job = run_to_end(tmp_path / "job", 2, faults=f"{action}:rank=1,step=9,point=updating", environ=ON)
+    recovered(job)
+    assert_equal(job, whole_job(2))
+
+
+@pytest.mark.long
+def test_two_ranks_of_different_shards_at_once_and_a_third_later(tmp_path: Path, whole_job: RunJob) -> None:
+    faults = "kill:rank=0,step=9,point=backward;kill:rank=1,step=9,point=backward;kill:rank=3,step=15,point=done"
+    job = run_to_end(tmp_path / "job", 4, faults=faults, environ=ON)
+    assert_equal(job, whole_job(4))
+    assert len(job.starts()) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "kill:rank=1,step=9,point=backward;stop:rank=1,point=protected,again=1",
+        "kill:rank=1,step=9,point=backward;kill:rank=1,step=9,point=ready,again=1",
+        "stop:rank=1,step=9,point=backward",
+        "gil:rank=1,step=9,point=ready",
+        "kill:rank=1,step=1,point=backward",
+    ],
+)
+def test_what_does_not_end_in_place_is_written(tmp_path: Path, whole_job: RunJob, faults: str) -> None:
+    """A new process that hangs, one that dies again and again, ranks that are silent."""
+    job = run_to_end(tmp_path / "job", 2, faults=faults, environ=ON)
+    assert_equal(job, whole_job(2))
+    assert len(job.starts()) == 2
+
+
+@pytest.mark.long
+def test_jobs_that_rehearse_recover_too(tmp_path: Path, whole_job: RunJob) -> None:
+    """All count anew which steps they compute twice."""
+    faults = "kill:rank=1,step=9,point=backward;kill:rank=0,step=14,point=ready"
+    job = run_to_end(tmp_path / "job", 2, faults=faults, environ={**ON, "TTP_REHEARSE": "every:3"})
+    recovered(job, 2)
+    assert_equal(job, whole_job(2))
