@@ -258,6 +258,25 @@ def test_what_the_agent_cannot_do_it_refuses_at_once(job: RunningJob) -> None:
     assert job.attempt.living() == [0]
 
 
+@pytest.mark.parametrize("what", ["script", "server"])
+def test_a_process_that_would_run_other_code_than_the_others_is_not_started(job: RunningJob, what: str) -> None:
+    """The script was edited meanwhile, or another fork server has imported the modules as they are now."""
+    if what == "script":
+        with (job.out / "script.py").open("a") as file:
+            file.write("# edited\n")
+    else:
+        server = job.servers.workers
+        os.kill(server.pid, signal.SIGKILL)
+        before = server.pid
+        until(lambda: server.pid not in (0, before), "another server")
+    job.kill(1)
+    job.order(1)
+    until(lambda: job.line.refusals, "an answer")
+    assert job.line.refusals[0][2] == (
+        "the fork server was lost since the workers were started, or their script has changed"
+    )
+
+
 def test_an_attempt_that_ends_takes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the beginning of the end: the ranks receive SIGTERM and save."""
     with asleep(monkeypatch, tmp_path) as job:
