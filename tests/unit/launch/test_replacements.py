@@ -28,6 +28,7 @@ from ttp.launch.links.peer_agents import PeerAgents
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import LOOKS, Reporter
 from ttp.launch.watch.processes import LOST, exit_status, read_stat
+from ttp.launch.watch.shell_ranks import _Rank
 from ttp.proto.messages import Replace, Thaw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_io.FileIO.*log", "ignore:unclosed file.*log:ResourceWarning")
@@ -243,6 +244,10 @@ def test_what_the_agent_cannot_do_it_refuses_at_once(job: RunningJob) -> None:
     assert refusal(1) == f"process {job.pids[1]} of rank 1 has not ended"
     assert refusal(1, job.pids[0]) == f"process {job.pids[0]} was to be ended, rank 1 is process {job.pids[1]}"
     assert refusal(7) == "rank 7 is not on this node"
+    shells = job.attempt._behind_shells
+    shells._found = {1: _Rank(job.pids[1], 1, "")}
+    assert refusal(1, job.pids[1]) == "rank 1 was started by its worker"
+    shells._found = {}
     line.sent_away_monotonic_s = 1.0
     assert refusal(1, job.pids[1]) == "the ranks were ordered to exit"
     line.sent_away_monotonic_s = None
