@@ -29,7 +29,7 @@ from ttp.checkpoint.publish import publish
 from ttp.checkpoint.staging import discard_staging, make_staging
 from ttp.checkpoint.write import merge_results, write_share
 from ttp.copies import transfer
-from ttp.copies.memory import NoRoom
+from ttp.copies.memory import NoRoom, of_save, own, received
 from ttp.copies.region import Description, Region, data_bytes, region_bytes
 from ttp.errors import CheckpointError
 from ttp.fork_server import frames
@@ -48,21 +48,6 @@ SHARES_S = 3600.0
 """Until all ranks' shares of a save are written, by processes of low priority."""
 LOOK_S = 0.05
 _CHUNK = 16 << 20
-
-
-def own(rank: int) -> str:
-    """Return the name of the memory for a rank of this node."""
-    return f"rank {rank}"
-
-
-def received(rank: int) -> str:
-    """Return the name of the memory for a rank of another node."""
-    return f"rank {rank} of another node"
-
-
-def of_save(rank: int) -> str:
-    """Return the name of the memory for what a rank of this node saves."""
-    return f"save of rank {rank}"
 
 
 class Damaged(CheckpointError):

@@ -19,6 +19,21 @@ SPARE_PART = 20
 """One part in so many of the node's memory stays free for what grows later."""
 
 
+def own(rank: int) -> str:
+    """Return the name of the memory for a rank of this node."""
+    return f"rank {rank}"
+
+
+def received(rank: int) -> str:
+    """Return the name of the memory for a rank of another node."""
+    return f"rank {rank} of another node"
+
+
+def of_save(rank: int) -> str:
+    """Return the name of the memory for what a rank of this node saves."""
+    return f"save of rank {rank}"
+
+
 class NoRoom(Exception):
     """The node has no memory for it; its text is one line with the figures."""
 

@@ -217,9 +217,8 @@ class ForkServer:
 
     def fork_one(self, program: Program) -> ForkedChild:
         """Fork one worker more of those that `prepare` was called for, from any thread; never starts a server. Takes ONE_S at most for each of
-        its turn, imports that are under way, and the fork. Raises NotForked.
-
-        It runs the code that was imported for the others, also where a file has changed since.
+        its turn, imports that are under way, the check and the fork. Raises NotForked, also where a module has changed on disk since it was imported:
+        what the worker imports itself may fit the new one only.
         """
         if not self._lock.acquire(timeout=ONE_S):
             raise NotForked("the fork server is busy")
@@ -231,6 +230,8 @@ class ForkServer:
             self._take_imports(ONE_S)
             if reason := self._imported["unusable"]:
                 raise NotForked(reason)
+            if changed := self._ask({"kind": "check"}, ONE_S)["changed"]:
+                raise NotForked(f"{changed[0]} has changed since the workers were started")
             return self._fork([program], ONE_S)[0]
         finally:
             self._lock.release()

@@ -98,7 +98,7 @@ class HoldAgent(LocalElasticAgent):
         """Why the job failed on this node, once it has."""
         self._crash_loop = CrashLoop(launching.futile_starts)
         self._warm_start: WarmStart | None = None
-        """What has forked the last attempt's workers; None: they were executed."""
+        """What has forked the last attempt's workers, and can fork one again; None: none can be."""
         self._learned = LearnedImports()
         self._pause_s = 0.0
         """Back-off before the next rendezvous."""
@@ -242,9 +242,8 @@ class HoldAgent(LocalElasticAgent):
             log.info("started %d workers without the fork server: %s", len(local_pids), start.reason)
         else:
             log.info("forked %d workers from %s", len(local_pids), servers.workers.description)
-            self._warm_start = (
-                None if self._always_ask_torch else start
-            )  # torch would see the exit of one that is replaced
+            if not self._always_ask_torch:  # torch would see the exit of one that is replaced
+                self._warm_start = start
         return local_pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

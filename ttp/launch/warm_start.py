@@ -8,6 +8,7 @@ torch's handler then finds that one, and never the exit of the first.
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,6 +40,8 @@ class WarmStart:
         self._waiting: list[tuple[LaterProcess, Program, Callable[[], Any]]] = []
         self._forked: dict[int, tuple[LaterProcess, Program]] = {}
         """By global rank."""
+        self._forked_from = 0, ""
+        """The server's process, and the script as it was."""
         self.reason = ""
         """Why the workers were executed; empty: they were forked."""
 
@@ -56,6 +59,7 @@ class WarmStart:
             self._server.prepare(programs[0].argv, programs[0].environ)
             for (process, _, _), child in zip(waiting, self._server.fork(programs), strict=True):
                 process.begun = child
+            self._forked_from = self._server.pid, _script_stamp(programs[0])
             self._forked = {int(program.environ["RANK"]): (process, program) for process, program, _ in waiting}
         except NotForked as error:
             self.reason = str(error)
@@ -73,12 +77,23 @@ class WarmStart:
         if self.reason:
             raise NotForked(f"the workers were started without the fork server: {self.reason}")
         process, program = self._forked[rank]
+        if self._forked_from != (self._server.pid, _script_stamp(program)):
+            raise NotForked("the fork server was lost since the workers were started, or their script has changed")
         if path := program.environ.get("TORCHELASTIC_ERROR_FILE", ""):
             with suppress(OSError):
                 Path(path).unlink()
         child = self._server.fork_one(replace(program, environ={**program.environ, **variables}))
         first, process.begun = process.begun, child
         return child, first
+
+
+def _script_stamp(program: Program) -> str:
+    """Return what shows that a worker's script has changed: the other workers run it as it was. Empty for a module."""
+    with suppress(OSError):
+        if program.argv[2] != "-m":
+            status = os.stat(program.argv[2])
+            return f"{status.st_size} {status.st_mtime_ns}"
+    return ""
 
 
 class LaterProcess:

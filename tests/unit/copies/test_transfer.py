@@ -18,7 +18,8 @@ from tests.unit.copies.conftest import credentials, keeper
 from tests.unit.copies.material import bits, described, empty_region, region_of
 from tests.waiting import until
 from ttp.copies import transfer
-from ttp.copies.keeper import Keeper, checksum_of, own, received
+from ttp.copies.keeper import Keeper, checksum_of
+from ttp.copies.memory import own, received
 from ttp.copies.region import Region, data_bytes, region_bytes
 from ttp.errors import CheckpointError
 from ttp.identity.credentials import Credentials

@@ -278,7 +278,11 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
     agreed_module.READ_AT_MOST = timedelta(seconds=2)  # for what is not there
 
     def agreed(name: str, value: Any, group: Any = None) -> Any:
-        return Agreements().agree(name, lambda: asked.append(name) or value, group)
+        def make() -> Any:
+            asked.append(name)
+            return value
+
+        return Agreements().agree(name, make, group)
 
     assert agreed("shards", ["a", "b"]) == ["a", "b"] and agreed("own", dist.get_rank(), half) == dist.get_rank()
     dist.barrier()

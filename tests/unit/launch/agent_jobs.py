@@ -125,7 +125,7 @@ class RunningJob:
         store = self.rendezvous.job_store
         client = TCPStore(store.host, store.port, is_master=False)
         client.set(controller_key(store.round_number), f"127.0.0.1:1 {os.getpid()}")
-        until(lambda: self.attempt.has_controller, "a controller")
+        until(lambda: self.agent._attempt is not None and self.attempt.has_controller, "a controller")
 
     def _open_link(self, address: str, job_id: str, pids: Mapping[int, int], workers: Workers) -> LineToController:
         self.workers = workers

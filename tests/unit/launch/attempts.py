@@ -18,6 +18,7 @@ from tests.waiting import until
 from ttp.exchange.discovery import controller_key
 from ttp.launch.attempts.attempt import Attempt
 from ttp.launch.attempts.context import LaunchContext, Workers
+from ttp.launch.attempts.replacements import Forker
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import Reporter
 
@@ -97,6 +98,7 @@ class RunningAttempt:
         nodes: int = 1,
         port: int | None = None,
         attempt_dir: Path | None = None,
+        forker: Forker | None = None,
     ) -> None:
         """`port`: where the launcher looks for the workers' store, if not where it is. `attempt_dir`: for the file of the controllers."""
         self.line = LineToController()
@@ -120,6 +122,7 @@ class RunningAttempt:
             pids={rank: worker.pid for rank, worker in enumerate(self.workers)},
             nodes=nodes,
             hosts_rank_zero=reporter is not None,
+            forker=forker,
         )
         if controller:
             self.until_led()

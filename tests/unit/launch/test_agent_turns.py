@@ -121,3 +121,20 @@ def test_whatever_signal_comes_at_the_end_the_attempt_is_closed_once_and_leaves_
     assert attempt.done == done and ended == ["torch", "directory"]
     agent._shutdown(signal.SIGTERM)
     assert attempt.done == done and ended == ["torch", "directory", "torch"], "the attempt has ended"
+
+
+def test_an_attempt_that_has_recovered_is_watched_on() -> None:
+    """Even where another process has failed in the same moment: torch would end the survivors for it, the next turn holds them."""
+
+    class Recovered(Watched):
+        def failed(self) -> bool:
+            return True
+
+        def hold(self, why: str = "") -> bool:  # type: ignore[override]
+            super().hold()
+            return True
+
+    agent, attempt = make_agent(WaitingNodes([0])), Recovered([])
+    agent._attempt = attempt  # type: ignore[assignment]
+    assert agent._monitor_workers(agent.get_worker_group()).state is WorkerState.HEALTHY
+    assert attempt.done == ["hold"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from ttp.launch.attempts.faults import Faults
@@ -84,8 +82,48 @@ def test_a_notice_has_its_own_time(faults: Faults) -> None:
     assert faults.begin("the agent is shutting down", {}).begun_monotonic_s == 1000.0
 
 
+class Peers:
+    """The other nodes' agents, and what was published to them."""
+
+    def __init__(self, begun_s: float | None = None) -> None:
+        self.fault_begun_monotonic_s = begun_s
+        self.published: list[float] = []
+
+    def publish_fault(self, begun_s: float) -> None:
+        self.published.append(begun_s)
+
+
 def test_a_fault_that_began_on_another_node_has_that_ones_deadline(clock: Clock) -> None:
-    published: list[float] = []
-    peers = SimpleNamespace(fault_begun_monotonic_s=980.0, publish_fault=published.append)
-    fault = Faults(OT_S, peers, clock).begin("", deaths(990.0))  # type: ignore[arg-type]
-    assert fault.begun_monotonic_s == 980.0 and published == [980.0]
+    """Also where that node has published it later, as it did not know that it would end the attempt."""
+    peers = Peers(980.0)
+    faults = Faults(OT_S, peers, clock)  # type: ignore[arg-type]
+    assert faults.begin("", deaths(990.0)).begun_monotonic_s == 980.0
+    late = Peers()
+    faults = Faults(OT_S, late, clock)  # type: ignore[arg-type]
+    fault = faults.begin("", deaths(990.0))
+    assert faults.left_s(fault) == OT_S - 10.0
+    late.fault_begun_monotonic_s = 970.0
+    assert faults.left_s(fault) == OT_S - 30.0
+    clock.now_s += 100.0
+    assert faults.left_s(fault) == 0.0
+
+
+def test_a_fault_is_published_once_and_only_if_it_ends_the_attempt(clock: Clock) -> None:
+    """One that was recovered from is not: another node's next one, hours later, would have no time."""
+    peers = Peers()
+    faults = Faults(OT_S, peers, clock)  # type: ignore[arg-type]
+    faults.begin("", deaths(990.0))
+    faults.replaced(990.0)
+    faults.recovered()
+    faults.publish()
+    assert peers.published == []
+    faults.begin("", deaths(995.0))
+    faults.publish()
+    faults.publish()
+    assert peers.published == [990.0]
+
+
+def test_a_fault_without_a_death_is_published_at_once(clock: Clock) -> None:
+    peers = Peers()
+    Faults(OT_S, peers, clock).begin("the set of nodes changes", {})  # type: ignore[arg-type]
+    assert peers.published == [1000.0]

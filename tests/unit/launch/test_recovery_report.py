@@ -12,11 +12,11 @@ from tests.unit.launch.test_reporter import FAULT_KEYS, ending, written
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_regroup import job, replacement, torn_rank_3
 from ttp.controller.core.facts.state import Stage
-from ttp.launch.report.incident import Line, false_alarms
+from ttp.launch.report.incident import false_alarms
+from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import earlier, of_this_job
 from ttp.launch.report.recovery import recoveries, recovery_fields, recovery_lines
 from ttp.launch.report.reporter import LOOKS, AttemptStart, Reporter
-from ttp.launch.report.story_file import read_journals
 from ttp.proto.messages import CauseKind, Regrouped, WorkerExit
 
 BEGAN_S = 1000.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from tests.unit.launch.agent_jobs import RunningJob, running_job
+from tests.unit.launch.attempts import RunningAttempt
 from tests.waiting import until
 from ttp.exchange.discovery import log_dir_key
 from ttp.fork_server.client import Program
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.launch.agent import HoldAgent
+from ttp.launch.attempts.copies import Copies
+from ttp.launch.links import peer_agents
+from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import LOOKS, Reporter
 from ttp.launch.watch.processes import LOST, exit_status, read_stat
-from ttp.proto.messages import Thaw
+from ttp.launch.watch.shell_ranks import _Rank
+from ttp.proto.messages import Replace, Thaw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_io.FileIO.*log", "ignore:unclosed file.*log:ResourceWarning")
 
@@ -54,8 +62,9 @@ def test_another_process_takes_the_place_of_one_that_has_ended(
     assert out == f"rank 1, process {first}\nrank 1, process {pid}\n" and err.count("errors of process") == 2
 
 
-def test_an_order_does_not_wait_for_the_agents_main_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which sleeps here for as long as the test takes."""
+@contextlib.contextmanager
+def asleep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RunningJob]:
+    """Yield a job whose agent's main thread sleeps meanwhile."""
     asleep, wake = threading.Event(), threading.Event()
 
     def sleep(self: HoldAgent, group: object) -> RunResult:
@@ -67,14 +76,64 @@ def test_an_order_does_not_wait_for_the_agents_main_thread(tmp_path: Path, monke
     monitor = HoldAgent._monitor_workers
     monkeypatch.setattr(HoldAgent, "_monitor_workers", sleep)
     with running_job(tmp_path, monkeypatch) as job:
+        assert asleep.wait(30.0)
         try:
-            assert asleep.wait(30.0)
-            pid = job.replaced(1)
-            assert job.attempt.pids[1] == pid and job.attempt.fault is None
+            yield job
         finally:
             wake.set()
-        job.succeed()
-        assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
+
+
+def test_an_order_does_not_wait_for_the_agents_main_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with asleep(monkeypatch, tmp_path) as job:
+        pid = job.replaced(1)
+        assert job.attempt.pids[1] == pid and job.attempt.fault is None
+
+
+def test_an_attempt_whose_last_worker_has_ended_on_this_node_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's main thread has torch end it in the same moment."""
+    with asleep(monkeypatch, tmp_path) as job:
+        job.kill(0)
+        job.kill(1)
+        job.order(1)
+        until(lambda: job.line.refusals, "an answer")
+        assert job.line.refusals == [(1, 1, "no other worker on this node runs: the attempt ends here")]
+
+
+class Certificates:
+    """Records when certificates wait for a worker, and which workers they are for."""
+
+    def __init__(self, job: RunningJob) -> None:
+        self._job = job
+        self.said: list[tuple[dict[int, int] | None, int]] = []
+        """Each with how many processes rank 1 has had by then."""
+
+    def starting(self) -> None:
+        self.said.append((None, len(self._job._processes(1))))
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        self.said.append((dict(pids), 0))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_certificates_wait_for_the_process_that_is_being_started(job: RunningJob, fails: bool) -> None:
+    """It may ask before the agent knows its number. The others get theirs, whatever comes of it."""
+    certificates = Certificates(job)
+    job.attempt._replacements._identities = certificates  # type: ignore[assignment]
+    first = dict(job.attempt.pids)
+    job.kill(1)
+    if fails:
+        job.servers.workers.close()
+    job.order(1)
+    until(lambda: len(certificates.said) == 2, "both words")
+    assert certificates.said[0] == (None, 1)
+    assert certificates.said[1][0] == (first if fails else {0: first[0], 1: job.process(1, first[1])})
+
+
+def test_what_the_kernel_kills_of_a_later_process_is_explained_too(job: RunningJob) -> None:
+    """By the count of its own cgroup."""
+    assert job.replaced(1) in job.attempt._memory._counters
 
 
 def test_the_hold_ends_when_all_that_had_failed_were_replaced(
@@ -185,24 +244,52 @@ def test_what_the_agent_cannot_do_it_refuses_at_once(job: RunningJob) -> None:
     assert refusal(1) == f"process {job.pids[1]} of rank 1 has not ended"
     assert refusal(1, job.pids[0]) == f"process {job.pids[0]} was to be ended, rank 1 is process {job.pids[1]}"
     assert refusal(7) == "rank 7 is not on this node"
+    shells = job.attempt._behind_shells
+    shells._found = {1: _Rank(job.pids[1], 1, "")}
+    assert refusal(1, job.pids[1]) == "rank 1 was started by its worker"
+    shells._found = {}
     line.sent_away_monotonic_s = 1.0
     assert refusal(1, job.pids[1]) == "the ranks were ordered to exit"
     line.sent_away_monotonic_s = None
-    job.attempt._replacements._nodes = 2
-    assert refusal(1, job.pids[1]) == "processes are replaced in jobs on one node only"
-    job.attempt._replacements._nodes = 1
+    job.attempt._replacements._copies = copies = Copies()
+    for name in ("rank 1", "save of rank 1"):
+        copies._owner.obtain(name, 4096, 4096)
+        assert refusal(1, job.pids[1]).startswith("rank 1 has copies or a save in this agent's memory")
+        copies._owner.drop({name})
+    copies.close()
     job.servers.workers.close()
     job.kill(1)
     assert "fork server" in refusal(1) and job.attempt.failed()
     assert job.attempt.living() == [0]
 
 
-def test_an_attempt_that_ends_takes_no_order(job: RunningJob) -> None:
+@pytest.mark.parametrize("what", ["script", "server"])
+def test_a_process_that_would_run_other_code_than_the_others_is_not_started(job: RunningJob, what: str) -> None:
+    """The script was edited meanwhile, or another fork server has imported the modules as they are now."""
+    if what == "script":
+        with (job.out / "script.py").open("a") as file:
+            file.write("# edited\n")
+    else:
+        server = job.servers.workers
+        os.kill(server.pid, signal.SIGKILL)
+        before = server.pid
+        until(lambda: server.pid not in (0, before), "another server")
     job.kill(1)
-    job.attempt._replacements.stop("the agent is shutting down")
     job.order(1)
     until(lambda: job.line.refusals, "an answer")
-    assert job.line.refusals == [(1, 1, "the agent is shutting down")] and job.attempt.living() == [0]
+    assert job.line.refusals[0][2] == (
+        "the fork server was lost since the workers were started, or their script has changed"
+    )
+
+
+def test_an_attempt_that_ends_takes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the beginning of the end: the ranks receive SIGTERM and save."""
+    with asleep(monkeypatch, tmp_path) as job:
+        job.kill(1)
+        job.attempt.drain("the agent is shutting down")
+        job.order(1)
+        until(lambda: job.line.refusals, "an answer")
+        assert job.line.refusals == [(1, 1, "the agent is shutting down")] and job.attempt.living() == []
 
 
 def test_the_end_of_an_attempt_waits_for_the_process_that_is_being_started(
@@ -234,13 +321,18 @@ def test_the_end_of_an_attempt_waits_for_the_process_that_is_being_started(
         assert job.result is not None and job.result.failures[1].pid == pid
 
 
-def test_workers_that_were_executed_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have imported for themselves: another one would take seconds, in which a shard may have one holder."""
-    with running_job(tmp_path, monkeypatch, warm=False) as job:
+@pytest.mark.parametrize("warm", [False, True], ids=["executed", "torch polls them"])
+def test_workers_that_cannot_be_forked_again_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """Another one would import for seconds, in which a shard may have one holder. Where torch polls the workers it would reap the first one, and end all."""
+    if warm:
+        monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "600")
+    with running_job(tmp_path, monkeypatch, warm=warm) as job:
         job.kill(1)
         job.order(1)
         until(lambda: job.line.refusals, "an answer")
-        assert job.line.refusals == [(1, 1, "the workers were started without a fork server")]
+        assert [refusal[2][:25] for refusal in job.line.refusals] == ["the workers were executed"]
         assert job.attempt.failed()
 
 
@@ -279,3 +371,69 @@ def test_the_reporter_learns_that_the_gates_have_opened(tmp_path: Path, monkeypa
         client.set(log_dir_key(store.round_number), str(tmp_path))
         until(lambda: len(followed) > 1, "a second look into the journals")
         job.succeed()
+
+
+class Sleepers:
+    """Starts a program that sleeps in a rank's place."""
+
+    def __init__(self) -> None:
+        self.workers: list[subprocess.Popen[bytes]] = []
+
+    def fork_again(self, rank: int, variables: Mapping[str, str]) -> tuple[ForkedChild, ForkedChild]:
+        first = self.workers[-1]
+        self.workers.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+        return ForkedChild(self.workers[-1].pid, ["sleep"]), ForkedChild(first.pid, [])
+
+
+@pytest.fixture
+def on_two_nodes(short_times: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunningAttempt, PeerAgents]]:
+    """An attempt whose rank 1 has just been killed, in its hold, and the other node's agent."""
+    monkeypatch.setattr(peer_agents, "LOOK_S", 0.02)
+    sleepers = Sleepers()
+    running = RunningAttempt(60.0, controller=True, nodes=2, forker=sleepers)
+    sleepers.workers.append(running.workers[1])
+    other = PeerAgents(JobStore("127.0.0.1", running.store.port, 0), 1, 2)
+    other.start()
+    running.fail_one()
+    until(lambda: running.attempt.fault is not None, "the hold")
+    yield running, other
+    other.close()
+    for worker in sleepers.workers:
+        worker.kill()
+    running.close()
+    for worker in sleepers.workers[1:]:
+        with worker:
+            worker.wait()
+
+
+def test_other_nodes_do_not_learn_of_a_fault_that_was_recovered_from(
+    on_two_nodes: tuple[RunningAttempt, PeerAgents],
+) -> None:
+    """Its deadline would be that of their next one, hours later."""
+    running, other = on_two_nodes
+    running.agent.take(Replace(1, 0, 1))
+    running.held.join(30.0)
+    assert running.attempt.living() == [0, 1] and running.attempt.fault is None and running.line.refusals == []
+    assert running.attempt.peers is not None
+    running.attempt.peers.publish_restart("what is published next")
+    until(lambda: other.restarts, "what is published next")
+    assert other.fault_begun_monotonic_s is None
+
+
+@pytest.mark.parametrize("how", ["ordered to exit", "no controller"])
+def test_other_nodes_learn_when_a_fault_began_once_it_ends_the_attempt(
+    on_two_nodes: tuple[RunningAttempt, PeerAgents], how: str
+) -> None:
+    """No process is replaced from then on, also if a later controller orders it."""
+    running, other = on_two_nodes
+    if how == "no controller":
+        running.line.attached = False
+    else:
+        running.line.sent_away_monotonic_s = 1.0
+    until(lambda: other.fault_begun_monotonic_s is not None, "the begin of the fault")
+    begun_s = running.attempt.deaths()[1].seen_monotonic_s
+    assert other.fault_begun_monotonic_s == pytest.approx(begun_s, abs=5.0)
+    running.line.attached, running.line.sent_away_monotonic_s = True, None
+    running.agent.take(Replace(1, 0, 1))
+    until(lambda: running.line.refusals, "an answer")
+    assert running.line.refusals == [(1, 1, "the other nodes know that this fault ends the attempt")]

@@ -120,7 +120,8 @@ class Attempt:
         self._faults = Faults(launching.total_timeout_s, self._peers)
         self._replacements = Replacements(
             self.pids, forker, nodes=nodes, watch=self._watch, controller=self._controller, faults=self._faults,
-            memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities, reporter=self._reporter,
+            memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities, copies=launching.copies,
+            reporter=self._reporter,
         )  # fmt: skip
         self._leftovers = LeftoverRanks(self.pids, self._behind_shells, self._watch, self._controller, self._ended)
         self._begun_monotonic_s = time.monotonic()
@@ -318,7 +319,8 @@ class Attempt:
             return persisted(deaths) or only_shells(deaths)
 
         led_s = time.monotonic()
-        while (left_s := self._left_s(fault)) > 0:
+        while (left_s := self._faults.left_s(fault)) > 0:
+            self._replacements.settle()
             self._watch.wait(
                 min(LOOK_S, left_s), lambda deaths: decided(deaths) or (replaceable and not self._failed(deaths))
             )
@@ -331,21 +333,21 @@ class Attempt:
                 led_s = time.monotonic()
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
                 return f"the ranks had no controller for {unled_s:.0f} s"
-        grace_s = min(LEAVE_GRACE_S, self._left_s(fault))
+        grace_s = min(LEAVE_GRACE_S, self._faults.left_s(fault))
         if (
-            self._leftovers.wait_or_kill(grace_s, self._left_s(fault))
+            self._leftovers.wait_or_kill(grace_s, self._faults.left_s(fault))
             if persisted(self.deaths())
             else self._watch.wait_all(grace_s)
         ):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
             return f"the ranks exited {LEAVE_GRACE_S:.0f} s ago, but not the shells that started them"
-        if persisted(self.deaths()) and self._left_s(fault) > 0:
+        if persisted(self.deaths()) and self._faults.left_s(fault) > 0:
             return f"other ranks on this node saved and exited {LEAVE_GRACE_S:.0f} s ago"
         return f"TTP_OT ({self._launching.total_timeout_s:.0f} s) expired"
 
     def _patience_s(self, fault: RankFailure) -> float:
-        left_s = max(0.0, self._left_s(fault))
+        left_s = max(0.0, self._faults.left_s(fault))
         return left_s if self.had_controller else min(left_s, self._unled_s())
 
     def _unled_s(self) -> float:
@@ -357,7 +359,7 @@ class Attempt:
         """Return the time between SIGTERM and SIGKILL for workers that still run after a hold."""
         if self.had_controller or self.fault is None:
             return EXPIRED_GRACE_S
-        return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._left_s(self.fault)))
+        return max(EXPIRED_GRACE_S, min(SHUTDOWN_S, self._faults.left_s(self.fault)))
 
     def succeeded(self) -> bool:
         """Return whether every worker on this node has exited with status 0."""
@@ -374,7 +376,7 @@ class Attempt:
         fault = self._faults.begin(why, self.deaths())
         self._drained_by = self._signal
         self._controller.look_now(ASK_AGAIN_S)
-        living, left_s = ranks_text(self.living()), self._left_s(fault)
+        living, left_s = ranks_text(self.living()), self._faults.left_s(fault)
         log.info("%s: sending SIGTERM to %s, which have up to %.0f s to save and exit", why, living, left_s)
         signalled = self._behind_shells.signal(self.living(), signal.SIGTERM)
         signal_workers((self.pids[rank] for rank in self.living() if rank not in signalled), signal.SIGTERM)
@@ -446,7 +448,7 @@ class Attempt:
         """
         waits_for = self.fault if patient and self._nodes > 1 else None
         try:
-            self._close_all(self._left_s(waits_for) if waits_for is not None else 0.0)
+            self._close_all(self._faults.left_s(waits_for) if waits_for is not None else 0.0)
         except (SignalException, KeyboardInterrupt) as signalled:
             with signals_held_back():
                 name = signal_name(signalled)
@@ -495,6 +497,3 @@ class Attempt:
         if self._peers is None:
             return ""
         return self._peers.failure or ("" if self._signal or self.succeeded() else None)
-
-    def _left_s(self, fault: RankFailure) -> float:
-        return fault.left_s(time.monotonic())

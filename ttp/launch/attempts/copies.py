@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ttp.copies.memory import NoRoom, Owner
+from ttp.copies.memory import NoRoom, Owner, of_save, own
 from ttp.copies.rules import Choice, Offer, choose
 from ttp.fork_server import frames
 from ttp.fork_server.client import ForkServer, Program
@@ -86,6 +86,10 @@ class Copies:
         self._peer = ""
         self._port = 0
         """Where this node's keepers listen for the others."""
+
+    def has_memory(self, rank: int) -> bool:
+        """Return whether a rank of this node has copies here, or saves without waiting. From any thread."""
+        return not {own(rank), of_save(rank)}.isdisjoint(self._owner.all())
 
     # --- the keeper ---
 
@@ -197,7 +201,7 @@ class Copies:
             "attempt": number, "job_id": job_id, "host": host if nodes > 1 else "", "credentials": credentials,
         }  # fmt: skip
         if settled:
-            self._owner.drop({name for name in self._owner.all() if name not in {f"rank {rank}" for rank in ranks}})
+            self._owner.drop({name for name in self._owner.all() if name not in {own(rank) for rank in ranks}})
         if self._orders is not None:
             with contextlib.suppress(KeeperLost):
                 self._begin_keeper()

@@ -19,7 +19,7 @@ log = logging.getLogger("ttp.launch")
 
 
 class Faults:
-    """The faults of one attempt, one at a time. `begin` and `recovered` are the agent's main thread's, the others any thread's."""
+    """The faults of one attempt, one at a time. `replaced` and `over` may be called from any thread, the others are the agent's main thread's."""
 
     def __init__(
         self, total_timeout_s: float, peers: PeerAgents | None, clock: Callable[[], float] = time.monotonic
@@ -29,6 +29,7 @@ class Faults:
         self._peers = peers
         self._clock = clock
         self._current: RankFailure | None = None
+        self._published = False
         self._lock = threading.Lock()
         self._replaced_since_s: float | None = None  # guarded by the lock
         """The begin of a fault whose processes were replaced: its recovery may still fail. None: there is none."""
@@ -49,13 +50,28 @@ class Faults:
                     "the fault began %.0f s ago, and its recovery has failed: its deadline applies", begun_s - earlier_s
                 )
                 begun_s = earlier_s
-            if self._peers is not None:
-                if (elsewhere_s := self._peers.fault_begun_monotonic_s) is not None and elsewhere_s < begun_s:
-                    log.info("the fault began %.0f s ago on another node; its deadline applies", begun_s - elsewhere_s)
-                    begun_s = elsewhere_s
-                self._peers.publish_fault(begun_s)
+            elsewhere_s = self._peers.fault_begun_monotonic_s if self._peers is not None else None
+            if elsewhere_s is not None and elsewhere_s < begun_s:
+                log.info("the fault began %.0f s ago on another node; its deadline applies", begun_s - elsewhere_s)
+                begun_s = elsewhere_s
             self._current = RankFailure(cause, begun_s, begun_s + self._total_timeout_s)
+            if why:
+                self.publish()
         return self._current
+
+    def publish(self) -> None:
+        """Publish the current fault to the other nodes, once: an attempt has one that ends it. Not while it may still be recovered from: the next
+        fault on another node would have its deadline."""
+        if self._peers is not None and self._current is not None and not self._published:
+            self._published = True
+            self._peers.publish_fault(self._current.begun_monotonic_s)
+
+    def left_s(self, fault: RankFailure) -> float:
+        """Return how long a fault may still last; it may have begun earlier on another node."""
+        elsewhere_s = self._peers.fault_begun_monotonic_s if self._peers is not None else None
+        now_s = self._clock()
+        left_s = fault.left_s(now_s)
+        return left_s if elsewhere_s is None else min(left_s, max(0.0, elsewhere_s + self._total_timeout_s - now_s))
 
     def replaced(self, begun_monotonic_s: float) -> None:
         """A process that ended then was replaced: what follows until `over` is the same fault."""

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.request import NotForked
+from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.faults import Faults
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.links.controller_client import ControllerClient
@@ -79,6 +80,7 @@ class Replacements:
         memory: OutOfMemory,
         behind_shells: ShellRanks,
         identities: Identities | None,
+        copies: Copies | None,
         reporter: Reporter | None,
     ) -> None:
         """`pids`: the workers, by rank, which are changed here. `forker`: None: they cannot be forked. `nodes`: how many take part."""
@@ -91,6 +93,7 @@ class Replacements:
         self._memory = memory
         self._behind_shells = behind_shells
         self._identities = identities
+        self._copies = copies
         self._reporter = reporter
         self._orders: SimpleQueue[Replace | None] = SimpleQueue()
         self._first: list[ForkedChild] = []
@@ -139,11 +142,24 @@ class Replacements:
         with self._changed:
             return set(self._ending)
 
+    def settle(self) -> None:
+        """Publish the fault to the other nodes as soon as no process can be replaced in it: the ranks were ordered to exit, or no controller
+        leads them. None is from then on."""
+        if self._nodes == 1:
+            return
+        with self._changed:
+            ordered = self._controller.connected and self._controller.sent_away_monotonic_s is None
+            if self._busy or (ordered and self._forker is not None and not self._stopped):
+                return
+            self._stopped = self._stopped or "the other nodes know that this fault ends the attempt"
+        self._faults.publish()
+
     def stop(self, why: str) -> None:
         """The attempt ends: refuse later orders, and wait for the one that is being carried out."""
         with self._changed:
             self._stopped = self._stopped or why
             self._changed.wait_for(lambda: not self._busy, STOP_S)
+        self._faults.publish()
 
     def close(self) -> None:
         self.stop("the attempt has ended")
@@ -199,12 +215,16 @@ class Replacements:
         rank, forker = order.rank, self._forker
         if rank not in self._pids:
             raise _Refused(f"rank {rank} is not on this node")
-        if self._nodes > 1:
-            raise _Refused("processes are replaced in jobs on one node only")
         if forker is None:
-            raise _Refused("the workers were started without a fork server")
+            raise _Refused(
+                "the workers were executed, or torch polls them (TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT)"
+            )
         if rank in self._behind_shells.pids:
             raise _Refused(f"rank {rank} was started by its worker")
+        if self._copies is not None and self._copies.has_memory(rank):
+            raise _Refused(
+                f"rank {rank} has copies or a save in this agent's memory, which another process would overwrite"
+            )
         if self._controller.sent_away_monotonic_s is not None:
             raise _Refused("the ranks were ordered to exit")
         if not [living for living in self._watch.living() if living != rank]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ttp.launch.report.incident import Line, Report, completed, is_recovery, leading_lines, report_fields
+from ttp.launch.report.incident import Report, completed, is_recovery, report_fields
+from ttp.launch.report.journals import Line, leading_lines
 from ttp.launch.report.render import NAMED, fault_lines
 from ttp.proto.incident import read_incident
 from ttp.text.wording import ranks_text
