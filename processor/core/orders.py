@@ -106,6 +106,10 @@ def regroup_done(state: ProcessorState, event: RegroupDone, now: float, out: lis
     order = event.order
     if state.regrouping != order:
         raise ProtocolError(f"rank {state.settings.rank}: regrouped for freeze {order.freeze_id} without an order")
+    if state.finished:
+        raise ProtocolError(
+            f"rank {state.settings.rank}: regrouped for freeze {order.freeze_id}, but its training has returned"
+        )
     left_behind = (CauseKind.PEER_ERROR, CauseKind.EXCEPTION)
     others = tuple(fault for fault in state.faults if fault.cause.kind not in left_behind)
     state = replace(

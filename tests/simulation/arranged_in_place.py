@@ -13,7 +13,9 @@ from tests.simulation.held import Hold
 from tests.simulation.in_place import LIMIT_S
 from tests.simulation.job import Job, Times
 from tests.simulation.lost import lose
+from tests.simulation.network import DOWN
 from tests.simulation.outliving import delay_results
+from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import Layout, Training, even, ring
 from ttp.proto.messages import CauseKind, FaultReport, Regroup
@@ -198,6 +200,25 @@ def cannot_be_regrouped(seed: int) -> Scenario:
     return scenario
 
 
+def training_returns_in_front_of_it(seed: int) -> Scenario:
+    """Behind the last step a rank raises, and the training of another returns when the order to regroup has come; some seeds: from then on
+    nothing of the controller arrives, and a standby takes over."""
+    scenario = _calm(seed, harmless=False, standbys=1)
+    job = scenario.job
+    for process in job.ranks:  # behind the last step, before training returns: an evaluation
+        process.pauses[STEPS + 1] = 1.0
+    job.hook(f"DONE {STEPS}", 4, lambda _: job.scheduler.after(0.01, partial(_raise, job, 3)))
+
+    def return_(process: Rank) -> None:
+        process.leave_training()
+        process.soon(0.0005, process.end_training)
+
+    _when(job, "got Regroup", 1, partial(return_, job.ranks[1]))
+    if seed % 2:
+        job.hook("got Regroup", 4, lambda _: job.controllers[0].cut_one_way(DOWN, 3.0))
+    return scenario
+
+
 def order_is_lost(seed: int) -> Scenario:
     """A rank loses its order to regroup, in one of two ways."""
     scenario = _calm(seed)
@@ -257,5 +278,5 @@ def stopped_in_front_of_its_update(seed: int) -> Scenario:
 ARRANGED = (
     one_dies, one_raises, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
     dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it, noticed_meanwhile,
-    cannot_be_regrouped, order_is_lost, dies_again_and_again, fills_differ, stopped_in_front_of_its_update,
+    cannot_be_regrouped, training_returns_in_front_of_it, order_is_lost, dies_again_and_again, fills_differ, stopped_in_front_of_its_update,
 )  # fmt: skip

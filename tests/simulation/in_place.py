@@ -145,6 +145,9 @@ class Regrouping:
 
     def _leave(self, order: Regroup) -> None:
         process, step = self._process, order.step
+        if process.returned:
+            self._job.note(f"rank {process.rank} does not enter a training again that has returned")
+            return
         process.leave_training()
         if not process.state.vacant:
             self._job.collectives.leave(process.rank, process.generation)

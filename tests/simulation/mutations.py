@@ -238,6 +238,7 @@ MUTATIONS = (
     Mutation("an order to write is lost while a rank regroups", recoveries.write_order_is_lost_while_a_rank_regroups, ("I9",), in_place.cannot_be_regrouped, within=20),
     Mutation("faults are forgotten when a rank has regrouped", recoveries.faults_are_forgotten_when_a_rank_has_regrouped, ("I14",), in_place.noticed_meanwhile, within=20),
     Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),
+    Mutation("a training that has returned is entered again", recoveries.training_that_has_returned_is_entered_again, (RAISED,), in_place.training_returns_in_front_of_it, within=5),
     Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=20),
     # The number of standbys.
     Mutation("lost controllers are not replaced", losing.lost_controllers_are_not_replaced, ("I13",), losing.leader_dies, within=20),

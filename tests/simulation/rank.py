@@ -57,6 +57,8 @@ class Rank(Threads):
         """Its groups were made under that freeze; 0: at the start."""
         self.stuck = False
         """Its training thread comes out of nothing any more."""
+        self.returned = False
+        """Its training has returned: the thread waits for the end of the job, and enters no training again."""
         self.regrouping = Regrouping(self)
         self.waits = Waits(self.clock)
         self.gate: Gate = Gate(rank, waits=self.waits)
@@ -355,9 +357,14 @@ class Rank(Threads):
             self.soon(self.pauses.pop(step), self._end_pause)
             return
         if step > self.job.training.steps:
-            self.put(ev.TrainReturned())
+            self.end_training()
             return
         self.pass_gate(partial(self.gate.computing, step), partial(self._computing, step))
+
+    def end_training(self) -> None:
+        """Training returns; no gate is in the way."""
+        self.returned = True
+        self.put(ev.TrainReturned())
 
     def _computing(self, step: int) -> None:
         self.replica.compute(step)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.simulation import arranged_in_place as arranged
 from tests.simulation.checks import run_and_check
+from tests.simulation.in_place import LIMIT_S
 from tests.simulation.scenario import Scenario
 from tests.simulation.truth import events
 
@@ -44,6 +45,15 @@ def test_what_cannot_be_recovered_is_written(build: Callable[[int], Scenario]) -
     assert published >= 2
 
 
+def test_a_rank_whose_training_has_returned_is_not_waited_for() -> None:
+    """Nor does it enter its training again, whoever leads it (seed 600279226)."""
+    for seed in range(8):
+        job = _run(arranged.training_returns_in_front_of_it, seed).job
+        moments = {line.event: at for at, line in reversed(job.journal)}
+        assert moments["regroup_failed"] - moments["regroup_sent"] < LIMIT_S / 10, f"seed {seed}"
+        assert events(job, "published") and not events(job, "regrouped"), f"seed {seed}"
+
+
 def test_a_shard_whose_last_holder_dies_beside_a_replacement_is_refused() -> None:
     for seed in range(8):
         _run(arranged.last_holder_dies_while_another_rolls_forward, seed)
@@ -53,5 +63,5 @@ def test_a_shard_whose_last_holder_dies_beside_a_replacement_is_refused() -> Non
 
 def test_every_arrangement_is_tried() -> None:
     refused = (arranged.last_holder_dies_beside_a_replacement, arranged.last_holder_dies_while_another_rolls_forward)
-    tried = (*RECOVERED, *WRITTEN, *refused)
+    tried = (*RECOVERED, *WRITTEN, *refused, arranged.training_returns_in_front_of_it)
     assert set(tried) == set(arranged.ARRANGED) and len(tried) == len(arranged.ARRANGED)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
-from tests.simulation.checks import run_and_check
+from tests.simulation import time_checks
+from tests.simulation.checks import run_and_check, violations
+from tests.simulation.faults import KINDS
 from tests.simulation.job import OwnDirectories
 from tests.simulation.pieces import OwnDisks
 from tests.simulation.scenario import Scenario, build
-from tests.simulation.training import even
+from tests.simulation.time_checks import unseen_s
+from tests.simulation.training import even, ring
 from tests.simulation.truth import events
 
 MOMENTS = (
@@ -55,6 +60,47 @@ def test_a_host_that_cannot_publish_is_done_without() -> None:
         job.hook("publish_sent", 1, lambda rank, job=job: job.disk.full.add("host1/a"))  # type: ignore[misc]
         assert not run_and_check(scenario), f"seed {seed}"
         assert events(job, "published") and job.disk.recovered() in (2, 3), f"seed {seed}"
+
+
+def hosts_lost_in_turn(seed: int) -> Scenario:
+    """Return a job of four ranks on four hosts, each shard on three of them. One host is lost in training, and two when they publish, the second
+    when the loss of the first has been found."""
+    scenario = build(seed, ring(4, replicas=3), faults=False, steps=5, own=OwnDirectories(("/a", "/b")))
+    scenario.harmless = False
+    job = scenario.job
+
+    def lose(rank: int) -> None:
+        KINDS["host loss"].inject(job, job.rng, rank)
+
+    job.hook("UPDATING 3", 4, lose)
+    for count in (1, 4):
+        job.hook("publishing", count, lose)
+    return scenario
+
+
+def test_every_host_that_is_lost_in_turn_costs_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than that, and no less is granted (seed 600103479, which takes longer)."""
+    monkeypatch.setattr(time_checks, "UNTROUBLED_S", 1.5)
+    for seed in range(6):
+        scenario = hosts_lost_in_turn(seed)
+        job = scenario.job
+        assert not run_and_check(scenario), f"seed {seed}"
+        assert len(events(job, "replanned")) == 2 and events(job, "refused"), f"seed {seed}"
+        assert unseen_s(job, inf) == pytest.approx(3 * job.times.lease_s, abs=0.1), f"seed {seed}"
+    monkeypatch.setattr(time_checks, "UNTROUBLED_S", 0.5)
+    assert any("nothing held it up" in text for text in violations(hosts_lost_in_turn(0)))
+
+
+def test_time_in_which_two_hosts_are_silent_counts_once_and_an_end_that_an_agent_sees_not_at_all() -> None:
+    job = build(1, even(4), faults=False).job
+    job.agents, lease_s = True, job.times.lease_s
+    job.killed = {3: 1.0 + 2 * lease_s, 0: 1.0, 1: 1.0 + lease_s / 4, 2: 1.0}
+    job.seen_to_end = {2}
+    assert unseen_s(job, 100.0) == pytest.approx(2.25 * lease_s)
+    assert unseen_s(job, 1.0 + lease_s) == pytest.approx(1.25 * lease_s), "what dies behind the word holds nothing up"
+    job.agents = False
+    job.killed, job.seen_to_end = {2: 1.0}, {2}
+    assert unseen_s(job, 100.0) == pytest.approx(lease_s)
 
 
 def test_the_older_checkpoint_is_loaded_until_every_host_has_published() -> None:

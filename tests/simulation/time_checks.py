@@ -14,7 +14,7 @@ LEAVING_S = 1.0
 """From the word that a step is saved, or refused, to the end of every rank that can be reached."""
 UNTROUBLED_S = 2.5
 """From the first death to the verdict, where the job had no faults but deaths and exceptions: a lease for a silent host, the end
-of the updates, and the work itself."""
+of the updates, and the work itself. A lease more for each silent host that is lost when the one before has been found."""
 SLACK_S = 0.5
 MOST_IN_A_ROW = 3
 """Recoveries without a checkpoint, while no step is finished."""
@@ -107,7 +107,17 @@ def _decided_late(job: Job, verdict_s: float) -> list[str]:
     first_s = min(job.killed.values())
     if held or verdict_s < first_s or controllers_faulted(job, 0.0, verdict_s) or any(c.dead for c in job.controllers):
         return []
-    took_s, limit_s = verdict_s - first_s, UNTROUBLED_S
+    took_s, limit_s = verdict_s - first_s, UNTROUBLED_S + max(0.0, unseen_s(job, verdict_s) - job.times.lease_s)
     if all(rank.rank in job.killed or rank.ended_s < verdict_s for rank in job.ranks):  # somebody may come back
         limit_s += job.times.orphan_timeout_s
     return [f"I11: {took_s:.2f} s from the first death to the word, nothing held it up"] if took_s > limit_s else []
+
+
+def unseen_s(job: Job, verdict_s: float) -> float:
+    """Return for how long some rank was dead whose end is found by its lease alone: no agent saw it."""
+    lease_s, total_s, found_s = job.times.lease_s, 0.0, -inf
+    for rank, died_s in sorted(job.killed.items(), key=lambda death: death[1]):
+        if died_s < verdict_s and not (job.agents and rank in job.seen_to_end):
+            total_s += lease_s - max(0.0, found_s - died_s)
+            found_s = died_s + lease_s
+    return total_s

@@ -11,6 +11,7 @@ import pytest
 
 from tests.simulation.agents import Agent
 from tests.simulation.in_place import InPlace, Replacements
+from tests.simulation.in_place import Regrouping as TrainingThread
 from tests.simulation.job import Job
 from tests.simulation.threads import Threads
 from tests.simulation.wrong_controllers import Reports, Verdict, _with_advance, with_decide
@@ -203,6 +204,17 @@ def order_to_regroup_is_not_said_again(patch: Patch) -> None:
         return open_order(state, rank) if replaced else ()
 
     patch.setattr(regroup, "open_order", wrong)
+
+
+def training_that_has_returned_is_entered_again(patch: Patch) -> None:
+    """A training thread that was to leave its step, and has returned from its training meanwhile, regroups with the others."""
+    leave = TrainingThread._leave
+
+    def wrong(self: TrainingThread, order: Regroup) -> None:
+        self._process.returned = False
+        leave(self, order)
+
+    patch.setattr(TrainingThread, "_leave", wrong)
 
 
 def agents_repeat_the_exit_of_a_replaced_process(patch: Patch) -> None:

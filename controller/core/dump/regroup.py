@@ -58,6 +58,8 @@ def _why_not(state: StateAt[Rolling], now: float) -> str:
     kinds = {cause.kind for cause in fault.causes} - {CauseKind.PEER_ERROR}
     if not kinds or not kinds.issubset(_AT_ONCE):
         return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
+    if returned := _training_returned(state):
+        return returned
     step = dump.decision.step
     if dump.decision.copies:
         return "some ranks keep the step before, so that others may be ahead"
@@ -80,10 +82,18 @@ def _why_not(state: StateAt[Rolling], now: float) -> str:
     return ""
 
 
+def _training_returned(state: State) -> str:
+    """Name the living ranks whose training has returned, which they cannot enter again; empty: there are none."""
+    if not state.members.finished:
+        return ""
+    ranks = state.members.table.ranks(lambda member: member.finished and member.dead is None)
+    return f"training has returned on {named('rank', ranks)}" if ranks else ""
+
+
 def _why_not_stay(state: StateAt[Rolling], rank: int) -> str:
     member, report = state.members.table[rank], state.at.fault.reports[rank]
-    if member.registration is None or not member.registration.regroups or member.finished:
-        return "cannot enter its training again"
+    if member.registration is None or not member.registration.regroups:
+        return "cannot regroup"
     if member.suspect or not member.attached:
         return "is silent"
     return "has a gate that cannot open again" if report is None or report.final else ""
@@ -164,13 +174,14 @@ def regrouped(state: StateAt[Regrouping], answer: Regrouped, now: float, out: li
 
 
 def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) -> State:
-    """Once all have regrouped every gate opens: the only point of no return."""
+    """Once all have regrouped every gate opens: the only point of no return. A rank whose training returned before it could leave it never
+    regroups, and is not waited for."""
+    if returned := _training_returned(state):
+        return write_instead(state, returned, now, out)
     if state.at.pending or state.members.suspects:
         return state
     order, before = state.at.dump.regroup, state.recoveries
     assert order is not None
-    if state.members.finished:
-        return write_instead(state, "a rank has finished its training", now, out)
     out.append(Send(reachable(state.members), Thaw(state.freeze_id)))
     out.append(Journal("regrouped", {"freeze_id": state.freeze_id, "step": order.step, "replaced": order.replaced}))
     state = stage_ended(state, "regrouped", now)

@@ -125,11 +125,27 @@ def test_a_failure_of_a_rank_that_was_not_replaced_means_nothing() -> None:
     assert bench.at(Stage.REGROUPING)
 
 
-def test_a_rank_that_finishes_meanwhile_keeps_the_gates_shut() -> None:
+def test_a_rank_whose_training_returns_meanwhile_is_not_waited_for() -> None:
+    """It never regroups: the step is written at once, not when the time for regrouping is over."""
     bench = regrouping()
     bench.say(Finished(0))
+    assert bench.at(Stage.WRITING) and bench.logged("regroup_failed")[0]["reason"] == "training has returned on rank 0"
+    assert set(bench.orders()) == {0, 1, 2}, "it holds its shards"
+
+
+def test_a_return_that_was_lost_is_known_by_the_next_heartbeat() -> None:
+    bench = regrouping()
+    bench.say(Heartbeat(0, DONE, 6, frozen=1, finished=True))
+    assert bench.at(Stage.WRITING) and bench.logged("regroup_failed")[0]["reason"] == "training has returned on rank 0"
+
+
+def test_a_rank_that_dies_when_its_training_has_returned_is_replaced_like_any_other() -> None:
+    bench = job()
+    bench.say(Finished(3))
+    lose_rank_3(bench)
+    assert bench.at(Stage.REGROUPING)
     all_regroup(bench)
-    assert bench.at(Stage.WRITING) and bench.logged("regroup_failed")[0]["reason"] == "a rank has finished its training"
+    assert bench.at(Stage.RUNNING) and bench.sent(Thaw)
 
 
 def test_what_failed_once_is_written_also_when_all_are_asked_again() -> None:

@@ -31,6 +31,7 @@ from ttp.proto.messages import (
     Cause,
     CauseKind,
     FaultReport,
+    Finished,
     Freeze,
     Part,
     Phase,
@@ -179,6 +180,17 @@ def test_a_rank_that_writes_rolls_forward_or_has_finished_refuses() -> None:
         assert "its training cannot be entered again" in refused(rank, order())
     writes.take(WriteDone(write_order(), share(1)))
     assert "its training cannot be entered again" in refused(writes, order()), "a dump was begun"
+
+
+def test_a_rank_whose_training_returns_before_it_could_leave_does_not_regroup_any_more() -> None:
+    """It stays as a holder: its gate does not open, and what is written instead it writes."""
+    rank = regrouping()
+    rank.take(TrainReturned())
+    assert rank.said(Finished) == [Finished(1)]
+    with pytest.raises(ProtocolError, match="regrouped for freeze 1, but its training has returned"):
+        rank.take(RegroupDone(order()))
+    assert not only(rank.receive(Thaw(1)), OpenGate) and reported(rank, 2).final
+    assert only(rank.receive(write_order(2)), WriteShare)
 
 
 # --- what it reports meanwhile ---
