@@ -176,9 +176,11 @@ class Recovery:
             self._leaving.join()
 
     def close(self, why: str) -> None:
-        """Training is not entered again: it has returned, or ended with an exception that would come again."""
+        """Training is not entered again: it has returned, or ended with an exception that would come again. An order that has come stays without an
+        answer: this rank reports its end."""
         with self._lock:
             self._closed = self._closed or f"rank {self._rank}: {why}"
+        self._end_leaving()
 
     def wait_ordered(self) -> None:
         """Wait for the order for which this process was started. Raises CheckpointError: none came."""

@@ -69,6 +69,7 @@ def test_the_tables_have_every_variable_and_no_other() -> None:
         "TTP_FORK_SERVER",
         "TTP_IDENTITY",
         "TTP_COPIES",
+        "TTP_VACANT",
     }
     assert set(users) == set(VARIABLES) - by_programs
 
