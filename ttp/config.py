@@ -265,7 +265,7 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return what the launcher says of this process: its rank, and how many there are. Raises ConfigError."""
+    """Return the rank that the launcher has given this process, and how many ranks there are. Raises ConfigError."""
     return _integer(environ, "RANK", 0), launched_ranks(environ)
 
 

@@ -48,7 +48,7 @@ from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
-from ttp.regroup.recovery import Recovery, Refillable, Returned, SaveMarks, why_not_in_place
+from ttp.regroup.reentry import Reentry, Refillable, Returned, SaveMarks, why_not_in_place
 from ttp.regroup.rehearsal import Regrouping
 from ttp.resume_search import ResumePoint as ResumePoint
 from ttp.resume_search import ResumeSearch
@@ -227,13 +227,13 @@ class Session:
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
-        self.recovery = (
-            Recovery(cast(Refillable, optimizer), self.holder, self.rank, self._renew, self.pause)
+        self.reentry = (
+            Reentry(cast(Refillable, optimizer), self.holder, settings, self.rank, self._renew, self.pause)
             if not why_not
             else None
         )
-        if self.recovery is not None:
-            self.recovery.save_marks = lambda: SaveMarks(self._saves.newest, self._saves.together.count)
+        if self.reentry is not None:
+            self.reentry.save_marks = lambda: SaveMarks(self._saves.newest, self._saves.together.count)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -244,7 +244,7 @@ class Session:
                 self.rank,
                 self.world_size,
                 save_alone=save_alone if publisher is None and optimizer.spans_job else None,
-                recovery=self.recovery,
+                reentry=self.reentry,
             )
             if settings.enable
             else None
@@ -299,9 +299,9 @@ class Session:
 
     def _take_place(self) -> ResumePoint | None:
         """This process is in a lost one's place: take what it is to hold from the others."""
-        assert self.recovery is not None and self._protection is not None
-        self.recovery.wait_ordered()
-        given = self._regroup(self.recovery, self._protection)
+        assert self.reentry is not None and self._protection is not None
+        self.reentry.wait_ordered()
+        given = self._regroup(self.reentry, self._protection)
         self._first_step = given.step
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
@@ -364,8 +364,8 @@ class Session:
 
     def prepare_saves(self) -> None:
         """Have memory for saves that are not waited for, before the first of them (all ranks call). Raises ConfigError."""
-        if self.recovery is not None:
-            self.recovery.close("saves that are not waited for keep memory of this process")
+        if self.reentry is not None:
+            self.reentry.close("saves that are not waited for keep memory of this process")
         self._saves.prepare()
 
     def save(self, step: int | None = None, *, periodic: bool = False, wait: bool = True) -> str:
@@ -395,26 +395,26 @@ class Session:
                 " from it; decorate the function that holds the whole training loop"
             )
         self.regrouping.begin_train()
-        if self.recovery is not None and not GROUPS.recovery:
+        if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
 
     def enters_again(self, exc: BaseException) -> bool:
-        """Training was left with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
-        if self.recovery is None or self._protection is None:
+        """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
+        if self.reentry is None or self._protection is None:
             return isinstance(exc, Regroup)
-        rehearsed = isinstance(exc, Regroup) and not self.recovery.ordered
-        return rehearsed or self.recovery.enters_again(exc, self._protection)
+        rehearsed = isinstance(exc, Regroup) and not self.reentry.ordered
+        return rehearsed or self.reentry.enters_again(exc, self._protection)
 
-    def _regroup(self, recovery: Recovery, protection: Protection) -> Returned:
-        returned = recovery.come_back(protection)
+    def _regroup(self, reentry: Reentry, protection: Protection) -> Returned:
+        returned = reentry.come_back(protection)
         self._saves.together.give_up()
         self._saves.newest, self._saves.together.count = returned.saves.newest, returned.saves.count
         return returned
 
     def come_back(self) -> None:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
-        if self.recovery is not None and self.recovery.ordered and self._protection is not None:
-            self._regroup(self.recovery, self._protection)
+        if self.reentry is not None and self.reentry.ordered and self._protection is not None:
+            self._regroup(self.reentry, self._protection)
         else:
             self.regrouping.make_again()
 
@@ -428,8 +428,8 @@ class Session:
     def hold_until_all_finish(self) -> None:
         """Keep this rank as a holder until every rank's `train` has returned."""
         self._over = True
-        if self.recovery is not None:
-            self.recovery.close("training has returned")
+        if self.reentry is not None:
+            self.reentry.close("training has returned")
         self._saves.finish()
         self._write_last_step()
         if self._protection is not None:

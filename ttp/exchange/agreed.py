@@ -1,4 +1,4 @@
-"""What ranks agree on as a job starts, kept for the processes that take the places of lost ones: nobody would answer them.
+"""What ranks agree on as a job starts, kept for the processes that take the places of lost ones: no rank would answer them.
 
 Such a value is the same on every rank that takes part, and is known before the first step. Owns where it is kept: in the store that the ranks of an
 attempt met in. They are no more protected there than what torch's process groups keep in it.

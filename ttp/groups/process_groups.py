@@ -113,8 +113,8 @@ class ProcessGroups:
             time.sleep(_LOOK_S)
 
     def let_go(self) -> None:
-        """Drop the groups that were closed last: nothing refers to them any more. The destructor of a group that was left waits for its operations,
-        which may take for ever: then another thread drops it."""
+        """Drop the groups that were closed last: nothing refers to them any more. The destructor of one that this rank has left in the middle of an
+        operation waits for that, which may take for ever: then another thread drops it."""
         gone, self._successors = list(self._successors), {}
         if self._left_before:
             threading.Thread(target=gone.clear, name="ttp-groups-gone", daemon=True).start()

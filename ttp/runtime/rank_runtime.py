@@ -54,7 +54,7 @@ ASKED_UP_TO = 64
 
 
 class RegroupsTraining(Protocol):
-    """What has a rank's training thread make its groups again (`ttp.regroup.recovery.Recovery`)."""
+    """What has a rank's training thread make its groups again (`ttp.regroup.reentry.Recovery`)."""
 
     @property
     def ordered(self) -> bool: ...
@@ -85,10 +85,10 @@ class Protection:
         world_size: int,
         *,
         save_alone: Callable[[int, bool, Processor], None] | None = None,
-        recovery: RegroupsTraining | None = None,
+        reentry: RegroupsTraining | None = None,
     ) -> None:
         """Start everything and wait until all ranks are registered. `save_alone`: saves a step with all ranks when no controller leads
-        any; None: the ranks cannot. `recovery`: has this rank make its groups again after a fault; None: it cannot. Raises ControllerError, ConfigError, NotWritable."""
+        any; None: the ranks cannot. `reentry`: has this rank make its groups again after a fault; None: it cannot. Raises ControllerError, ConfigError, NotWritable."""
         self._settings = settings
         self._log_dir = log_dir
         self._rank = rank
@@ -104,9 +104,9 @@ class Protection:
             state_step=optimizer.current_step,
             drain=optimizer.lane.drain_within if optimizer.lane.ordered else None,
         )
-        self._recovery = recovery
-        if recovery is not None:
-            self.gate.left = lambda: recovery.ordered
+        self._reentry = reentry
+        if reentry is not None:
+            self.gate.left = lambda: reentry.ordered
         optimizer.attach(self.gate, attempt_number(settings.start_name))
         if settings.local_rank <= 0:
             for line in _device_warnings(optimizer.device, settings):
@@ -136,7 +136,7 @@ class Protection:
                 work_done=lambda: holder.work_done,
                 checkpoint=lambda: holder.checkpoint,
                 starter=self._standbys if restores else None,
-                regroup=recovery.order if recovery is not None else cannot_regroup,
+                regroup=reentry.order if reentry is not None else cannot_regroup,
             ),
         )
         if save_alone is not None:

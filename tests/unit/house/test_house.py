@@ -154,6 +154,7 @@ def test_public_names_are_frozen() -> None:
         "TTPReplicaOptimizer",
         "current_session",
         "errors",
+        "init_process_group",
         "open_checkpoint",
         "protect",
         "replicas_apart",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ttp.exchange.json_collectives import check_joined, world
 from ttp.groups.polled_wait import wait_for
+from ttp.groups.process_groups import GROUPS
 from ttp.optim.step_agreement.communicators import check_communicators
 from ttp.optim.step_agreement.participation import NUMBERS, Contribution, Ending, ending_of
 
@@ -130,6 +131,9 @@ class Spanning:
         return 1 if group is None else dist.get_world_size(group)
 
     def _sum(self, step: int, vector: torch.Tensor, group: Any) -> None:
+        if self.abandons is None and not GROUPS.pollable:
+            dist.all_reduce(vector, group=group)
+            return
         work = dist.all_reduce(vector, group=group, async_op=True)
         if self.abandons is None:
             wait_for([work])

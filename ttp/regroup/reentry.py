@@ -4,8 +4,8 @@ ranks, gives them what they are to hold, and enters its training again.
 Owns the order to do so from its arrival until it is answered. The controller decides; nothing of this rank's state changes before all have it
 (`docs/proof.md`, "Recoveries without a checkpoint").
 
-    processor's thread   order(...)         the groups are left: the training thread comes out of its collective, or of the gate
-    training thread      enters_again(exc)  training was left: is there an order, or does one come?
+    processor's thread   order(...)         this rank leaves its groups: the training thread comes out of its collective, or of the gate
+    training thread      enters_again(exc)  training ended with an exception: is there an order, or does one come?
                          come_back()        groups, shards, comparison; the answer; all enter training together
 """
 
@@ -100,13 +100,14 @@ def why_not_in_place(
     return next((why for applies, why in cases if applies), "")
 
 
-class Recovery:
+class Reentry:
     """One session's."""
 
     def __init__(
         self,
         optimizer: Refillable,
         holder: OptimizerStateProvider,
+        settings: Settings,
         rank: int,
         renew: Callable[[Successor], None],
         pause: Callable[[float], AbstractContextManager[None]],
@@ -121,7 +122,6 @@ class Recovery:
         self._out = threading.Event()
         """The training thread has come out."""
         self._leaving: threading.Thread | None = None
-        settings = Settings.from_env()
         address = settings.master_addr, settings.master_port
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
@@ -157,7 +157,7 @@ class Recovery:
     # --- the training thread ---
 
     def enters_again(self, exc: BaseException, protection: Protection) -> bool:
-        """Training was left with `exc`: say whether it is to be entered again. Without an order the exception is reported, and what
+        """Training ended with `exc`: say whether it is to be entered again. Without an order the exception is reported, and what
         becomes of the job is waited for."""
         if not isinstance(exc, Exception | Regroup) or isinstance(exc, STAY_WRONG):
             self.close(f"training has ended with {type(exc).__name__}")
@@ -170,7 +170,7 @@ class Recovery:
         return self.ordered
 
     def _end_leaving(self) -> None:
-        """The training thread has come out: the groups of now are left, and those that come must not be."""
+        """The training thread has come out: this rank has left the groups of now, and must not leave those that come."""
         self._out.set()
         if self._leaving is not None:
             self._leaving.join()

@@ -14,7 +14,7 @@ from ttp.config import Settings
 from ttp.errors import ConfigError, Regroup
 from ttp.groups.process_groups import GROUPS
 from ttp.proto import messages
-from ttp.regroup.recovery import Recovery, why_not_in_place
+from ttp.regroup.reentry import Reentry, why_not_in_place
 
 ORDER = messages.Regroup(3, 8, (1,), None)
 LONG_S = 30.0
@@ -39,15 +39,15 @@ class Optimizer:
 class Protection:
     """One that is asked what becomes of an exception."""
 
-    def __init__(self, recovery: Recovery, then: str) -> None:
-        self.recovery, self.then = recovery, then
+    def __init__(self, reentry: Reentry, then: str) -> None:
+        self.reentry, self.then = reentry, then
         self.held: list[BaseException] = []
         self.released = then == "released before"
 
     def hold_after(self, exc: BaseException, until: threading.Event) -> None:
         self.held.append(exc)
         if self.then == "ordered":
-            self.recovery.order(ORDER)
+            self.reentry.order(ORDER)
             assert until.wait(LONG_S)
 
 
@@ -65,47 +65,47 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def recovery(left: list[str]) -> Recovery:
-    return Recovery(Optimizer(), None, 0, lambda successor: None, pause)  # type: ignore[arg-type]
+def reentry(left: list[str]) -> Reentry:
+    return Reentry(Optimizer(), None, Settings(), 0, lambda successor: None, pause)  # type: ignore[arg-type]
 
 
 def test_a_collective_that_fails_is_reported_and_an_order_has_training_entered_again(
-    recovery: Recovery, left: list[str]
+    reentry: Reentry, left: list[str]
 ) -> None:
     """The groups are closed while the exception still holds what was under way, and nothing leaves them any more after that."""
-    failed, protection = RuntimeError("Connection closed by peer"), Protection(recovery, "ordered")
-    assert recovery.enters_again(failed, protection)  # type: ignore[arg-type]
+    failed, protection = RuntimeError("Connection closed by peer"), Protection(reentry, "ordered")
+    assert reentry.enters_again(failed, protection)  # type: ignore[arg-type]
     assert protection.held == [failed] and left[-1] == "close" and left.count("close") == 1
-    assert recovery._leaving is not None and not recovery._leaving.is_alive()
+    assert reentry._leaving is not None and not reentry._leaving.is_alive()
 
 
-def test_an_exception_that_the_order_itself_has_caused_is_not_reported(recovery: Recovery) -> None:
+def test_an_exception_that_the_order_itself_has_caused_is_not_reported(reentry: Reentry) -> None:
     """Else a recovered rank would have a fault of a step that all have given up."""
-    protection = Protection(recovery, "released")
-    assert recovery.order(ORDER) == "" and recovery.ordered
+    protection = Protection(reentry, "released")
+    assert reentry.order(ORDER) == "" and reentry.ordered
     for exc in (RuntimeError("Connection reset by peer"), Regroup("leaves step 9")):
-        assert recovery.enters_again(exc, protection) and not protection.held  # type: ignore[arg-type]
+        assert reentry.enters_again(exc, protection) and not protection.held  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("then", ["released", "released before"])
-def test_without_an_order_the_exception_is_training_s_end(recovery: Recovery, left: list[str], then: str) -> None:
-    protection = Protection(recovery, then)
-    assert not recovery.enters_again(RuntimeError("no"), protection)  # type: ignore[arg-type]
+def test_without_an_order_the_exception_is_training_s_end(reentry: Reentry, left: list[str], then: str) -> None:
+    protection = Protection(reentry, then)
+    assert not reentry.enters_again(RuntimeError("no"), protection)  # type: ignore[arg-type]
     assert len(protection.held) == (then == "released") and not left
 
 
 @pytest.mark.parametrize("exc", [SystemExit(0), KeyboardInterrupt(), ConfigError("lr: got -1, expected a number >= 0")])
-def test_what_ends_a_program_or_would_come_again_ends_it(recovery: Recovery, exc: BaseException) -> None:
+def test_what_ends_a_program_or_would_come_again_ends_it(reentry: Reentry, exc: BaseException) -> None:
     """An order that comes later is answered with that, so that the step is written."""
-    protection = Protection(recovery, "ordered")
-    assert not recovery.enters_again(exc, protection) and not protection.held  # type: ignore[arg-type]
-    assert recovery.order(ORDER) == f"rank 0: training has ended with {type(exc).__name__}" and not recovery.ordered
+    protection = Protection(reentry, "ordered")
+    assert not reentry.enters_again(exc, protection) and not protection.held  # type: ignore[arg-type]
+    assert reentry.order(ORDER) == f"rank 0: training has ended with {type(exc).__name__}" and not reentry.ordered
 
 
-def test_training_that_has_returned_is_not_entered_again(recovery: Recovery) -> None:
-    recovery.close("training has returned")
-    recovery.close("a later reason")
-    assert recovery.order(ORDER) == "rank 0: training has returned"
+def test_training_that_has_returned_is_not_entered_again(reentry: Reentry) -> None:
+    reentry.close("training has returned")
+    reentry.close("a later reason")
+    assert reentry.order(ORDER) == "rank 0: training has returned"
 
 
 def in_place(**settings: Any) -> Settings:
