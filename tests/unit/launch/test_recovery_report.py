@@ -40,13 +40,14 @@ class Journaled:
                 )
         self._written = len(self.bench.journal)
 
-    def recover(self, pid: int = 203, kills: int = 103, step: int = 7) -> None:
-        """Rank 3 ends, another process takes its place, and all train on; in 3 s."""
+    def recover(self, pid: int = 203, kills: int = 103, step: int = 7, named: bool = True) -> None:
+        """Rank 3 ends, another process takes its place, and all train on; in 3 s. `named`: its agent reports how it ended."""
         bench = self.bench
         bench.say(killed(3, "exiting", pid=kills), after=10.0)
         self.write()
         bench.all_report(step, ranks=(0, 1, 2))
-        bench.say(WorkerExit(3, kills, "signal SIGKILL", 0.0), after=1.0)
+        if named:
+            bench.say(WorkerExit(3, kills, "signal SIGKILL", 0.0), after=1.0)
         bench.say(replacement(freeze_id=bench.state.freeze_id, pid=pid), after=1.0)
         self.write()
         for rank in range(4):
@@ -193,3 +194,11 @@ def test_recoveries_that_another_agent_reported_count_too(journaled: Journaled) 
         found.recovered == (recovered, recovered) and found.faults == (mine[3],) and found.lost_s == pytest.approx(6.0)
     )
     assert earlier(mine, own={0, 1}, last=1).recovered == ()
+
+
+def test_how_a_process_ended_is_not_taken_from_the_fault_before(journaled: Journaled) -> None:
+    """Of the second one nothing is known but that it was exiting."""
+    journaled.recover()
+    journaled.recover(pid=303, kills=203, step=9, named=False)
+    causes = [each.report.incident.culprits[0].cause for each in recoveries(0, lines_of(journaled))]
+    assert causes == ["signal SIGKILL", "exited"]

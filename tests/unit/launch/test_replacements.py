@@ -437,3 +437,16 @@ def test_other_nodes_learn_when_a_fault_began_once_it_ends_the_attempt(
     running.agent.take(Replace(1, 0, 1))
     until(lambda: running.line.refusals, "an answer")
     assert running.line.refusals == [(1, 1, "the other nodes know that this fault ends the attempt")]
+
+
+def test_other_nodes_learn_when_a_fault_began_at_the_latest_at_the_end_of_the_attempt(
+    on_two_nodes: tuple[RunningAttempt, PeerAgents],
+) -> None:
+    """Here where all workers of this node have ended, while a controller leads the others and has ordered nothing."""
+    running, other = on_two_nodes
+    running.workers[0].kill()
+    running.held.join(30.0)
+    assert running.attempt.living() == []
+    running.attempt.end_workers(signal.SIGKILL, 0.0)
+    until(lambda: other.fault_begun_monotonic_s is not None, "the begin of the fault")
+    assert running.attempt.has_controller
