@@ -271,8 +271,10 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.selftest --device cuda [--ranks N] [--kills 3] [--minutes 5] [--seed S] [--output DIR] [trainer overrides]":
         Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
     "ttp selftest": Proof("tests/unit/selftest/test_main.py::test_the_command_ttp_has_it", {"ttp.selftest.main": "selftest"}),
-    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]":
+    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [--in-place [--twice EVERY] [--spare RANK]] [trainer overrides]":
         Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),
+    "python -m ttp.chaos.kills --in-place": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
+    "python -m ttp.chaos.kills --in-place --kills 200 --ranks 3 --twice 6": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python slow_cable.py PORT TAP MILLISECONDS":
         Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit", {"slow_cable.py": "delay"}),
     "python -m tests.fuzz": Proof("tests/unit/cli/test_fuzz_command.py::test_the_fuzz_tests_are_run_with_a_seed"),

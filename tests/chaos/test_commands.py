@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -48,6 +49,22 @@ def test_random_kills_find_nothing(tmp_path: Path) -> None:
     assert re.search(r"3 kills, 3 without a lost step; \d+ steps compared: EQUAL \(seed \d+\)", done.stdout), (
         done.stdout
     )
+
+
+@pytest.mark.long
+def test_random_kills_in_place_find_nothing(tmp_path: Path) -> None:
+    """Two of four kills hit the process that comes for the one before, too; what was not in place has its reason in the summary."""
+    options = ("--in-place", "--kills", "4", "--ranks", "2", "--twice", "2", "--output", str(tmp_path))
+    done = run("-m", "ttp.chaos.kills", *options, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"4 kills, 4 without a lost step; \d+ steps compared: EQUAL \(seed \d+\)", done.stdout), (
+        done.stdout
+    )
+    content = json.loads((tmp_path / "kills.json").read_text())
+    assert [len(fault["ranks"]) for fault in content["faults"]] == [1, 2, 1, 2] and content["wrong"] == []
+    single = [fault["ending"] for fault in content["faults"] if len(fault["ranks"]) == 1]
+    assert [one["how"] for one in single] == ["in place", "in place"], done.stdout
+    assert f"in place: {sum(fault['recovery']['how'] == 'in place' for fault in content['faults'])} of 4" in done.stdout
 
 
 def test_ones_own_trainer_is_protected(tmp_path: Path) -> None:
