@@ -48,7 +48,7 @@ from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
-from ttp.regroup.recovery import Recovery, Refillable, why_not_in_place
+from ttp.regroup.recovery import Recovery, Refillable, Returned, SaveMarks, why_not_in_place
 from ttp.regroup.rehearsal import Regrouping
 from ttp.runtime.boundary_save import BoundarySave
 from ttp.runtime.directory_agreement import JobDirectories
@@ -233,7 +233,7 @@ class Session:
             else None
         )
         if self.recovery is not None:
-            self.recovery.newest_saved = lambda: self._saves.newest
+            self.recovery.save_marks = lambda: SaveMarks(self._saves.newest, self._saves.together.count)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -301,8 +301,7 @@ class Session:
         """This process is in a lost one's place: take what it is to hold from the others."""
         assert self.recovery is not None and self._protection is not None
         self.recovery.wait_ordered()
-        given = self.recovery.come_back(self._protection)
-        self._saves.newest = given.newest_saved
+        given = self._regroup(self.recovery, self._protection)
         self._first_step = given.step
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
@@ -365,6 +364,8 @@ class Session:
 
     def prepare_saves(self) -> None:
         """Have memory for saves that are not waited for, before the first of them (all ranks call). Raises ConfigError."""
+        if self.recovery is not None:
+            self.recovery.close("saves that are not waited for keep memory of this process")
         self._saves.prepare()
 
     def save(self, step: int | None = None, *, periodic: bool = False, wait: bool = True) -> str:
@@ -379,6 +380,8 @@ class Session:
         """
         kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
         saved = self.optimizer.current_step if step is None else step
+        if not wait:
+            self.prepare_saves()
         with self.pause(SAVE_AT_MOST_S) if wait or self._saves.under_way else contextlib.nullcontext():
             return self._saves.save(saved, kind, wait=wait)
 
@@ -402,10 +405,16 @@ class Session:
         rehearsed = isinstance(exc, Regroup) and not self.recovery.ordered
         return rehearsed or self.recovery.enters_again(exc, self._protection)
 
+    def _regroup(self, recovery: Recovery, protection: Protection) -> Returned:
+        returned = recovery.come_back(protection)
+        self._saves.together.give_up()
+        self._saves.newest, self._saves.together.count = returned.saves.newest, returned.saves.count
+        return returned
+
     def come_back(self) -> None:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
         if self.recovery is not None and self.recovery.ordered and self._protection is not None:
-            self.recovery.come_back(self._protection)
+            self._regroup(self.recovery, self._protection)
         else:
             self.regrouping.make_again()
 

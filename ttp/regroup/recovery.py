@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -63,9 +63,19 @@ class Returned:
     step: int
     state: dict[str, Any]
     record: CommitRecord | None
-    newest_saved: int
+    saves: SaveMarks
     optimizer: dict[str, Any]
     """The optimizer's host state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMarks:
+    """How far a rank is with the checkpoints that its trainer asks for."""
+
+    newest: int
+    """Step of the newest one that this run has written or loaded."""
+    count: int
+    """How many were begun."""
 
 
 def why_not_in_place(
@@ -115,8 +125,7 @@ class Recovery:
         address = settings.master_addr, settings.master_port
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
-        self.newest_saved: Callable[[], int] = lambda: 0
-        """Step of the newest checkpoint that this run has written or loaded."""
+        self.save_marks: Callable[[], SaveMarks] = lambda: SaveMarks(0, 0)
 
     # --- the processor's thread ---
 
@@ -202,6 +211,7 @@ class Recovery:
                 protection.gate.await_open()
             except Regroup:
                 continue
+            GROUPS.let_go()  # else the interpreter's end would wait for their operations
             if self._rank == 0:
                 show(logging.WARNING, _text(order, took_s))
             return returned
@@ -222,15 +232,17 @@ class Recovery:
         return returned
 
     def _exchange(self, order: messages.Regroup) -> Returned:
-        """Take the part of the state that all ranks have from the first that stays (a collective)."""
+        """Take the part of the state that all ranks have from the first that stays, and agree on what each counts by itself (a collective)."""
         step, holder = order.step, self._holder
         speaker = min(set(range(dist.get_world_size())) - set(order.replaced))
-        mine = None
+        mine: dict[str, Any] = {"saves": astuple(self.save_marks())}
         if speaker == self._rank:
-            state = holder.step_states.get(step) if step else {}
-            mine = {"optimizer": holder.optimizer.host_state(step), "trainer": state, "saved": self.newest_saved()}
-        given = exchange_json(mine, holder.optimizer.device)[speaker]
-        return Returned(step, given["trainer"], order.record, given["saved"], given["optimizer"])
+            mine["trainer"] = holder.step_states.get(step) if step else {}
+            mine["optimizer"] = holder.optimizer.host_state(step)
+        everyone = exchange_json(mine, holder.optimizer.device)
+        newest, count = (max(numbers) for numbers in zip(*(each["saves"] for each in everyone), strict=True))
+        given = everyone[speaker]
+        return Returned(step, given["trainer"], order.record, SaveMarks(newest, count), given["optimizer"])
 
     def _take_back(self, order: messages.Regroup) -> None:
         with self._lock:

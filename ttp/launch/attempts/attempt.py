@@ -109,7 +109,7 @@ class Attempt:
             pids,
             lambda address, ranks: launching.open_link(address, job_id, ranks, self._replacements),
             attempt_dir=attempt_dir,
-            watch_log_dir=partial(self._reporter.watch, self._start) if self._reporter and hosts_rank_zero else None,
+            watch_log_dir=partial(self._reporter.follow, self._start) if self._reporter and hosts_rank_zero else None,
             processes_known=self._follow,
         )
         self._memory = OutOfMemory(pids.values())
@@ -120,7 +120,7 @@ class Attempt:
         self._faults = Faults(launching.total_timeout_s, self._peers)
         self._replacements = Replacements(
             self.pids, forker, nodes=nodes, watch=self._watch, controller=self._controller, faults=self._faults,
-            memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities,
+            memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities, reporter=self._reporter,
         )  # fmt: skip
         self._leftovers = LeftoverRanks(self.pids, self._behind_shells, self._watch, self._controller, self._ended)
         self._begun_monotonic_s = time.monotonic()

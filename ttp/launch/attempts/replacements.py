@@ -22,6 +22,7 @@ from ttp.launch.attempts.faults import Faults
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.links.controller_shutdown import is_controller
+from ttp.launch.report.reporter import Reporter
 from ttp.launch.watch.death_watch import Death, DeathWatch
 from ttp.launch.watch.oom import OutOfMemory
 from ttp.launch.watch.processes import signal_workers, sweep_sessions
@@ -78,6 +79,7 @@ class Replacements:
         memory: OutOfMemory,
         behind_shells: ShellRanks,
         identities: Identities | None,
+        reporter: Reporter | None,
     ) -> None:
         """`pids`: the workers, by rank, which are changed here. `forker`: None: they cannot be forked. `nodes`: how many take part."""
         self._pids = pids
@@ -89,6 +91,7 @@ class Replacements:
         self._memory = memory
         self._behind_shells = behind_shells
         self._identities = identities
+        self._reporter = reporter
         self._orders: SimpleQueue[Replace | None] = SimpleQueue()
         self._first: list[ForkedChild] = []
         """Processes that were replaced, whose sessions are not swept yet."""
@@ -107,6 +110,8 @@ class Replacements:
         """Carry out an order soon, or learn that the ranks train on."""
         if isinstance(order, Thaw):
             self._faults.over()
+            if self._reporter is not None:
+                self._reporter.gates_opened()
             with self._changed:
                 for answered in self._answered.values():
                     answered.open = False

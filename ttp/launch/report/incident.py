@@ -119,10 +119,11 @@ def report_of(
     kind = CauseKind.EXITED.value if incident.suspected and ranks & exits.keys() else incident.kind
     if kind in ENDED and ranks and ranks <= ending.raised.keys():
         kind = CauseKind.EXCEPTION.value
-    named = {line["fields"]["rank"]: line["fields"]["text"] for line in lines if line["event"] == "death_named"}
+    newest = [line["fields"] for line in _since_thaw(lines) if line["event"] == "death_named"]
+    named = {fields["rank"]: fields["text"] for fields in newest}
     processes = {line["fields"]["rank"]: line["fields"] for line in reversed(lines) if line["event"] == "registered"}
     culprits = tuple(
-        _completed(each, incident.suspected, exits, named, processes.get(each.rank, {}), ending.raised.get(each.rank))
+        completed(each, incident.suspected, exits, named, processes.get(each.rank, {}), ending.raised.get(each.rank))
         for each in incident.culprits
     )
     if ending.drained_by and kind == NOTICE and not ending.at_once.ranks:
@@ -150,12 +151,18 @@ def false_alarms(lines: Sequence[Line]) -> int:
     return sum(line["event"] == "thawed" for line in leading_lines(lines))
 
 
+def is_recovery(line: Line) -> bool:
+    """Return whether a fault ended with this line, and training continued."""
+    return line["event"] == EVENT and bool(line["fields"].get("in_place"))
+
+
 def _since_thaw(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the lines since the last false alarm; none where all ranks have finished: a controller that was stopped meanwhile declares them
+    """Return the lines since the gates have opened last, after a false alarm or a recovery; none where all ranks have finished: a controller that was stopped meanwhile declares them
     dead."""
     if any(line["event"] == "finished" for line in lines):
         return []
-    return lines[max((number + 1 for number, line in enumerate(lines) if line["event"] == "thawed"), default=0) :]
+    opened = [number + 1 for number, line in enumerate(lines) if line["event"] == "thawed" or is_recovery(line)]
+    return lines[max(opened, default=0) :]
 
 
 def _ended(start: int, lines: Sequence[Line]) -> Report | None:
@@ -245,7 +252,7 @@ def _exits(ending: AttemptEnd) -> dict[int, str]:
     return {rank: f"{text}: {raised[rank].line}" if rank in raised else text for rank, text in ending.exits.items()}
 
 
-def _completed(
+def completed(
     culprit: Culprit,
     suspected: bool,
     exits: Mapping[int, str],

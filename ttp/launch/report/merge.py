@@ -18,12 +18,18 @@ class Earlier:
     """What a story.jsonl adds to one agent's own reports."""
 
     faults: tuple[ReportLine, ...] = ()
+    recovered: tuple[ReportLine, ...] = ()
+    """Faults after which the attempt continued."""
     lost_s: float = 0.0
-    """From each of these faults until the next attempt, where there was one."""
+    """From each of these faults until the next attempt, where there was one, or until training continued."""
     again: int = 0
     """Repeated steps that others reported, though the fault before had kept them."""
     begun_unix_s: float | None = None
     """When attempt 0 was reported; None: it was not."""
+
+
+_ORDER = {"start": 0, "recovered": 1, "fault": 2}
+"""In which order an attempt's lines are written. There may be several recoveries."""
 
 
 def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compared: Collection[int] = ()) -> Earlier:
@@ -39,7 +45,8 @@ def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compar
         {**fault, "steps_lost": corrected[int(fault["start"])]} if int(fault["start"]) in corrected else fault
         for fault in faults
     )
-    lost_s = 0.0
+    recovered = tuple(line for line in job if line["event"] == "recovered" and line["start"] not in own)
+    lost_s = sum((line["took_ms"] or {}).get("total", 0.0) / 1e3 for line in recovered)
     for fault in faults:
         back = next((line for line in job if line["event"] == "start" and line["start"] > fault["start"]), None)
         if back is not None and fault["began_unix_s"]:
@@ -47,23 +54,23 @@ def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compar
     known = {*own, *compared}
     again = sum(line["steps"] for line in since if line["event"] == "again" and line["start"] not in known)
     begun = float(job[0]["unix_s"]) if job[0]["start"] == 0 else None
-    return Earlier(faults=faults, lost_s=lost_s, again=again, begun_unix_s=begun)
+    return Earlier(faults=faults, recovered=recovered, lost_s=lost_s, again=again, begun_unix_s=begun)
 
 
 def of_this_job(lines: Sequence[ReportLine], last: int) -> list[ReportLine]:
-    """Return the `start` and `fault` lines at the file's end that belong together: every job begins with attempt 0 again.
+    """Return the `start`, `recovered` and `fault` lines at the file's end that belong together: every job begins with attempt 0 again.
 
     An `end` line is one agent's: the job may have continued without it, unless the next line is of an attempt 0.
     """
     job: list[ReportLine] = []
-    place = (last, 1)
+    place = (last, _ORDER["fault"])
     for line in reversed(lines):
         if line["event"] == "end" and place[0] == 0:
             break
-        if line["event"] not in ("start", "fault"):
+        if line["event"] not in _ORDER:
             continue
-        here = (int(line["start"]), 1 if line["event"] == "fault" else 0)
-        if here > place or (job and here == place):
+        here = (int(line["start"]), _ORDER[line["event"]])
+        if here > place or (job and here == place and line["event"] != "recovered"):
             break
         place = here
         job.append(line)

@@ -145,7 +145,8 @@ def _saved(incident: Incident, copied: bool) -> str:
     if (saved := incident.saved) is not None:
         written = f"{size_text(saved.bytes)}, written by {ranks_text(saved.ranks)}"
         return f"step {saved.step} in {saved.path} ({written}){lost}"
-    return f"{'' if incident.not_saved.startswith('not known') else 'nothing: '}{incident.not_saved}{lost}"
+    by_itself = incident.not_saved.startswith("not ")
+    return f"{'' if by_itself else 'nothing: '}{incident.not_saved}{lost}"
 
 
 def _took(took_ms: Mapping[str, float], took_over: int) -> str:

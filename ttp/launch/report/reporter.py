@@ -33,6 +33,7 @@ from ttp.launch.report.incident import (
     report_of,
 )
 from ttp.launch.report.merge import Earlier, earlier
+from ttp.launch.report.recovery import Recovery, recoveries, recovery_fields, recovery_lines
 from ttp.launch.report.regression import gone_back
 from ttp.launch.report.render import attempt_table, fault_lines, labelled
 from ttp.launch.report.saved_alone_report import report_of_save
@@ -52,6 +53,9 @@ CLOSE_ON_ALL = (
     "none: all workers on this node succeeded. A rank that exits without calling close() is reported as failed by ranks still waiting in"
     " close(). Call close() on every rank, or decorate the training function with ttp.ttp_to_persist"
 )
+LOOKS = 5
+"""So often are the journals read for a recovery after the gates have opened: the controller writes its report of it a moment later, and there is none
+after a false alarm."""
 _NEVER_ASSEMBLED = "no journal on this node shows that all ranks were protected"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """What a journal that is missing, cut off or altered may raise."""
@@ -108,6 +112,11 @@ class Reporter:
         self._mirror: Mapping[str, Any] | None = None
         """The last report of this node's mirror process."""
         self._lost_s = 0.0
+        self._recovered: list[Recovery] = []
+        self._followed = -1
+        """The attempt whose table was shown; used by `follow` only."""
+        self._looks = 0
+        """How many looks for a recovery remain; without the lock."""
         self._down_since_unix_s: float | None = None
 
     def begin(self, here: bool, number: int | None = None) -> None:
@@ -151,6 +160,26 @@ class Reporter:
             return True
         with self._lock:
             return self._introduce(attempt, log_dir, lines)
+
+    def follow(self, attempt: AttemptStart, log_dir: Path) -> bool:
+        """Show the attempt's table, and later each fault from which it has recovered. Call it every second or so; returns False: it never has done."""
+        if self._followed != attempt.number:
+            if self.watch(attempt, log_dir):
+                self._followed = attempt.number
+        elif self._looks:
+            self._looks -= 1
+            try:
+                lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s)
+                with self._lock:
+                    if self._report_recoveries(attempt, lines):
+                        self._looks = 0
+            except _UNREADABLE as error:
+                log.warning("attempt %d: cannot read how it has recovered: %s", attempt.number, error)
+        return False
+
+    def gates_opened(self) -> None:
+        """The ranks train on after a fault, or after a false alarm. From any thread; never blocks."""
+        self._looks = LOOKS
 
     def end(self, attempt: AttemptStart, ending: AttemptEnd) -> None:
         """Report an attempt's fault, if it had one, after its workers and controllers on this node have ended."""
@@ -216,11 +245,13 @@ class Reporter:
         known = {*self._reported, *(int(fault["start"]) for fault in others.faults)}
         whole = self._first == 0 or others.begun_unix_s is not None
         begun = min(self._begun_unix_s, others.begun_unix_s or self._begun_unix_s)
-        losses = [fault["steps_lost"] for fault in faults]
+        recovered = [*map(recovery_fields, self._recovered), *others.recovered]
+        losses = [fault["steps_lost"] for fault in (*faults, *recovered)]
         return Summary(
             result=result,
             starts=self._first + self._starts,
-            faults=len(faults),
+            faults=len(faults) + len(recovered),
+            recovered=len(recovered),
             notices=sum(fault["kind"] == NOTICE for fault in faults),
             false_alarms=self._false_alarms,
             saved_steps=tuple(
@@ -297,6 +328,7 @@ class Reporter:
         if introduce and self._introduced != attempt.number:
             self._write_unprotected(attempt, ending)
         self._false_alarms += false_alarms(lines)
+        self._report_recoveries(attempt, lines)
         account = saved_alone.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else None
         report = report_of(attempt.number, lines, ending, report_of_save(attempt.number, account) if account else None)
         if ending.first_step is not None:
@@ -324,6 +356,17 @@ class Reporter:
         self._write("fault", report_fields(report))
         self._print(fault_lines(report))
         return True
+
+    def _report_recoveries(self, attempt: AttemptStart, lines: Sequence[Line]) -> int:
+        """Report the recoveries of an attempt that were not reported yet; return how many."""
+        known = sum(each.report.start == attempt.number for each in self._recovered)
+        found = recoveries(attempt.number, lines)[known:]
+        for recovery in found:
+            self._recovered.append(recovery)
+            self._lost_s += (recovery.report.incident.took_ms or {}).get("total", 0.0) / 1e3
+            self._write("recovered", recovery_fields(recovery))
+            self._print(recovery_lines(recovery))
+        return len(found)
 
     def _compare(self, attempt: int, first_step: int, skipped: str) -> None:
         """Report an attempt that resumed from an older step than the fault before it, or an earlier job, had kept."""

@@ -23,7 +23,7 @@ class Summary:
     result: str
     starts: int
     faults: int
-    """Preemption notices included."""
+    """Preemption notices, and those that the ranks recovered from without a restart, included."""
     notices: int
     false_alarms: int
     saved_steps: tuple[int, ...]
@@ -51,11 +51,15 @@ class Summary:
     """Where the last attempt's training ended, unless in a fault, if rank 0 has reported it."""
     mirror: str = ""
     """How far the mirror has come on this node; empty: there is none."""
+    recovered: int = 0
+    """Faults after which the ranks trained on in the same attempt."""
 
 
 def summary_lines(summary: Summary) -> list[str]:
     """Return the summary as labelled lines, under a heading."""
     faults = counted(summary.faults - summary.notices, "fault")
+    if summary.recovered:
+        faults += f" ({summary.recovered} recovered without a restart)"
     if summary.notices:
         faults += f", {counted(summary.notices, 'preemption notice')}"
     if summary.false_alarms:
