@@ -74,6 +74,7 @@ def main(console: Console, args: Namespace, overrides: Sequence[str], seed: int,
     wrong += [f"left behind: {path.name}" for path in job.output_dir.glob("checkpoints/*_tmp*")]
     wrong += [f"adds up: {one}" for one in adding_up(looks)]
     content = {"seed": seed, "ranks": args.ranks, "faults": [asdict(fault) for fault in tally.faults], "wrong": wrong}
+    content["held"] = [[asdict(held) for held in look] for look in looks]
     (output / "kills.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     return _report(console, tally, same, wrong, seed)
 

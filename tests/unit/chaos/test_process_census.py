@@ -68,6 +68,11 @@ def test_what_is_made_late_does_not_add_up() -> None:
         assert adding_up(looks(grown)) == []
 
 
+def test_what_goes_up_and_down_does_not_add_up() -> None:
+    """Sixteen looks up, a fall, sixteen looks up: every half rises."""
+    assert adding_up(looks(lambda n: (50 + n % 20, 20 + n % 20, 200 + 3 * (n % 20)))) == []
+
+
 def test_a_process_that_was_replaced_is_another_one() -> None:
     """The same number, begun at another time: neither was seen often enough."""
     series = looks(lambda n: (50 + n, 20, 200), 2 * LEAST_LOOKS - 2)

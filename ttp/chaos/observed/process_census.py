@@ -81,15 +81,22 @@ def adding_up(looks: Sequence[Sequence[Held]]) -> list[str]:
 
 def slopes(seen: Sequence[tuple[int, Held]]) -> Mapping[str, float]:
     """Return by how much each figure grew from one look to the next: the median over all pairs of looks, and no more than in either half, as what is
-    made late does not add up."""
-    half = len(seen) // 2
-    parts = (seen, seen[:half], seen[half:])
-    return {
-        name: min(_slope([(place, held.figures()[name]) for place, held in part]) for part in parts) for name in LIMITS
-    }
+    made late does not add up, and than from the first quarter to the last, as what goes up and down does not."""
+    half, quarter = len(seen) // 2, len(seen) // 4
+    grown = {}
+    for name in LIMITS:
+        points = [(place, held.figures()[name]) for place, held in seen]
+        parts = (points, points[:half], points[half:], [_middle(points[:quarter]), _middle(points[-quarter:])])
+        grown[name] = min(map(_slope, parts))
+    return grown
 
 
-def _slope(points: Sequence[tuple[int, float]]) -> float:
+def _middle(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    places, values = zip(*points, strict=True)
+    return statistics.median(places), statistics.median(values)
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median(
         (later - earlier) / (there - here)
         for index, (here, earlier) in enumerate(points)
