@@ -19,6 +19,10 @@ LIMITS = {"descriptors": 0.2, "threads": 0.2, "MiB": 1.0}
 """More than so much for each recovery adds up."""
 
 
+Point = tuple[int, float]
+"""At which look, and the figure then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """One look at a process."""
@@ -81,22 +85,17 @@ def adding_up(looks: Sequence[Sequence[Held]]) -> list[str]:
 
 def slopes(seen: Sequence[tuple[int, Held]]) -> Mapping[str, float]:
     """Return by how much each figure grew from one look to the next: the median over all pairs of looks, and no more than in either half, as what is
-    made late does not add up, and than from the first quarter to the last, as what goes up and down does not."""
-    half, quarter = len(seen) // 2, len(seen) // 4
+    made late does not add up, and than from the lowest of the first half to that of the second, as what goes up and down does not."""
+    half = len(seen) // 2
     grown = {}
     for name in LIMITS:
-        points = [(place, held.figures()[name]) for place, held in seen]
-        parts = (points, points[:half], points[half:], [_middle(points[:quarter]), _middle(points[-quarter:])])
-        grown[name] = min(map(_slope, parts))
+        points: list[Point] = [(place, held.figures()[name]) for place, held in seen]
+        lowest = [min(part, key=lambda point: point[1]) for part in (points[:half], points[half:])]
+        grown[name] = min(_slope(part) for part in (points, points[:half], points[half:], lowest))
     return grown
 
 
-def _middle(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    places, values = zip(*points, strict=True)
-    return statistics.median(places), statistics.median(values)
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
+def _slope(points: Sequence[Point]) -> float:
     return statistics.median(
         (later - earlier) / (there - here)
         for index, (here, earlier) in enumerate(points)
