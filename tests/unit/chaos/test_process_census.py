@@ -6,8 +6,8 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,20 +16,31 @@ from ttp.chaos.observed.process_census import LEAST_LOOKS, Held, adding_up, look
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+CHILD = """
+import os, threading
+print("begun", flush=True)
+input()
+opened, block = [os.open("/dev/null", os.O_RDONLY) for _ in range(5)], bytearray(os.urandom(1 << 25))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("grown", flush=True)
+input()
+"""
+
+
 def test_descriptors_threads_and_memory_are_counted() -> None:
-    before = look_at(os.getpid())
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    opened, block = [os.open("/dev/null", os.O_RDONLY) for _ in range(5)], bytearray(os.urandom(1 << 25))
-    after = look_at(os.getpid())
-    stop.set()
-    thread.join()
-    for descriptor in opened:
-        os.close(descriptor)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CHILD], **pipes) as child:
+        assert child.stdin is not None and child.stdout is not None
+        seen = []
+        for word in ("begun", "grown"):
+            assert child.stdout.readline() == f"{word}\n"
+            seen.append(look_at(child.pid))
+            child.stdin.write("\n")
+            child.stdin.flush()
+    before, after = seen
     assert before is not None and after is not None and before.identity == after.identity
-    assert after.descriptors == before.descriptors + 5 and after.threads == before.threads + 1
-    assert after.mib >= before.mib + 24 and len(block) == 1 << 25
+    assert (after.descriptors - before.descriptors, after.threads - before.threads) == (5, 1)
+    assert 31 <= after.mib - before.mib <= 40
 
 
 def test_a_process_that_has_ended_is_not_there() -> None:

@@ -5,6 +5,7 @@ Pure functions over journals, metrics and process numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -28,6 +29,7 @@ _EVENTS = {
 }
 _LAST_COUNTS = ("came", "regrouped", "written")
 """Each rank reports, or several faults follow each other: the stage is over with the last one."""
+REASON_LENGTH = 120
 UNKNOWN = "no reason in the journal"
 
 Identity = tuple[int, int]
@@ -175,11 +177,12 @@ class FaultTally:
         return sum(one.ending.how == how for one in self.faults)
 
     def reasons(self) -> dict[str, int]:
-        """Return how often each reason led to a checkpoint, the most frequent first."""
+        """Return how often each reason led to a checkpoint, the most frequent first; which rank or address it names does not count."""
         counts: dict[str, int] = {}
         for fault in self.faults:
             if fault.ending.how != IN_PLACE:
-                counts[fault.ending.why] = counts.get(fault.ending.why, 0) + 1
+                reason = re.sub(r"\d+", "N", fault.ending.why)[:REASON_LENGTH]
+                counts[reason] = counts.get(reason, 0) + 1
         return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
