@@ -262,6 +262,7 @@ TESTED: dict[str, Proof] = {
     " --max-restarts 100 --ttp-futile-starts 0 -m ttp.trainer --config gpt_tiny --training_config.output_dir {output}"
     " --training_config.training_iters 500": Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit"),
     "ttp chaos matrix": Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
+    "ttp chaos matrix --in-place": Proof(f"{_HARNESS}::test_a_part_of_the_matrix_in_place_needs_no_checkpoint"),
     "ttp chaos matrix [--output DIR] [--repeat 2] [--per-job 8] [--shard I/N] [--limit CELLS] [--minutes M] [--kinds A,B]":
         Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
     "python -m ttp.chaos.demo [--kill-rank R] [--seed S] [--ranks 4] [--steps 60] [--text FILE_OR_FOLDER] [--output DIR]":
@@ -280,8 +281,10 @@ TESTED: dict[str, Proof] = {
     "ttp doctor --listen 29500": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
     "ttp doctor --peer node-a:29500": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
     "ttp selftest": Proof("tests/unit/selftest/test_main.py::test_the_command_ttp_has_it", {"ttp.selftest.main": "selftest"}),
-    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]":
+    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [--in-place [--twice EVERY] [--spare RANK]] [trainer overrides]":
         Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),
+    "python -m ttp.chaos.kills --in-place": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
+    "python -m ttp.chaos.kills --in-place --kills 200 --ranks 3 --twice 6": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python slow_cable.py PORT TAP MILLISECONDS":
         Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit", {"slow_cable.py": "delay"}),
     "python -m tests.fuzz": Proof("tests/unit/cli/test_fuzz_command.py::test_the_fuzz_tests_are_run_with_a_seed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -31,12 +32,20 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_the_demo_survives_the_death_of_rank_0(tmp_path: Path) -> None:
-    """`make demo KILL_RANK=0`: time line, steps lost, plot, verdict."""
+    """`make demo KILL_RANK=0`, in place and by a restart: times, steps lost, processes, what was written, plot, verdict."""
     small = f"DEMO_ARGS=--steps 18 --output {tmp_path} {' '.join(SMALL)}"
     done = make("demo", "KILL_RANK=0", "SEED=5", small)
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("demo seed 5", "SIGKILL sent to rank 0", "step decided", "committed steps lost: 0", "EQUAL"):
+    for words in ("demo seed 5", "in place: SIGKILL sent to rank 0", "by restart: SIGKILL sent to rank 0", "\nEQUAL: "):
         assert words in done.stdout, done.stdout
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.count("│") == 4
+    ]
+    found = {label: values for label, *values in rows}
+    assert found["committed steps lost"] == ["0", "0"] and found["bits of the baseline run"] == ["EQUAL", "EQUAL"]
+    assert found["processes replaced"] == ["1 of 4", "4 of 4"], done.stdout
+    assert found["written"][0] == "nothing" and re.fullmatch(r"checkpoint of step \d+", found["written"][1])
+    assert all(re.fullmatch(r"\d+\.\d\d s", value) for value in found["kill to next step"])
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
@@ -48,6 +57,22 @@ def test_random_kills_find_nothing(tmp_path: Path) -> None:
     assert re.search(r"3 kills, 3 without a lost step; \d+ steps compared: EQUAL \(seed \d+\)", done.stdout), (
         done.stdout
     )
+
+
+@pytest.mark.long
+def test_random_kills_in_place_find_nothing(tmp_path: Path) -> None:
+    """Two of four kills hit the process that comes for the one before, too; what was not in place has its reason in the summary."""
+    options = ("--in-place", "--kills", "4", "--ranks", "2", "--twice", "2", "--output", str(tmp_path))
+    done = run("-m", "ttp.chaos.kills", *options, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"4 kills, 4 without a lost step; \d+ steps compared: EQUAL \(seed \d+\)", done.stdout), (
+        done.stdout
+    )
+    content = json.loads((tmp_path / "kills.json").read_text())
+    assert [len(fault["ranks"]) for fault in content["faults"]] == [1, 2, 1, 2] and content["wrong"] == []
+    single = [fault["ending"] for fault in content["faults"] if len(fault["ranks"]) == 1]
+    assert [one["how"] for one in single] == ["in place", "in place"], done.stdout
+    assert f"in place: {sum(fault['ending']['how'] == 'in place' for fault in content['faults'])} of 4" in done.stdout
 
 
 def test_ones_own_trainer_is_protected(tmp_path: Path) -> None:

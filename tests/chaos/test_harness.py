@@ -245,3 +245,33 @@ def test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was(tmp_path: Path) ->
     assert main(words) == 0
     lines = matrix.read_lines(tmp_path)
     assert len(lines) == 4 and first < {line["cell"] for line in lines} and all(line["as_expected"] for line in lines)
+
+
+@pytest.mark.long
+def test_a_part_of_the_matrix_in_place_needs_no_checkpoint(tmp_path: Path) -> None:
+    """A rank that is killed or raises in training is replaced, or comes back, and nothing is published; a new process that dies as it starts costs a restart."""
+    words = ["matrix", "--in-place", "--output", str(tmp_path), "--limit", "4", "--repeat", "1"]
+    assert main([*words, "--kinds", "kill,raise,kill of a new process,stop"]) == 0
+    found = {line["kind"]: line for line in matrix.read_lines(tmp_path)}
+    assert {kind: line["outcome"] for kind, line in found.items() if kind in ("kill", "raise", "stop")} == {
+        "kill": "in_place",
+        "raise": "in_place",
+        "stop": "saved",
+    }
+    assert not any(line["finding"] for line in found.values()) and all(line["as_expected"] for line in found.values())
+
+
+@pytest.mark.long
+def test_a_job_that_was_to_come_back_in_place_and_did_not_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer that takes no part in it is saved and restarted, as ever; the report says that no process was replaced."""
+    scenario = tmp_path / "kill.yaml"
+    scenario.write_text("{seed: 5, faults: [{fault: kill, rank: 1, after_steps: 5}]}")
+    script = str(ROOT / "examples" / "own_trainer" / "train.py")
+    command = [*TTPRUN, "--nproc-per-node", "2", script, "--steps", "400", "--save-dir", "{output}/checkpoints"]
+    assert main(["run", str(scenario), "--in-place", "--output", str(tmp_path / "out"), "--", *command]) == 0
+    content = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [incident["outcome"] for incident in content["incidents"]] == ["saved"]
+    assert len(content["findings"]) == 1 and "saved, expected in_place: " in content["findings"][0]
+    assert "finding: fault 1" in capsys.readouterr().out

@@ -44,6 +44,9 @@ from ttp.text.console import open_console
 
 GOOD, BAD, USAGE, PARTLY = 0, 1, 2, 3
 MOST_RESULT_BYTES = 1 << 30
+IN_PLACE = (
+    "lost ranks are replaced and the others run on, wherever that is possible (default: every fault costs a restart)"
+)
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -100,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
         "--baseline", "--unbroken", type=Path, help="baseline.json of an earlier campaign of the same command"
     )
     run.add_argument("--no-compare", action="store_true", help="make no baseline run: nothing is compared")
+    run.add_argument("--in-place", action="store_true", help=IN_PLACE)
     run.add_argument("--duration", help="soak: draw from the scenario's faults for so long (90, 30m, 2h)")
     run.add_argument("--faults-per-hour", type=above_zero("a number", 1e6), help="soak: how many (default: 60)")
     run.add_argument("--keep", action="store_true", help="keep what is in the output folder (default: it is emptied)")
@@ -118,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="default: output/chaos-matrix, with --nodes output/chaos-nodes")
     parser.add_argument("--nodes", action="store_true", help="the faults of nodes, on two nodes of network namespaces")
+    parser.add_argument("--in-place", action="store_true", help=IN_PLACE)
     parser.add_argument("--repeat", type=whole(1), default=2, help="how often every cell is run")
     parser.add_argument("--per-job", type=whole(1), default=8, help="cells that one job takes, one after the other")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th (0 to N-1)")
@@ -134,6 +139,11 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
     scenario = load_scenario(args.scenario)
     if args.seed is not None:
         scenario = dataclasses.replace(scenario, seed=args.seed)
+    if args.in_place and scenario.nodes:
+        raise ConfigError(
+            f"--in-place: got a scenario with nodes: {scenario.nodes}, expected one node; leave one of them out"
+        )
+    scenario = dataclasses.replace(scenario, in_place=args.in_place)
     soak = _soak(args)
     output: Path = args.output.resolve()
     baseline = args.baseline.resolve() if args.baseline else None
@@ -208,13 +218,18 @@ def _check(console: Console, path: Path) -> int:
 
 
 def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard) -> int:
-    output = (args.output or Path("output/chaos-nodes" if args.nodes else "output/chaos-matrix")).resolve()
+    if args.nodes and args.in_place:
+        raise ConfigError(
+            "--in-place: got it with --nodes, expected one of them: ranks are replaced in jobs on one node"
+        )
+    which = "nodes" if args.nodes else "in-place" if args.in_place else "matrix"
+    output = (args.output or Path(f"output/chaos-{which}")).resolve()
     if args.table:
-        print(matrix.table(matrix.read_lines(output), nodes=args.nodes))
+        print(matrix.table(matrix.read_lines(output), which))
         return GOOD
-    plan = _plan(args, output)
+    plan = _plan(args, output, which)
     todo = len(matrix.open_cells(plan))
-    console.print(f"{len(matrix.cells(nodes=args.nodes))} cells, {todo} to run now; output {output}")
+    console.print(f"{len(matrix.cells(which))} cells, {todo} to run now; output {output}")
     good, beginning = True, matrix.read_lines(output)
     with Screen(console) as screen:
         for campaign in matrix.run_matrix(plan, screen.on_progress, patience):
@@ -227,16 +242,19 @@ def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard
     console.print(
         f"{sum(line['happened'] for line in run)} of {todo} cells were run, {sum(line['blows'] for line in run)} injections"
     )
-    print(matrix.table(matrix.read_lines(output), nodes=args.nodes))
+    print(matrix.table(matrix.read_lines(output), which))
+    for line in run:
+        if line["finding"]:
+            console.print(f"[yellow]finding[/]: {escape(line['finding'])}")
     return GOOD if good else BAD
 
 
-def _plan(args: argparse.Namespace, output: Path) -> matrix.MatrixPlan:
+def _plan(args: argparse.Namespace, output: Path, which: str) -> matrix.MatrixPlan:
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", args.shard)
     if match is None or not int(match[1]) < int(match[2]):
         raise ConfigError(f"--shard: got {checked.shown(args.shard)}, expected I/N with I from 0 to N - 1")
     kinds = tuple(args.kinds.split(",")) if args.kinds else ()
-    known = dict.fromkeys(cell.kind for cell in matrix.cells(nodes=args.nodes))
+    known = dict.fromkeys(cell.kind for cell in matrix.cells(which))
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(f"--kinds: got {unknown[0]!r}, expected some of {', '.join(known)}")
     return matrix.MatrixPlan(
@@ -248,7 +266,7 @@ def _plan(args: argparse.Namespace, output: Path) -> matrix.MatrixPlan:
         until_monotonic_s=time.monotonic() + args.minutes * 60 if args.minutes else float("inf"),
         kinds=kinds,
         seed=args.seed,
-        nodes=args.nodes,
+        which=which,
     )
 
 

@@ -1,10 +1,11 @@
 """`make demo`: train a GPT on four ranks, SIGKILL one of them in the middle of a step, recover, and compare with a run that
-nothing happened to, bit for bit.
+nothing happened to, bit for bit. Twice, with the same kill: in place, where another process takes the killed one's place and the others run on, and by a
+checkpoint and a restart.
 
     python -m ttp.chaos.demo [--kill-rank R] [--seed S] [--ranks 4] [--steps 60] [--text FILE_OR_FOLDER] [--output DIR]
                              [--config gpt_tiny] [trainer overrides]
 
-Exit status: 0 when the resumed run equals the baseline one and no committed step was lost, 1 otherwise.
+Exit status: 0 when both runs equal the baseline one and no committed step was lost, 1 otherwise. Where a fault cannot end in place, the reason is shown.
 """
 
 from __future__ import annotations
@@ -15,27 +16,53 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ttp.chaos.folder import empty
-from ttp.chaos.observed.training_job import JobError, Kill, TrainingJob
-from ttp.chaos.verdict.timeline import FaultTimeline, RunComparison, by_step, compare, lost_steps, timeline
+from ttp.chaos.kills_in_place import back, identities
+from ttp.chaos.observed.training_job import JobError, TrainingJob
+from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, IN_PLACE, EndedFault
+from ttp.chaos.verdict.timeline import RunComparison, by_step, compare
 from ttp.errors import ConfigError
 from ttp.inputs.options import MOST, whole
 from ttp.text.console import open_console
 
-STAGE_WORDS = {
-    "death_seen": "death seen by the controller",
-    "frozen": "all survivors frozen",
-    "decided": "step decided",
-    "written": "shards written (fsync, checksums)",
-    "published": "checkpoint published",
-    "first_new_step": "first new step after the restart",
-}
+WAYS = (("in place", "in_place", "True"), ("by restart", "killed", "False"))
+"""Each way back: its name, its folder, and TTP_IN_PLACE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A job that was killed, and how it came back."""
+
+    name: str
+    job: TrainingJob
+    fault: EndedFault
+    same: RunComparison
+
+    def rows(self) -> tuple[str, ...]:
+        """Return what the table shows of it."""
+        ending, fault = self.fault.ending, self.fault
+        replaced = sum(fault.before.get(rank) != process for rank, process in fault.after.items())
+        written = {IN_PLACE: "nothing", BY_CHECKPOINT: f"checkpoint of step {ending.step}"}.get(
+            ending.how, "nothing, it was refused"
+        )
+        return (
+            f"{ending.stages_ms['new step'] / 1e3:.2f} s",
+            "unknown" if fault.lost is None else str(fault.lost),
+            f"{replaced} of {len(fault.after)}",
+            written,
+            "EQUAL" if self.same.equal else "NOT EQUAL",
+        )
+
+
+LABELS = ("kill to next step", "committed steps lost", "processes replaced", "written", "bits of the baseline run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,32 +113,43 @@ def _run(args: Any, console: Console, output: Path, victim: int, kill_step: int,
     if args.text:
         overrides += ["--dataset_config.dataset_dir", str(Path(args.text).resolve())]
 
-    with TrainingJob(output / "killed", ranks=args.ranks, overrides=overrides, config=args.config) as faulted:
-        kill = _train_and_kill(console, faulted, victim, kill_step, fraction)
-        _follow(console, faulted, args.steps, "after the kill")
-        _expect_success(faulted)
+    ended = []
+    for name, folder, in_place in WAYS:
+        environ = {"TTP_IN_PLACE": in_place}
+        with TrainingJob(
+            output / folder, ranks=args.ranks, overrides=overrides, config=args.config, environ=environ
+        ) as job:
+            fault = _train_and_kill(console, job, victim, kill_step, fraction, name)
+            _follow(console, job, args.steps, f"after the kill, {name}")
+            _expect_success(job)
+        ended.append((name, job, fault))
     with TrainingJob(output / "baseline", ranks=args.ranks, overrides=overrides, config=args.config) as whole:
         _follow(console, whole, args.steps, "baseline run")
         _expect_success(whole)
 
-    line = timeline(faulted.journals()[0], faulted.metrics(), kill.unix_s)
-    same = compare(faulted.metrics(), whole.metrics(), faulted.final(), whole.final())
-    lost = lost_steps(line, kill.after_step)
-    leftovers = faulted.leftovers() + whole.leftovers()
-    plot = _plot(faulted, whole, line, output / "loss.png")
-    return _report(console, kill, line, same, lost, leftovers, plot)
+    ways = [
+        Way(name, job, fault, compare(job.metrics(), whole.metrics(), job.final(), whole.final()))
+        for name, job, fault in ended
+    ]
+    leftovers = [process for job in (*(way.job for way in ways), whole) for process in job.leftovers()]
+    return _report(console, ways, leftovers, _plot(ways, whole, output / "loss.png"))
 
 
-def _train_and_kill(console: Console, job: TrainingJob, victim: int, kill_step: int, fraction: float) -> Kill:
+def _train_and_kill(
+    console: Console, job: TrainingJob, victim: int, kill_step: int, fraction: float, how: str
+) -> EndedFault:
     with console.status("starting the ranks"):
         job.wait_for(lambda: job.last_step() >= 1, "first step", 120)
     with console.status(f"training towards step {kill_step}"):
         job.wait_for_step(kill_step - 1)
     recent = [float(line["time_ms"]) for line in job.metrics()[2:] if line.get("time_ms")]
+    before = identities(job)
     time.sleep(fraction * (statistics.median(recent) if recent else 100.0) / 1e3)  # the random moment itself
     kill = job.kill(victim)
-    console.print(f"SIGKILL sent to rank {victim} (pid {kill.pid}); last step on record: {kill.after_step}")
-    return kill
+    console.print(f"{how}: SIGKILL sent to rank {victim} (pid {kill.pid}); last step on record: {kill.after_step}")
+    with console.status("coming back"):
+        ending = back(job, job.starts()[0], [kill.unix_s])
+    return EndedFault((victim,), (kill.pid,), (kill.unix_s,), kill.after_step, before, identities(job), ending)
 
 
 def _follow(console: Console, job: TrainingJob, steps: int, what: str) -> None:
@@ -130,7 +168,7 @@ def _expect_success(job: TrainingJob) -> None:
         raise JobError(f"{' '.join(job.command)} ended with status {status}\n{job.console_tail()}")
 
 
-def _plot(faulted: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: Path) -> str:
+def _plot(ways: Sequence[Way], whole: TrainingJob, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
@@ -139,12 +177,17 @@ def _plot(faulted: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: P
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for job, label, style in ((whole, "baseline", "-"), (faulted, "killed and resumed", "--")):
+    drawn = [
+        (whole, "baseline", "-"),
+        *((way.job, way.name, style) for way, style in zip(ways, ("--", ":"), strict=True)),
+    ]
+    for job, label, style in drawn:
         points = sorted((step, float(m["loss_value"])) for step, m in by_step(job.metrics()).items())
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=3 if style == "-" else 1.5)
-    if line.step is not None:
-        axes.axvline(line.step, color="gray", linewidth=1, label=f"dying gasp: step {line.step}")
-    axes.set(xlabel="step", ylabel="loss", title="Loss of the killed and of the baseline run")
+    for way in ways:
+        if way.fault.ending.step is not None:
+            axes.axvline(way.fault.ending.step, color="gray", linewidth=1)
+    axes.set(xlabel="step", ylabel="loss", title="Loss of the killed runs and of the baseline run")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -152,37 +195,25 @@ def _plot(faulted: TrainingJob, whole: TrainingJob, line: FaultTimeline, path: P
     return str(path)
 
 
-def _report(
-    console: Console,
-    kill: Kill,
-    line: FaultTimeline,
-    same: RunComparison,
-    lost: int | None,
-    leftovers: Sequence[str],
-    plot: str,
-) -> int:
-    table = Table("since the kill", "ms", title=f"The fault: SIGKILL of rank {kill.rank}")
-    for stage, label in STAGE_WORDS.items():
-        value = getattr(line, stage)
-        table.add_row(label, "-" if value is None else f"{value:,.0f}")
+def _report(console: Console, ways: Sequence[Way], leftovers: Sequence[str], plot: str) -> int:
+    table = Table(f"SIGKILL of rank {ways[0].fault.ranks[0]}", *(way.name for way in ways))
+    for label, *values in zip(LABELS, *(way.rows() for way in ways), strict=True):
+        table.add_row(label, *values)
     console.print(table)
-    if line.refused:
-        console.print(f"no checkpoint: {line.refused}")
-    console.print(f"dying-gasp checkpoint: step {line.step} in {line.path}")
-    console.print(f"committed steps lost: {'unknown' if lost is None else lost}")
+    wrong = [f"left behind: {process}" for process in leftovers]
+    for way in ways:
+        if way.name == IN_PLACE and way.fault.ending.why:
+            console.print(f"not in place: {escape(way.fault.ending.why)}")
+        wrong += [f"{way.name}: {text}" for text in (*way.fault.problems(), *way.same.differences[:10])]
     console.print(f"loss curves: {plot}")
-    for difference in same.differences[:10]:
-        console.print(f"[red]difference[/]: {difference}")
-    for process in leftovers:
-        console.print(f"[red]left behind[/]: {process}")
-    good = same.equal and lost == 0 and not leftovers
-    if good:
-        console.print(
-            f"[bold green]EQUAL[/]: loss and grad norm of {same.steps} steps and the final weights are the same bits"
-        )
-    else:
+    for text in wrong:
+        console.print(f"[red]wrong[/]: {escape(text)}")
+    if wrong or not all(way.same.equal for way in ways):
         console.print("[bold red]NOT EQUAL[/]: see above")
-    return 0 if good else 1
+        return 1
+    steps = ways[0].same.steps
+    console.print(f"[bold green]EQUAL[/]: loss and grad norm of {steps} steps and the final weights are the same bits")
+    return 0
 
 
 if __name__ == "__main__":

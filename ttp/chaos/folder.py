@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ttp.errors import ConfigError
 
-_MADE = r"run_\d+|baseline(\.json)?|lap_\d+|unbroken(\.json)?|result\.json|report\.html|killed|loss\.png"
+_MADE = r"run_\d+|baseline(\.json)?|lap_\d+|unbroken(\.json)?|result\.json|report\.html|killed|in_place|kills\.json|loss\.png"
 """What these tools make, or once made."""
 
 

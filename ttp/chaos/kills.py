@@ -1,10 +1,11 @@
 """`make chaos`: one long job, killed again and again at random moments, judged against a job that nothing happened to.
 
-    python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]
+    python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [--in-place [--twice EVERY] [--spare RANK]] [trainer overrides]
 
 Every kill picks its rank and its moment at random (seed printed). The job must come back from each by itself; at the end
 the loss and grad norm of every step and the final weights must be the baseline job's bits, no committed step may be lost,
-and no process may be left behind. Exit status 0 or 1.
+and no process may be left behind. `--in-place`: other processes take the places of those that were killed, and the others keep running
+(`ttp.chaos.kills_in_place`). Exit status 0 or 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ttp.chaos import kills_in_place
 from ttp.chaos.folder import empty
 from ttp.chaos.observed.training_job import JobError, Kill, TrainingJob
 from ttp.chaos.verdict.timeline import (
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(args.output).resolve()
     try:
         empty(output)
+        if args.in_place:
+            return kills_in_place.main(console, args, overrides, seed, output)
         survived, same, leftovers = run(console, args, overrides, random.Random(seed), output)
     except ConfigError as error:
         console.print(f"ttp.chaos.kills: {error}", markup=False, style="red")
@@ -81,6 +85,18 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=whole())
     parser.add_argument("--output", default="output/chaos")
     parser.add_argument("--config", default="gpt_tiny")
+    parser.add_argument(
+        "--in-place", action="store_true", help="recover without a checkpoint wherever that is possible"
+    )
+    parser.add_argument(
+        "--spare", type=whole(), help="in place: this rank is never killed, so that what adds up in it shows"
+    )
+    parser.add_argument(
+        "--twice",
+        type=whole(),
+        default=0,
+        help="in place: after every so many kills the new process is killed, too (0: never)",
+    )
     return parser.parse_known_args(argv)
 
 

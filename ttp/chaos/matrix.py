@@ -2,6 +2,7 @@
 
     ttp chaos matrix [--output DIR] [--repeat 2] [--per-job 8] [--shard I/N] [--limit CELLS] [--minutes M] [--kinds A,B]
     ttp chaos matrix --nodes ...         the faults of nodes instead, on two nodes of network namespaces
+    ttp chaos matrix --in-place ...      lost ranks are replaced, and the others run on; second faults on the way back
     ttp chaos matrix --table             only print what has been run so far, as the table of docs/chaos.md
 
 A job takes several cells, one after the other. What was run is kept, a line a cell, in DIR/cells.jsonl: a run that was ended
@@ -32,6 +33,7 @@ from ttp.chaos.report.result_json import write_result
 from ttp.chaos.run.campaign import Campaign, run_campaign
 from ttp.chaos.run.harness import OnProgress
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED
+from ttp.chaos.verdict.in_place import finding
 from ttp.chaos.verdict.invariants import VIOLATED
 
 RANKS = 4
@@ -43,17 +45,25 @@ PARTED = {"first": 3, "standby": 0, "last": 0}
 that the role's rank is the lowest one left, which publishes (`last` never is)."""
 IN_STEP = ("kill", "segv", "abort", "exit", "raise", "async", "stop", "gil", "hang", "term")
 DUMP_CALLS = (0, 1, 2)
+NEWCOMER_POINTS = ("start", "protected")
+"""A process that takes a lost one's place loads nothing."""
+IN_PLACE_EVENTS = ("freeze_sent", "frozen", "decided", "regroup_sent", "replacement_came", "regrouped")
 DUMP_EVENTS = ("freeze_sent", "frozen", "decided", "write_sent", "publish_sent", "published")
 ENVIRON = {"TTP_HANG_FLOOR_S": "3", "TTP_HANG_START_S": "20", "TTP_VOUCHED_LEASE_S": "3", "TORCH_FR_BUFFER_SIZE": "0"}
 """A hang, and an interpreter that is held, are found soon although eight steps are not over when some faults come. Without torch's
 flight recorder: its entries keep the heap from being used again while they fill their ring, which looks like a leak in so short a job."""
 
 
-def cells(*, nodes: bool = False) -> tuple[MatrixCase, ...]:
-    """Return every cell that can occur on one node, or those of `node_cells.py`."""
-    if nodes:
-        return node_cells()
-    return labelled((*_in_step(), *_in_dump(), *_in_start(), *_mild(), *_elsewhere(), *_disk()))
+def cells(which: str = "matrix") -> tuple[MatrixCase, ...]:
+    """Return every cell that can occur on one node (`matrix`), those of `node_cells.py` (`nodes`), or those of one node where ranks are replaced
+    (`in-place`): without what needs a dump, and with second faults while the ranks regroup."""
+    match which:
+        case "nodes":
+            return node_cells()
+        case "in-place":
+            return labelled((*_in_step(), *_regrouping(), *_mild(), *_elsewhere(IN_PLACE_EVENTS)))
+        case _:
+            return labelled((*_in_step(), *_in_dump(), *_in_start(), *_mild(), *_elsewhere(DUMP_EVENTS), *_disk()))
 
 
 def _soon() -> Moment:
@@ -99,6 +109,25 @@ def _in_start() -> Iterator[MatrixCase]:
                 yield MatrixCase(f"{kind} in a start", point, role, _fault("kill", rank, point="now", then=(second,)))
 
 
+def _regrouping() -> Iterator[MatrixCase]:
+    """A second fault on the way back in place: to the process that comes for the lost one, as it starts and later, and to a rank that stays."""
+    for role, rank in ROLES.items():
+        for point in NEWCOMER_POINTS:
+            for kind in ("kill", "segv", "stop"):
+                second = FaultSpec(kind=kind, ranks=(rank,), point=point)
+                yield MatrixCase(
+                    f"{kind} of a new process", point, role, _fault("kill", rank, point="now", then=(second,))
+                )
+        for event in IN_PLACE_EVENTS[-3:]:
+            for whom, other in (("a new process", rank), ("a rank that stays", PARTED[role])):
+                for kind in ("kill", "stop"):
+                    if whom == "a new process" and event == "regroup_sent":
+                        continue  # it has not come yet
+                    second = FaultSpec(kind=kind, ranks=(other,), moment=Moment(event=event), point="now")
+                    first = _fault("kill", rank, point="backward", then=(second,))
+                    yield MatrixCase(f"{kind} of {whom}", event, role, first)
+
+
 def _mild() -> Iterator[MatrixCase]:
     """What need not be a fault at all."""
     for role, rank in ROLES.items():
@@ -109,15 +138,15 @@ def _mild() -> Iterator[MatrixCase]:
         yield MatrixCase("memory hog", "any", role, _fault("memory", rank, point="now", for_s=2.0, mib=512))
 
 
-def _elsewhere() -> Iterator[MatrixCase]:
+def _elsewhere(events: Sequence[str]) -> Iterator[MatrixCase]:
     yield MatrixCase("kill_agent", "any", "launcher", _fault("kill_agent"))
-    yield MatrixCase(
-        "corrupt", "published", "checkpoint", _fault("kill", 2, point="now", then=(_then("corrupt", "published"),))
-    )
+    if events == DUMP_EVENTS:
+        broken = _fault("kill", 2, point="now", then=(_then("corrupt", "published"),))
+        yield MatrixCase("corrupt", "published", "checkpoint", broken)
     for kind in ("kill_controller", "stop_controller"):
         idle = _fault(kind, for_s=8.0 if kind == "stop_controller" else 0.0)
         yield MatrixCase(kind, "training", "controller", idle)
-        for event in DUMP_EVENTS:
+        for event in events:
             dump = _fault("kill", 2, point="now", then=(_then(kind, event),))
             yield MatrixCase(kind, event, "controller", dump)
     again = _then("kill_controller", "standby_started")
@@ -166,14 +195,18 @@ class MatrixPlan:
     until_monotonic_s: float = float("inf")
     kinds: tuple[str, ...] = ()
     seed: int = 0
-    nodes: bool = False
-    """The cells of two nodes."""
+    which: str = "matrix"
+    """Of which cells: `matrix`, `nodes`, `in-place`."""
+
+    @property
+    def nodes(self) -> bool:
+        return self.which == "nodes"
 
 
 def ordered(plan: MatrixPlan) -> list[MatrixCase]:
     """Return this shard's cells in their order: shuffled, one of each kind first, then the rest; again for each repeat."""
     rng = random.Random(plan.seed)
-    expected = [cell for cell in cells(nodes=plan.nodes) if not plan.kinds or cell.kind in plan.kinds]
+    expected = [cell for cell in cells(plan.which) if not plan.kinds or cell.kind in plan.kinds]
     rng.shuffle(expected)
     seen: set[str] = set()
     first = [cell for cell in expected if not (cell.kind in seen or seen.add(cell.kind))]  # type: ignore[func-returns-value]
@@ -242,6 +275,7 @@ def run_matrix(
             environ=ENVIRON,
             deadline_s=240.0,
             nodes=NODES if plan.nodes else 0,
+            in_place=plan.which == "in-place",
         )
         baseline = plan.output / "baseline.json"
         folder = plan.output / f"job_{number}"
@@ -274,6 +308,7 @@ def _put_down(output: Path, job: int, batch: Sequence[MatrixCase], campaign: Cam
                 "happened": incident.outcome != NOT_REACHED and len(incident.firings) >= incident.planned,
                 "blows": len(incident.firings),
                 "outcome": incident.outcome,
+                "finding": finding(incident),
                 "as_expected": incident.as_expected,
                 "lost": incident.lost,
                 "stages_ms": incident.stages_ms,
@@ -283,10 +318,10 @@ def _put_down(output: Path, job: int, batch: Sequence[MatrixCase], campaign: Cam
             file.write(json.dumps(line) + "\n")
 
 
-def table(lines: Sequence[dict[str, Any]], *, nodes: bool = False) -> str:
+def table(lines: Sequence[dict[str, Any]], which: str = "matrix") -> str:
     """Return the summary of what has been run, in Markdown."""
     kinds: dict[str, int] = {}
-    for cell in cells(nodes=nodes):
+    for cell in cells(which):
         kinds[cell.kind] = kinds.get(cell.kind, 0) + 1
     rows = [
         "| fault | cells | run of them | injections | what became of it | unexpected | first new step, median s |",

@@ -47,7 +47,7 @@ def test_every_cell_is_there_once_and_run_twice_makes_at_least_five_hundred_faul
 def test_the_cells_of_nodes_are_a_matrix_of_their_own() -> None:
     """Every fault of a node in training and at each stage of a dump, to the node with rank 0 and to the other; the neighbour that
     dies first is on the node that is hit, so that the other node can save."""
-    made = cells(nodes=True)
+    made = cells("nodes")
     names = [cell.name for cell in made]
     assert len(names) == len(set(names)) == 4 * 2 * (1 + 6)
     assert {cell.fault.kind for cell in made} == {"kill", *FIELDS} and not set(names) & {cell.name for cell in cells()}
@@ -59,8 +59,8 @@ def test_the_cells_of_nodes_are_a_matrix_of_their_own() -> None:
     words = command(nodes=True)
     assert words[words.index("--nproc-per-node") + 1] == "2" and "{endpoints}" in words
     assert "{endpoints}" not in command()
-    assert ordered(MatrixPlan(output=Path(), nodes=True))[0] in made
-    assert "| lose_node in a dump | 12 | 0 |" in table([], nodes=True)
+    assert ordered(MatrixPlan(output=Path(), which="nodes"))[0] in made
+    assert "| lose_node in a dump | 12 | 0 |" in table([], "nodes")
 
 
 def test_the_first_cells_are_one_of_each_kind() -> None:

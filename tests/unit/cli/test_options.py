@@ -33,6 +33,8 @@ PARSERS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
     "kills --kills": (kills.parse, ["--kills"]),
     "kills --ranks": (kills.parse, ["--ranks"]),
     "kills --seed": (kills.parse, ["--seed"]),
+    "kills --twice": (kills.parse, ["--twice"]),
+    "kills --spare": (kills.parse, ["--spare"]),
     "demo --ranks": (demo.parse, ["--ranks"]),
     "demo --steps": (demo.parse, ["--steps"]),
     "demo --seed": (demo.parse, ["--seed"]),

@@ -38,8 +38,8 @@ LARGEST = 2**31 - 1
 LONGEST_S = 1e9
 """Thirty years, as for TTP's own settings."""
 
-OUTCOMES = ("saved", "unharmed", "refused", "fell_back", "relaunched")
-"""What may become of a fault: a dying gasp was published and resumed from; training went on (unhurt, a false alarm, or under
+OUTCOMES = ("saved", "in_place", "unharmed", "refused", "fell_back", "relaunched")
+"""What may become of a fault: a dying gasp was published and resumed from; the lost ranks were replaced, and the others ran on; training went on (unhurt, a false alarm, or under
 another controller); no dump was possible, and the job said why; a checkpoint was broken, and an older one was taken; the
 command was started anew and went on from the newest checkpoint."""
 
@@ -91,9 +91,11 @@ KINDS: dict[str, FaultKind] = {
 }  # fmt: skip
 """To add a kind: a row here; what it does, in `inject.py` (a rank), `disk.py` (a dump) or `external.py` (anything else); its row in docs/chaos.md and
 a line in examples/chaos/kinds.yaml. `matrix.py` lists its cells."""
+_SEEN_AT_ONCE = ("kill", "segv", "abort", "exit", "raise", "async")
+"""Kinds that are known at once and for certain: what they cost can be replaced, as nothing of it runs on elsewhere."""
 EVENTS = (
     "suspect", "stalled", "hung", "death_seen", "fault_reported", "freeze_sent", "frozen", "decided", "rolled_forward",
-    "write_sent", "written", "publish_sent", "published", "exit_sent", "takeover_began", "took_over",
+    "regroup_sent", "replacement_came", "regrouped", "write_sent", "written", "publish_sent", "published", "exit_sent", "takeover_began", "took_over",
     "standby_started",
 )  # fmt: skip
 """Lines of a controller's journal at which a further fault may come."""
@@ -188,7 +190,24 @@ class Scenario:
     """The command is run once on each of so many network namespaces; 0: once, here."""
     growth_mib: float = GROWTH_MIB
     """A rank whose memory grows by more in 1,000 steps leaks."""
+    in_place: bool = False
+    """Ranks that are lost are replaced, and the others run on, wherever that is possible (TTP_IN_PLACE)."""
     environ: Mapping[str, str] = field(default_factory=dict)
+
+    def outcomes(self, fault: FaultSpec) -> tuple[str, ...]:
+        """Return what may become of a fault here: what is saved may be spared the checkpoint."""
+        more = self.in_place and "saved" in fault.outcomes and "in_place" not in fault.outcomes
+        return (*fault.outcomes, *(("in_place",) if more else ()))
+
+    def in_place_due(self, fault: FaultSpec) -> bool:
+        """Say whether a fault is to end in place, if replicas cover what one rank held: one rank ends, or raises, in training, and nothing follows."""
+        alone = max(len(fault.ranks), fault.count) == 1 and not fault.then
+        return self.in_place and not self.nodes and alone and fault.kind in _SEEN_AT_ONCE
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What the job's environment has besides what this process has."""
+        return {"TTP_IN_PLACE": str(self.in_place), **self.environ}
 
     def __post_init__(self) -> None:
         kinds = [fault for top in self.faults for fault in (top, *top.then)]

@@ -85,9 +85,15 @@ class Record:
     save_dirs: list[str] = field(default_factory=list)
     memory: dict[tuple[Key, int], Curve] = field(default_factory=dict)
     """What every rank of every attempt held, by (attempt, rank)."""
+    replaced: list[Curve] = field(default_factory=list)
+    """The same of processes whose place another one took within the attempt."""
     newest_step: int = 0
     """Where the newest attempt stands: after a broken checkpoint it may be less than it once was."""
     newest_key: Key = (0, 0)
+
+    def curves(self) -> list[Curve]:
+        """Return what every process of a rank held."""
+        return [*self.replaced, *self.memory.values()]
 
     def finished_in(self, key: Key, until_unix_s: float) -> int:
         """Return the newest step that a rank had finished by then in this attempt, or the one that it began with."""
@@ -155,6 +161,7 @@ class Recorder:
             case "hello":
                 record.world_size = int(message["world_size"])
                 record.hellos.append((unix_s, key, rank, int(message["pid"])))
+                record.replaced += [record.memory.pop((key, rank))] if (key, rank) in record.memory else []
                 record.memory[key, rank] = Curve(key, rank, int(message["pid"]))
                 record.save_dirs = list(message["save_dirs"])
             case "log_dir":

@@ -67,7 +67,12 @@ class Target:
         """How often the whole command was started."""
         self.launchers: list[subprocess.Popen[bytes]] = []
         files.make_folder(folder)
-        self._environ = {"OMP_NUM_THREADS": "1", **environ, "TTP_CHAOS": str(socket_path), "TTP_TEST_MARK": self.mark}
+        self._environ = {
+            "OMP_NUM_THREADS": "1",
+            **environ,
+            "TTP_CHAOS": str(socket_path),
+            "TTP_TEST_MARK": self.mark,
+        }
 
     def __enter__(self) -> Target:
         try:
@@ -75,6 +80,8 @@ class Target:
         except BaseException:
             self._unmount()
             raise
+        self._temporary = files.make_temporary("ttp-job-")
+        self._environ = {"TMPDIR": str(self._temporary), **self._environ}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -83,6 +90,7 @@ class Target:
         finally:
             self.kill_all()
             self._unmount()
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _make_disk(self) -> None:
         if any(str(self.disk) in word for word in self.command):
@@ -161,6 +169,10 @@ class Target:
     def leftovers(self) -> list[str]:
         """Return every process that carries this run's mark; after the end there must be none."""
         return sorted(f"pid {pid}: {command}" for pid, command in marked(self.mark))
+
+    def litter(self) -> list[str]:
+        """Return the temporary files, folders and sockets that the job has made and not removed. torch leaves some of its own."""
+        return sorted(str(path) for path in self._temporary.iterdir() if not path.name.startswith("torch"))
 
     def kill_all(self) -> None:
         """SIGKILL all that carries the mark, and reap the launchers."""

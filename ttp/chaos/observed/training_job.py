@@ -79,6 +79,7 @@ class Observed(ABC):
         self.output_dir = output_dir
         self._until_s = until_monotonic_s
         self._metrics = GrowingLines(output_dir / "metrics.jsonl")
+        self._journals: dict[Path, GrowingLines] = {}
         files.make_folder(output_dir)
 
     @abstractmethod
@@ -106,21 +107,22 @@ class Observed(ABC):
     def journals(self) -> list[list[dict[str, Any]]]:
         """Return each attempt's journal, oldest first: what all its controllers logged, in order of time. An event's fields
         stand beside its name and time; `controller` is 0 for the one that the attempt began with, i for the i-th standby."""
-        return [self._journal(start) for start in self.starts()]
+        return [self.journal(start) for start in self.starts()]
 
     def starts(self) -> list[int]:
         """Return the numbers of the attempts that a controller began so far."""
         log_dir = self.output_dir / "log"
         return sorted(int(path.stem.split("_")[1]) for path in log_dir.glob("journal_*.jsonl"))
 
-    def _journal(self, start: int) -> list[dict[str, Any]]:
+    def journal(self, start: int) -> list[dict[str, Any]]:
+        """Return the journal of the attempt of this number."""
         return sorted(self._lines_of(start), key=lambda line: line["unix_s"])
 
     def _lines_of(self, start: int) -> Iterator[dict[str, Any]]:
         log_dir = self.output_dir / "log"
         for path in (log_dir / f"journal_{start}.jsonl", *sorted(log_dir.glob(f"standby_{start}_*.jsonl"))):
             place = int(path.stem.split("_")[2]) if path.stem.startswith("standby") else 0
-            for line in read_jsonl(path):
+            for line in self._journals.setdefault(path, GrowingLines(path)).read():
                 yield {**line.get("fields", {}), **line, "controller": place}
 
     def final(self) -> dict[str, Any]:
@@ -146,10 +148,11 @@ class Observed(ABC):
     # --- faults ---
 
     def pids(self) -> dict[int, int]:
-        """Return the pid of every rank of the newest attempt, from its controller's journal."""
+        """Return the pid of every rank of the newest attempt, from its controllers' journals. A rank that was replaced has its newest process's."""
         starts = self.starts()
-        lines = self._journal(starts[-1]) if starts else []
-        return {int(line["rank"]): int(line["pid"]) for line in lines if line.get("event") == "registered"}
+        lines = self.journal(starts[-1]) if starts else []
+        came = ("registered", "replacement_came")
+        return {int(line["rank"]): int(line["pid"]) for line in lines if line.get("event") in came}
 
     def controller_pids(self) -> dict[int, int]:
         return controllers_of(self.mark)

@@ -15,7 +15,7 @@ from ttp.chaos.verdict.fault_outcome import STAGE_WORDS, STAGES, named
 
 Values = Mapping[str, Any]
 COLOURS = {
-    "seen": "#d1495b", "frozen": "#edae49", "decided": "#f4d35e", "written": "#66a182", "published": "#2e4057",
+    "seen": "#d1495b", "frozen": "#edae49", "decided": "#f4d35e", "regrouped": "#00798c", "written": "#66a182", "published": "#2e4057",
     "resumed": "#8d96a3", "first_new_step": "#c5cad3",
 }  # fmt: skip
 LEAST_MS = 1.0

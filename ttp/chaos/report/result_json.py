@@ -3,6 +3,7 @@
 name, command, seed, laps, faults, fired, good          the whole
 incidents[]: number, lap, text, label, firings[], outcome, expected, committed, saved_step, resumed_step, lost,
              refused, stages_ms{}, problems[]           each fault
+findings[]                                              what was to end in place and did not, with the reason
 verdicts[]: lap, name, state, text                      each claim of each run; laps, lap: the runs, the number of one
 curves[]: name, points[[step, value]], value_name       each run's loss (or grad norm, where no loss is reported)
 memory[]: run, launch, start, rank, pid, points[[unix_s, step, bytes]], growth_mib
@@ -23,6 +24,7 @@ from ttp.chaos.observed.leaks import growth_of
 from ttp.chaos.observed.recorder import Record
 from ttp.chaos.run.campaign import Campaign
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED, FaultOutcome
+from ttp.chaos.verdict.in_place import finding
 from ttp.chaos.verdict.invariants import VIOLATED, fault_stretches
 
 CURVE_POINTS = 2000
@@ -56,6 +58,7 @@ def result_of(campaign: Campaign) -> dict[str, Any]:
         "not_reached": skipped,
         "good": bool(campaign.runs) and not violated,
         "incidents": incidents,
+        "findings": [text for text in map(finding, campaign.incidents) if text],
         "verdicts": verdicts,
         "curves": curves,
         "memory": memory,
@@ -90,9 +93,10 @@ def _curve(name: str, record: Record) -> dict[str, Any]:
 def _memory(name: str, record: Record, incidents: Sequence[FaultOutcome]) -> list[dict[str, Any]]:
     """Return what each rank of each attempt held."""
     faulted = fault_stretches(incidents)
-    every = max(1, math.ceil(sum(len(curve.samples) for curve in record.memory.values()) / MEMORY_POINTS))
+    every = max(1, math.ceil(sum(len(curve.samples) for curve in record.curves()) / MEMORY_POINTS))
     entries = []
-    for (key, rank), curve in record.memory.items():
+    for curve in record.curves():
+        key, rank = curve.key, curve.rank
         growth = growth_of(curve, faulted)
         points = [[round(one.unix_s, 2), one.step, one.nbytes] for one in curve.samples[::every]]
         entry = {"run": name, "launch": key[0], "start": key[1], "rank": rank, "pid": curve.pid, "points": points}

@@ -18,6 +18,7 @@ from rich.text import Text
 from ttp.chaos.run.campaign import Campaign
 from ttp.chaos.run.harness import Harness
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED, FaultOutcome
+from ttp.chaos.verdict.in_place import finding
 from ttp.chaos.verdict.invariants import HELD, VIOLATED, Verdict
 from ttp.text.wording import counted
 
@@ -104,6 +105,8 @@ def show_summary(console: Console, campaign: Campaign) -> None:
     """Print the campaign's faults and the verdicts of every run that is not good, or of the last one."""
     console.print(incident_table(campaign.incidents))
     shown = [one for one in campaign.runs if any(verdict.state == VIOLATED for verdict in one.verdicts)]
+    for text in filter(None, map(finding, campaign.incidents)):
+        console.print(f"[yellow]finding[/]: {escape(text)}")
     for one in shown or campaign.runs[-1:]:
         console.print(f"run {one.number}: {one.lasted_s:,.0f} s, exit status {one.run.status}")
         show_verdicts(console, one.verdicts)

@@ -44,6 +44,8 @@ class Soak:
 
 
 MOST_BASELINE_BYTES = 1 << 30
+_LEAVES_FILES = ("kill_agent", "lose_node")
+"""After these no process remains that could remove its temporary files."""
 
 
 @dataclass(slots=True)
@@ -144,7 +146,8 @@ def _run_once(
         leftovers = target.leftovers()
         mine = None if final is None else comparable(list_checkpoints(record.save_dirs), final)
         differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
-        litter = _litter(record)
+        killed = any(firing.kind in _LEAVES_FILES for one in harness.incidents for firing in one.firings)
+        litter = [*_litter(record), *(target.litter() if not killed else ())]
         run = Run(
             record, harness.incidents, status, leftovers, litter, campaign.baseline, differences, scenario.growth_mib
         )

@@ -27,7 +27,7 @@ def staged(
             command,
             folder,
             socket_path=control.path,
-            environ=scenario.environ,
+            environ=scenario.variables,
             nodes=nodes,
             small_disk_mib=scenario.small_disk_mib,
             patience=patience,

@@ -62,15 +62,13 @@ class Harness:
         self._peers: dict[int, Peer] = {}
         """The ranks of the newest attempt."""
         self._standing: list[tuple[int, FaultOrder]] = []
-        """(rank, order) of faults that happen while a later attempt begins."""
+        """(rank, order) of faults that happen while a process starts: of a later attempt, or in a lost one's place."""
         self._given: dict[int, tuple[FaultSpec, int]] = {}
         """Orders that have not fired: (fault, rank) by id."""
         self._incident: FaultOutcome | None = None
         self._look_at = self._memory_at = 0.0
         self._relaunch_pending = False
         """The launchers are gone, and will be started anew."""
-        self._armed_key: Key = (0, 0)
-        """Standing orders are for attempts after this one."""
         self._striker = Injector(target, rng)
 
     @property
@@ -139,7 +137,7 @@ class Harness:
                 self._striker.key, self._peers = key, {}
             self._peers[peer.rank] = peer
             self._striker.met(peer)
-            mine = [order for rank, order in self._standing if rank == peer.rank and key > self._armed_key]
+            mine = [order for rank, order in self._standing if rank == peer.rank]
             self._standing = [entry for entry in self._standing if entry[1] not in mine]
             peer.give(mine)
         self._watch.receive(peer.facts, self._keys[peer], message)
@@ -159,14 +157,18 @@ class Harness:
 
     # --- one fault ---
 
+    def _new_incident(self, fault: FaultSpec, number: int, run: int) -> FaultOutcome:
+        expected, due = self._scenario.outcomes(fault), self._scenario.in_place_due(fault)
+        return FaultOutcome(number, run, fault.text, fault.label, expected, in_place_due=due)
+
     def _skip(self, fault: FaultSpec, number: int, run: int) -> None:
-        incident = FaultOutcome(number, run, fault.text, fault.label, fault.outcomes)
+        incident = self._new_incident(fault, number, run)
         settle(incident, self.record, NOT_REACHED)
         self.incidents.append(incident)
 
     def _meet(self, fault: FaultSpec, number: int, run: int) -> None:
         """Let one fault and its `then` happen, and wait until the job has settled."""
-        incident = FaultOutcome(number, run, fault.text, fault.label, fault.outcomes)
+        incident = self._new_incident(fault, number, run)
         self.incidents.append(incident)
         self._incident = incident
         try:
@@ -206,7 +208,6 @@ class Harness:
         ranks = self._choose(fault, ())
         chosen = [(one, self._choose(one, ranks)) for one in fault.then]
         incident.planned = len(ranks) + sum(len(its_ranks) for _, its_ranks in chosen)
-        self._armed_key = self._striker.key
         for one, its_ranks in chosen:
             if one.point in (*DUMP_POINTS, *START_POINTS):
                 self._arm(one, its_ranks, 0)
@@ -337,10 +338,12 @@ class Harness:
         since = last + max((one.for_s for one in (fault, *fault.then)), default=0.0)
         if time.time() < since:
             return False
-        reported = self.record.lines(incident.began_unix_s, "freeze_sent", "thawed", "took_over")
+        reported = self.record.lines(incident.began_unix_s, "freeze_sent", "thawed", "regrouped", "took_over")
         leading = max((line["controller"] for line in reported if line["event"] == "took_over"), default=0)
         if (own := [line for line in reported if line["controller"] >= leading]) and own[-1]["event"] == "freeze_sent":
             return False
+        if own and own[-1]["event"] == "regrouped" and own[-1]["unix_s"] > last:
+            return self._training() and self._new_steps(hit, own[-1]["unix_s"]) >= SETTLED_STEPS
         if "kill_controller" in kinds and not any(line["event"] == "took_over" for line in reported):
             return False
         if "unharmed" in incident.expected:

@@ -9,14 +9,16 @@ import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from ttp.chaos.observed.recorder import Key, Line, Record, Resumed
+from ttp.chaos.observed.recorder import Key, Line, Record, ReportedStep, Resumed
+from ttp.chaos.verdict.recoveries import why_not
 from ttp.chaos.verdict.timeline import known_to_the_dead_alone
 
-STAGES = ("seen", "frozen", "decided", "written", "published", "resumed", "first_new_step")
+STAGES = ("seen", "frozen", "decided", "regrouped", "written", "published", "resumed", "first_new_step")
 STAGE_WORDS = {
     "seen": "seen by the controller",
     "frozen": "all survivors frozen",
     "decided": "step decided",
+    "regrouped": "all ranks have regrouped",
     "written": "shards written",
     "published": "checkpoint published",
     "resumed": "loaded by the next attempt",
@@ -71,6 +73,12 @@ class FaultOutcome:
     lost: int | None = None
     """Finished steps that had to be trained again; None: not known yet."""
     refused: str = ""
+    kept_step: int | None = None
+    """The step after which training continued in place."""
+    in_place_due: bool = False
+    """It is to end in place if the replicas of the rank that was hit cover what it held."""
+    not_in_place: str = ""
+    """Why it did not, by the controller's journal."""
     over_unix_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     """What was against the protocol, `I9: ...` each."""
@@ -123,6 +131,8 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
     resumed = _resumes(record, incident)
     published = [line for line in lines if line["event"] == "published"]
     refused = [line for line in lines if line["event"] == "refused"]
+    in_place = in_place_line(lines)
+    incident.not_in_place = why_not(lines) if published or refused else ""
     incident.saved_step = max(
         (int(line["step"]) for line in published), default=None
     )  # two, where a network was parted
@@ -133,11 +143,24 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
     if restarted and how != OVERDUE:
         incident.resumed_step = resumed[-1].step if resumed else 0
         incident.lost = max(0, incident.committed - incident.resumed_step)
+    elif how == "" and in_place is not None:
+        incident.kept_step = kept = int(in_place["step"])
+        if known_to_the_dead_alone(frozen, kept):
+            incident.unproven = max(0, incident.committed - kept)
+        incident.lost = max(0, incident.committed - incident.unproven - kept)
     elif how == "":
         incident.lost = 0
     skipped_before = _checkpoints(text for one in record.resumes if one.unix_s < began for text in one.skipped)
     incident.outcome = how or _outcome(incident, resumed, restarted, skipped_before)
     incident.stages_ms = stages(lines, record, incident, resumed)
+
+
+def in_place_line(lines: Sequence[Line]) -> Line | None:
+    """Return the line with which a fault ended in place; None: it did not. A later freeze had another end."""
+    last = next(
+        (line for line in reversed(lines) if line["event"] in ("regrouped", "thawed", "published", "refused")), None
+    )
+    return last if last is not None and last["event"] == "regrouped" else None
 
 
 def _resumes(record: Record, incident: FaultOutcome) -> list[Resumed]:
@@ -154,7 +177,7 @@ def _checkpoints(skipped: Iterable[str]) -> set[str]:
 def _outcome(incident: FaultOutcome, resumed: Sequence[Resumed], restarted: bool, skipped_before: Set[str]) -> str:
     """skipped_before: names of what an earlier fault broke; it stays there, and is skipped until the job has come past it."""
     if not restarted:
-        return "unharmed"
+        return "unharmed" if incident.kept_step is None else "in_place"
     if resumed and _checkpoints(resumed[-1].skipped) - skipped_before:
         return "fell_back"
     if incident.saved_step is not None:
@@ -176,15 +199,24 @@ def stages(
         for reported in record.steps
         if not reported.recovered
         and reported.unix_s > incident.last_unix_s
-        and (reported.key > last or incident.outcome == "unharmed")
+        and (reported.key > last or incident.outcome == "unharmed" or _after_kept(incident, lines, reported))
     ]
     moments = {
         "seen": min(first(*_SIGNS), default=None),
         "frozen": min(first("frozen"), default=None),
         "decided": min(first("decided"), default=None),
+        "regrouped": max(first("regrouped"), default=None),
         "written": max(first("written"), default=None),  # every writer reports; the stage is over with the last
         "published": max(first("published"), default=None),
         "resumed": max((one.unix_s for one in resumed), default=None),
         "first_new_step": min(new, default=None),
     }
     return {stage: (moment - began) * 1e3 for stage, moment in moments.items() if moment is not None}
+
+
+def _after_kept(incident: FaultOutcome, lines: Sequence[Line], reported: ReportedStep) -> bool:
+    """Say whether a step came after the gates had opened in place: one that was under way at the fault does not count."""
+    opened = in_place_line(lines)
+    if incident.outcome != "in_place" or opened is None:
+        return False
+    return reported.unix_s > float(opened["unix_s"]) and reported.step > int(opened["step"])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ttp.chaos.observed.leaks import GROWTH_MIB, LEAST_SAMPLES, LEAST_STEPS, WARM_UP_STEPS, Growth, growth_of
 from ttp.chaos.observed.recorder import Record
+from ttp.chaos.verdict import in_place
 from ttp.chaos.verdict.fault_outcome import ENDED, NOT_REACHED, OVERDUE, UNSAVED, FaultOutcome
 
 HELD, VIOLATED, UNSEEN = "held", "violated", "not seen"
@@ -68,6 +69,7 @@ def judge(run: Run) -> list[Verdict]:
         _verdict("I11 in time", _late(run, fired), f"all of {len(fired)} faults settled in time, nothing left behind", problems),
         _data(run),
         _memory(run),
+        *([_in_place(run)] if any("in_place" in one.expected for one in run.incidents) else []),
         _outcomes(run.incidents),
     ]  # fmt: skip
 
@@ -266,12 +268,22 @@ def _data(run: Run) -> Verdict:
     name = "I12 host state"
     if run.baseline is None:
         return Verdict(name, UNSEEN, "no baseline run to compare with")
-    if not any(incident.resumed_step is not None for incident in run.incidents):
+    if not any(incident.resumed_step is not None or incident.outcome == "in_place" for incident in run.incidents):
         return Verdict(name, UNSEEN, "the job was never resumed")
     wrong = differences(run.record, run.baseline)
     if not wrong and not has_bits(run.baseline):
         return Verdict(name, UNSEEN, _NO_BITS)
-    return _verdict(name, wrong, "every step after a resume has the baseline run's sums", {})
+    return _verdict(name, wrong, "every step after a resume or a recovery in place has the baseline run's sums", {})
+
+
+def _in_place(run: Run) -> Verdict:
+    """Recoveries without a checkpoint: other processes for exactly the lost ranks, the next step, and nothing published."""
+    name, found = "in place", [one for one in run.incidents if one.outcome == "in_place"]
+    if not found:
+        return Verdict(name, UNSEEN, "no fault ended without a checkpoint")
+    wrong = [text for incident in found for text in in_place.problems(incident, run.record)]
+    text = f"{len(found)} recoveries without a checkpoint: only lost processes were replaced, the next step was the next one"
+    return _verdict(name, wrong, text, {})
 
 
 _NO_BITS = "no step has a sum or a grad norm that could differ"
@@ -317,8 +329,8 @@ def fault_stretches(incidents: Sequence[FaultOutcome]) -> list[tuple[float, floa
 def growths(run: Run) -> list[tuple[str, Growth]]:
     """Return what the memory of every rank of every attempt shows where it can be judged: of the run (``), then of the baseline run."""
     faulted = fault_stretches(run.incidents)
-    curves = [("", curve) for curve in run.record.memory.values()]
-    curves += [("the baseline run's ", curve) for curve in (run.baseline.memory.values() if run.baseline else ())]
+    curves = [("", curve) for curve in run.record.curves()]
+    curves += [("the baseline run's ", curve) for curve in (run.baseline.curves() if run.baseline else ())]
     return [(whose, growth) for whose, curve in curves if (growth := growth_of(curve, faulted)) is not None]
 
 
