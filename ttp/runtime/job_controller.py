@@ -93,7 +93,8 @@ class JobController:
         address = discovery.find(self.store(), self._settings.round_number, self._rank, timeout_s)
         if not self._settings.one_node:
             discovery.check_name(address, self._rank)
-        self.write_for_agent(address)
+        if not vacant():  # the agent knows who leads by now, which this entry need not
+            self.write_for_agent(address)
         return address
 
     def write_for_agent(self, *addresses: str) -> None:
