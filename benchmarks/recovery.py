@@ -38,17 +38,19 @@ REPLICAS = 2
 LAYERS, VOCABULARY = 2, 256
 STEPS = (4, 12)
 """So many steps pass before a kill, at least and at most."""
+BEGIN = ("script", "model and optimizer")
 STAGES = {
-    IN_PLACE: ("seen", "frozen", "came", "groups", "filled", "regrouped", "new step"),
-    BY_CHECKPOINT: ("seen", "frozen", "written", "published", "script", "protected", "loaded", "new step"),
+    IN_PLACE: ("seen", "frozen", *BEGIN, "came", "groups", "filled", "regrouped", "new step"),
+    BY_CHECKPOINT: ("seen", "frozen", "written", "published", *BEGIN, "protected", "loaded", "new step"),
 }
 WORDS = {
     "came": "new process registered",
     "groups": "groups made again",
     "filled": "shards filled",
     "regrouped": "replicas compared, gates opened",
-    "script": "new processes begin",
-    "protected": "registered",
+    "script": "a new process begins",
+    "model and optimizer": "its model and optimizer are made",
+    "protected": "all registered",
     "loaded": "checkpoint loaded",
     "new step": "first new step",
 }
@@ -156,7 +158,8 @@ def fit(kills: Sequence[OneKill]) -> tuple[float, float, float, float]:
     matrix, took = np.stack(columns, axis=1), np.array([one.took_s for one in kills])
     scale = np.maximum(np.abs(matrix).max(axis=0), 1.0)
     solved = np.linalg.lstsq(matrix / scale, took, rcond=None)[0] / scale
-    return *map(float, solved), float(np.median(np.abs(matrix @ solved - took)))
+    a, b, c = map(float, solved)
+    return a, b, c, float(np.median(np.abs(matrix @ solved - took)))
 
 
 def report(kills: Sequence[OneKill]) -> list[str]:
