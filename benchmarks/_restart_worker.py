@@ -34,6 +34,8 @@ def stamped(function: Callable[..., Any], before: str = "", after: str = "") -> 
 stamp("script")
 import torch.distributed as dist  # noqa: E402
 
+import ttp.groups.process_groups as groups  # noqa: E402
+import ttp.optim.replica_optimizer as replicas  # noqa: E402
 import ttp.session  # noqa: E402
 import ttp.trainer.train  # noqa: E402
 from ttp.trainer.__main__ import main  # noqa: E402
@@ -42,4 +44,6 @@ stamp("imported")
 dist.init_process_group = stamped(dist.init_process_group, "text opened", "process group")
 ttp.start = stamped(ttp.session.start, "model and optimizer", "protected")
 ttp.session.Session.resume = stamped(ttp.session.Session.resume, after="loaded")  # type: ignore[method-assign]
+groups.ProcessGroups.make_again = stamped(groups.ProcessGroups.make_again, after="groups")  # type: ignore[method-assign]
+replicas.TTPReplicaOptimizer.fill = stamped(replicas.TTPReplicaOptimizer.fill, after="filled")  # type: ignore[method-assign]
 sys.exit(main())

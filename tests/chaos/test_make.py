@@ -22,6 +22,7 @@ SIZES = {
     "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",
     "benchmarks.messages": "",
     "benchmarks.peers": "--runs 1 --rank-0-runs 0 --kills 1 --systems ttp,torchrun",
+    "benchmarks.recovery": "--ranks 2 --megabytes 1 --kills 2",
     "benchmarks.restart": "--ranks 2 --jobs 1 --kills-a-job 1",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
     "benchmarks.simulation": "--batches 1 --runs 3",

@@ -74,6 +74,16 @@ def test_a_recovery_in_place_holds_with_its_times() -> None:
     assert stages == {"seen": 4, "frozen": 20, "decided": 21, "regrouped": 400, "first_new_step": 1000}
 
 
+def taken_over(record: Record) -> None:
+    """The controller is killed as it opens the gates, and the next one thaws ranks that have all regrouped."""
+    record.journal[-1:] = [line("freeze_sent", 100.6), line("took_over", 100.61), line("thawed", 100.62)]
+
+
+def test_a_takeover_of_ranks_that_have_regrouped_is_a_recovery_in_place() -> None:
+    (incident,) = (run := made_run(taken_over)).incidents
+    assert (incident.outcome, incident.kept_step) == ("in_place", KEPT) and verdicts(run)["in place"][0] == HELD
+
+
 def survivor_replaced(record: Record) -> None:
     record.hellos.append((100.35, KEY, 0, 82))
 

@@ -18,6 +18,7 @@ from ttp.chaos.verdict.recoveries import (
     FaultEnding,
     FaultTally,
     ending_of,
+    in_place_line,
     misplaced,
     quantile,
 )
@@ -83,6 +84,18 @@ def test_a_fault_that_ended_by_a_checkpoint_has_the_reason_why(lines: Sequence[d
     one = ending_of(lines, METRICS, KILLED_S)
     assert one is not None and (one.how, one.step, one.why) == (BY_CHECKPOINT, 8, why)
     assert round(one.stages_ms["published"]) == 300
+
+
+TAKEN_OVER = [event(100.33, "freeze_sent", freeze_id=1 << 20), event(100.34, "took_over"), event(100.35, "thawed")]
+
+
+def test_a_controller_that_took_over_ends_it_in_place_by_its_thaw() -> None:
+    """Whether or not the one before it had opened the gates; a thaw without an order to regroup is a false alarm's."""
+    for lines in ([*REGROUPED, *TAKEN_OVER], [*REGROUPED[:-1], *TAKEN_OVER]):
+        one = ending_of(lines, METRICS, KILLED_S)
+        assert one is not None and (one.how, one.step) == (IN_PLACE, 8)
+    assert in_place_line([*BEGUN[1:], *TAKEN_OVER]) is None and in_place_line([*FAILED, *TAKEN_OVER]) is None
+    assert ending_of([*REGROUPED, *TAKEN_OVER[:-1]], METRICS, KILLED_S) is None
 
 
 def test_a_refusal_has_its_reason_and_no_step() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from ttp.chaos.observed.recorder import Key, Line, Record, ReportedStep, Resumed
-from ttp.chaos.verdict.recoveries import why_not
+from ttp.chaos.verdict.recoveries import in_place_line, why_not
 from ttp.chaos.verdict.timeline import known_to_the_dead_alone
 
 STAGES = ("seen", "frozen", "decided", "regrouped", "written", "published", "resumed", "first_new_step")
@@ -153,14 +153,6 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
     skipped_before = _checkpoints(text for one in record.resumes if one.unix_s < began for text in one.skipped)
     incident.outcome = how or _outcome(incident, resumed, restarted, skipped_before)
     incident.stages_ms = stages(lines, record, incident, resumed)
-
-
-def in_place_line(lines: Sequence[Line]) -> Line | None:
-    """Return the line with which a fault ended in place; None: it did not. A later freeze had another end."""
-    last = next(
-        (line for line in reversed(lines) if line["event"] in ("regrouped", "thawed", "published", "refused")), None
-    )
-    return last if last is not None and last["event"] == "regrouped" else None
 
 
 def _resumes(record: Record, incident: FaultOutcome) -> list[Resumed]:

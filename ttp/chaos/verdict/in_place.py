@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 
 from ttp.chaos.observed.recorder import Key, Line, Record
-from ttp.chaos.verdict.fault_outcome import FaultOutcome, in_place_line
-from ttp.chaos.verdict.recoveries import Identity, misplaced
+from ttp.chaos.verdict.fault_outcome import FaultOutcome
+from ttp.chaos.verdict.recoveries import Identity, in_place_line, misplaced
 
 ENDS = ("kill", "segv", "abort", "exit")
 """Kinds that end a process."""

@@ -110,14 +110,15 @@ def ending_of(
     `journal`: the lines of the attempt that was hit, in order of time; those after `until_unix_s` are another fault's.
     """
     lines = [line for line in journal if killed_unix_s <= float(line["unix_s"]) < until_unix_s]
-    ended = next((line for line in reversed(lines) if line["event"] in ("regrouped", "published", "refused")), None)
+    written = next((line for line in reversed(lines) if line["event"] in ("published", "refused")), None)
+    ended = in_place_line(lines) or written
     if ended is None or _open(lines, ended):
         return None
     step = int(ended["step"]) if ended["event"] != "refused" else None
     new = _new_step(metrics, killed_unix_s, float(ended["unix_s"]), step)
     if new is None:
         return None
-    how = {"regrouped": IN_PLACE, "published": BY_CHECKPOINT, "refused": REFUSED}[str(ended["event"])]
+    how = {"published": BY_CHECKPOINT, "refused": REFUSED}.get(str(ended["event"]), IN_PLACE)
     orders = [line for line in lines if line["event"] == "regroup_sent"]
     return FaultEnding(
         how,
@@ -130,6 +131,24 @@ def ending_of(
     )
 
 
+def in_place_line(lines: Sequence[Line]) -> Line | None:
+    """Return the line with which a fault ended in place, with the step that was kept; None: it did not. A controller that took over opens
+    the gates of ranks that have all regrouped by its thaw (docs/proof.md, L17); a thaw after that is of a false alarm."""
+    order: Line | None = None
+    ended: Line | None = None
+    for line in lines:
+        match line["event"]:
+            case "regroup_sent":
+                order, ended = line, None
+            case "regrouped":
+                ended = line
+            case "thawed" if order is not None and ended is None:
+                ended = {**line, "step": order["step"]}
+            case "published" | "refused":
+                order = ended = None
+    return ended
+
+
 def why_not(lines: Sequence[Line]) -> str:
     """Return why a fault's lines end with a checkpoint: what the controller noted last."""
     reasons = [str(line["reason"]) for line in lines if line["event"] in ("not_in_place", "regroup_failed", "refused")]
@@ -137,8 +156,9 @@ def why_not(lines: Sequence[Line]) -> str:
 
 
 def _open(lines: Sequence[Line], ended: Line) -> bool:
-    """Say whether a freeze began after what looks like the end."""
-    return any(line["event"] == "freeze_sent" and line["unix_s"] > ended["unix_s"] for line in lines)
+    """Say whether a freeze began after what looks like the end, and was not found to be a false alarm."""
+    later = [line["event"] for line in lines if line["unix_s"] > ended["unix_s"]]
+    return "freeze_sent" in later and "thawed" not in later
 
 
 def _new_step(metrics: Sequence[Line], killed_s: float, ended_s: float, step: int | None) -> float | None:
