@@ -89,6 +89,13 @@ def print_one_line(refused: BaseException) -> None:
     sys.excepthook = hook
 
 
+def withdraw() -> None:
+    """Remove the error file: the exception in it has not ended this process, which trains on."""
+    if _path and os.getpid() == _pid:
+        with contextlib.suppress(OSError):
+            os.unlink(_path)
+
+
 def record(exc: BaseException) -> None:
     """Write the error file, whole or not at all (no launcher, or one that is there already: nothing)."""
     if not _path or os.getpid() != _pid or not isinstance(exc, Exception) or os.path.exists(_path):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ttp.config import Settings
 from ttp.errors import STAY_WRONG, CheckpointError, Regroup
+from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
 from ttp.groups.process_groups import GROUPS, Successor
 from ttp.groups.vacancy import vacant
@@ -164,10 +165,17 @@ class Reentry:
             return False
         if not self.ordered and not protection.released:
             protection.hold_after(exc, until=self._ordered)
-        if self.ordered:
-            self._end_leaving()
+        with self._lock:
+            order = self._order
+        if order is None:
+            return False
+        self._end_leaving()
+        try:
             GROUPS.close()  # before the frames go that hold the handles of operations
-        return self.ordered
+        except RuntimeError as error:
+            self._failed(order, error, protection)
+            return False
+        return True
 
     def _end_leaving(self) -> None:
         """The training thread has come out: this rank has left the groups of now, and must not leave those that come."""
@@ -214,6 +222,7 @@ class Reentry:
             except Regroup:
                 continue
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
+            error_file.withdraw()
             if self._rank == 0:
                 show(logging.WARNING, _text(order, took_s))
             return returned

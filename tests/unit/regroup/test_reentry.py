@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ttp.config import Settings
-from ttp.errors import ConfigError, Regroup
+from ttp.errors import CheckpointError, ConfigError, Regroup
 from ttp.groups.process_groups import GROUPS
+from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
-from ttp.regroup.reentry import Reentry, why_not_in_place
+from ttp.regroup import reentry as module
+from ttp.regroup.reentry import Reentry, SaveMarks, why_not_in_place
 
-ORDER = messages.Regroup(3, 8, (1,), None)
+ORDER = messages.Regroup(3, 8, (0,), None)
+GIVEN = {"saves": (0, 0), "trainer": {"samples": 32}, "optimizer": {"step": 8}}
 LONG_S = 30.0
 
 
@@ -33,16 +37,73 @@ class Optimizer:
     device = Device()
     spans_job = True
 
-    def fill(self, replaced: Any) -> None: ...
+    differing: tuple[str, ...] = ()
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def rewire(self, successor: Any) -> None:
+        self.calls.append("rewire")
+
+    def load_begin(self) -> None:
+        self.calls.append("load_begin")
+
+    def fill(self, replaced: Any) -> None:
+        self.calls.append(f"fill {replaced}")
+
+    def host_state(self, step: int) -> dict[str, Any]:
+        return {"step": step}
+
+    def load_end(self, step: int, host_state: dict[str, Any], record: Any) -> None:
+        self.calls.append(f"load_end {step} {host_state}")
+
+    def compare_replicas(self) -> tuple[str, ...]:
+        self.calls.append("compare")
+        return self.differing
+
+
+class Holder:
+    """What the trainer has said of its steps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.step_states, self.states = optimizer, self, {8: {"samples": 32}}
+
+    def get(self, step: int) -> dict[str, Any]:
+        return self.states[step]
+
+    def put(self, step: int, state: dict[str, Any]) -> None:
+        self.optimizer.calls.append(f"state {step} {state}")
 
 
 class Protection:
-    """One that is asked what becomes of an exception."""
+    """One that is asked what becomes of an exception; with the gate and the processor's queue."""
 
     def __init__(self, reentry: Reentry, then: str) -> None:
         self.reentry, self.then = reentry, then
         self.held: list[BaseException] = []
         self.released = then == "released before"
+        self.gate = self.processor = self
+        self.calls: list[str] = []
+        self.answers: list[Any] = []
+
+    def abandon(self) -> None: ...
+
+    def regrouped(self, step: int, record: Any) -> None:
+        self.calls.append(f"gate regrouped {step}")
+
+    def put(self, answer: Any) -> None:
+        self.calls.append(type(answer).__name__)
+        self.answers.append(answer)
+
+    def await_open(self) -> None:
+        self.calls.append("open")
+        if self.then == "another order":
+            self.then = ""
+            self.reentry.order(replace(ORDER, freeze_id=4))
+            raise Regroup("another order")
+
+    def hold(self) -> None:
+        self.calls.append("hold")
 
     def hold_after(self, exc: BaseException, until: threading.Event) -> None:
         self.held.append(exc)
@@ -59,6 +120,10 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(dist, "PrefixStore", lambda *arguments: None)
     monkeypatch.setattr(GROUPS, "leave", lambda: calls.append("leave"))
     monkeypatch.setattr(GROUPS, "close", lambda: calls.append("close"))
+    monkeypatch.setattr(GROUPS, "let_go", lambda: calls.append("let_go"))
+    monkeypatch.setattr(GROUPS, "make_again", lambda freeze_id: calls.append(f"make_again {freeze_id}"))
+    monkeypatch.setattr(module, "exchange_json", lambda mine, device: [{"saves": (4, 1)}, {**GIVEN, **mine}])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for name in ("meeting", "pollable"):
         monkeypatch.setattr(GROUPS, name, getattr(GROUPS, name))
     return calls
@@ -66,7 +131,14 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def reentry(left: list[str]) -> Reentry:
-    return Reentry(Optimizer(), None, Settings(), 0, lambda successor: None, pause)  # type: ignore[arg-type]
+    return of_rank(1, left)
+
+
+def of_rank(rank: int, left: list[str]) -> Reentry:
+    optimizer = Optimizer(left)
+    made = Reentry(optimizer, Holder(optimizer), Settings(), rank, lambda successor: left.append("renew"), pause)  # type: ignore[arg-type]
+    made.save_marks = lambda: SaveMarks(8, 2)
+    return made
 
 
 def test_a_collective_that_fails_is_reported_and_an_order_has_training_entered_again(
@@ -99,13 +171,64 @@ def test_what_ends_a_program_or_would_come_again_ends_it(reentry: Reentry, exc: 
     """An order that comes later is answered with that, so that the step is written."""
     protection = Protection(reentry, "ordered")
     assert not reentry.enters_again(exc, protection) and not protection.held  # type: ignore[arg-type]
-    assert reentry.order(ORDER) == f"rank 0: training has ended with {type(exc).__name__}" and not reentry.ordered
+    assert reentry.order(ORDER) == f"rank 1: training has ended with {type(exc).__name__}" and not reentry.ordered
 
 
 def test_training_that_has_returned_is_not_entered_again(reentry: Reentry) -> None:
     reentry.close("training has returned")
     reentry.close("a later reason")
-    assert reentry.order(ORDER) == "rank 0: training has returned"
+    assert reentry.order(ORDER) == "rank 1: training has returned"
+
+
+def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_the_gate(
+    reentry: Reentry, left: list[str]
+) -> None:
+    protection = Protection(reentry, "")
+    reentry.order(ORDER)
+    returned = reentry.come_back(protection)  # type: ignore[arg-type]
+    done = [call for call in left if call not in ("leave", "close")]
+    assert done[:4] == ["make_again 3", "rewire", "renew", "fill (0,)"], "nothing is loaded into what it holds"
+    assert done[4:] == ["state 8 {'samples': 32}", "load_end 8 {'step': 8}", "compare", "let_go"]
+    assert protection.calls == ["gate regrouped 8", "RegroupDone", "open"]
+    assert protection.answers == [RegroupDone(ORDER)] and not reentry.ordered
+    assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2)), "the most of all"
+
+
+def test_a_process_in_a_lost_ones_place_takes_all_of_it(left: list[str]) -> None:
+    reentry = of_rank(0, left)
+    reentry.order(ORDER)
+    assert reentry.come_back(Protection(reentry, "")).state == {"samples": 32}  # type: ignore[arg-type]
+    assert left.index("load_begin") < left.index("fill (0,)")
+
+
+def test_replicas_that_differ_are_answered_and_no_gate_is_touched(reentry: Reentry) -> None:
+    """The step is written: this rank stays as a holder until its process ends."""
+    protection = Protection(reentry, "")
+    reentry._optimizer.differing = ("model.emb.weight",)  # type: ignore[attr-defined]
+    reentry.order(ORDER)
+    with pytest.raises(CheckpointError, match="replicas differ"):
+        reentry.come_back(protection)  # type: ignore[arg-type]
+    assert protection.calls == ["WorkFailed", "hold"]
+    (answer,) = protection.answers
+    assert isinstance(answer, WorkFailed) and (answer.freeze_id, answer.stage) == (3, "regroup")
+    assert "replicas differ" in answer.error
+
+
+def test_an_order_that_comes_before_the_gate_opens_is_carried_out_too(reentry: Reentry, left: list[str]) -> None:
+    protection = Protection(reentry, "another order")
+    reentry.order(ORDER)
+    reentry.come_back(protection)  # type: ignore[arg-type]
+    assert [answer.order.freeze_id for answer in protection.answers] == [3, 4] and left.count("let_go") == 1
+
+
+def test_groups_that_stay_in_use_are_answered(reentry: Reentry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_use() -> None:
+        raise RuntimeError("process groups that were left are in use after 2 s")
+
+    monkeypatch.setattr(GROUPS, "close", in_use)
+    protection = Protection(reentry, "ordered")
+    assert not reentry.enters_again(RuntimeError("Connection closed by peer"), protection)  # type: ignore[arg-type]
+    assert protection.calls == ["WorkFailed", "hold"] and "in use" in protection.answers[0].error
 
 
 def in_place(**settings: Any) -> Settings:
@@ -125,7 +248,7 @@ def in_place(**settings: Any) -> Settings:
     ],
 )
 def test_where_it_is_off_the_reason_is_named(settings: dict[str, Any], asked: bool, why: str) -> None:
-    said = why_not_in_place(in_place(**settings), Optimizer(), asked, copies=False, own_form=False)  # type: ignore[arg-type]
+    said = why_not_in_place(in_place(**settings), Optimizer([]), asked, copies=False, own_form=False)  # type: ignore[arg-type]
     assert (why in said) if why else said == ""
 
 
@@ -134,8 +257,8 @@ def test_an_accelerator_has_to_be_asked_for_by_name() -> None:
         device = type("Device", (), {"type": "cuda"})()
 
     said = [
-        why_not_in_place(in_place(in_place=choice), OnDevice(), True, copies=False, own_form=False)  # type: ignore[arg-type]
+        why_not_in_place(in_place(in_place=choice), OnDevice([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
         for choice in ("", "on", "cuda")
     ]
     assert "on cuda it was never tried (TTP_IN_PLACE=cuda)" in said[0] and said[1] == said[0] and said[2] == ""
-    assert why_not_in_place(in_place(), Optimizer(), True, copies=True, own_form=False) == "copies='memory'"  # type: ignore[arg-type]
+    assert why_not_in_place(in_place(), Optimizer([]), True, copies=True, own_form=False) == "copies='memory'"  # type: ignore[arg-type]
