@@ -233,7 +233,9 @@ class Session:
             else None
         )
         if self.reentry is not None:
-            self.reentry.save_marks = lambda: SaveMarks(self._saves.newest, self._saves.together.count)
+            self.reentry.save_marks = lambda: SaveMarks(
+                self._saves.newest, self._saves.together.count, self._saves.together.under_way
+            )
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -256,7 +258,7 @@ class Session:
         self._search = ResumeSearch(
             self.holder, self._directories, self._mirror, self.rank, settings.round_number > 0, self._skipped
         )
-        if in_place and self.rank == 0 and why_not:
+        if (in_place or settings.in_place) and self.rank == 0 and why_not:
             show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why_not}")
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
@@ -338,6 +340,11 @@ class Session:
             self._saves.warn_not_finite(path, manifest.step)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
 
+    @property
+    def newest_saved(self) -> int:
+        """Step of the newest checkpoint that this run has loaded, or that `save` has written and waited for; 0: none. The same on every rank."""
+        return self._saves.newest
+
     def step_state(self) -> Mapping[str, Any]:
         """Return what `set_step_state` was given for the newest step (empty: nothing): where `train` goes on when it is entered again."""
         return self.holder.step_states.get(step) if (step := self.optimizer.current_step) else {}
@@ -397,6 +404,7 @@ class Session:
         self.regrouping.begin_train()
         if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
+            self.reentry.begin()
 
     def enters_again(self, exc: BaseException) -> bool:
         """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
@@ -407,7 +415,7 @@ class Session:
 
     def _regroup(self, reentry: Reentry, protection: Protection) -> Returned:
         returned = reentry.come_back(protection)
-        self._saves.together.give_up()
+        self._saves.together.give_up(returned.saves.under_way)
         self._saves.newest, self._saves.together.count = returned.saves.newest, returned.saves.count
         return returned
 

@@ -25,7 +25,7 @@ from ttp.config import Settings
 from ttp.errors import STAY_WRONG, CheckpointError, Regroup
 from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
-from ttp.groups.process_groups import GROUPS, Successor
+from ttp.groups.process_groups import GROUPS, Successor, recipes
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.core.events import RegroupDone, WorkFailed
@@ -51,7 +51,11 @@ class Refillable(ProtectedOptimizer, Protocol):
     def fill(self, replaced: Collection[int]) -> None:
         """Give the ranks in `replaced`, which hold nothing, what their replicas hold (a collective). Raises LayoutError, CheckpointError."""
 
-    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None: ...
+    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
+        """Of the ranks in `replaced`: take the filled state as that of `step` (a collective of all ranks)."""
+
+    def keep(self, step: int, record: CommitRecord | None) -> None:
+        """Of the other ranks: take the state as it is for that of `step` (the same collective)."""
 
     def compare_replicas(self) -> tuple[object, ...]:
         """Return what differs between the holders of a shard (a collective)."""
@@ -77,6 +81,8 @@ class SaveMarks:
     """Step of the newest one that this run has written or loaded."""
     count: int
     """How many were begun."""
+    under_way: tuple[str, ...] = ()
+    """Directory and temporary name of one that has not ended."""
 
 
 def why_not_in_place(
@@ -91,6 +97,8 @@ def why_not_in_place(
         (not settings.one_node, "the job is on several nodes"),
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
         (copies, "copies='memory'"),
+        (GROUPS.meeting is not None, "this process had a session before"),
+        (any(recipe.device is not None for recipe in recipes()), "process groups are bound to a device (device_id)"),
         (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
         (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process yet"),
         (
@@ -118,7 +126,7 @@ class Reentry:
         self._optimizer, self._holder, self._rank, self._renew, self._pause = optimizer, holder, rank, renew, pause
         self._lock = threading.Lock()  # guards the two below
         self._order: messages.Regroup | None = None
-        self._closed = ""
+        self._closed = "" if vacant() else f"rank {rank}: training has not begun"
         self._ordered = threading.Event()
         self._out = threading.Event()
         """The training thread has come out."""
@@ -136,11 +144,11 @@ class Reentry:
             if self._closed:
                 return self._closed
             self._order = order
-        self._out.clear()
-        if not vacant():
-            self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
-            self._leaving.start()
-        self._ordered.set()
+            self._out.clear()
+            self._ordered.set()
+            if not vacant():
+                self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
+                self._leaving.start()
         return ""
 
     def _leave(self) -> None:
@@ -179,9 +187,16 @@ class Reentry:
 
     def _end_leaving(self) -> None:
         """The training thread has come out: this rank has left the groups of now, and must not leave those that come."""
-        self._out.set()
-        if self._leaving is not None:
-            self._leaving.join()
+        with self._lock:
+            self._out.set()
+            leaving = self._leaving
+        if leaving is not None:
+            leaving.join()
+
+    def begin(self) -> None:
+        """Training is entered: from now on it can be entered again."""
+        with self._lock:
+            self._closed = ""
 
     def close(self, why: str) -> None:
         """Training is not entered again: it has returned, or ended with an exception that would come again. An order that has come stays without an
@@ -237,7 +252,10 @@ class Reentry:
         optimizer.fill(order.replaced)
         returned = self._exchange(order)
         self._holder.step_states.put(order.step, returned.state)
-        optimizer.load_end(order.step, returned.optimizer, order.record)
+        if new:
+            optimizer.load_end(order.step, returned.optimizer, order.record)
+        else:
+            optimizer.keep(order.step, order.record)
         if differing := optimizer.compare_replicas():
             raise CheckpointError(f"replicas differ after they were filled: {differing}")
         return returned
@@ -251,9 +269,17 @@ class Reentry:
             mine["trainer"] = holder.step_states.get(step) if step else {}
             mine["optimizer"] = holder.optimizer.host_state(step)
         everyone = exchange_json(mine, holder.optimizer.device)
-        newest, count = (max(numbers) for numbers in zip(*(each["saves"] for each in everyone), strict=True))
+        marks = [
+            SaveMarks(newest, count, tuple(under_way))
+            for newest, count, under_way in (each["saves"] for each in everyone)
+        ]
+        agreed = SaveMarks(
+            max(mark.newest for mark in marks),
+            max(mark.count for mark in marks),
+            next((mark.under_way for mark in marks if mark.under_way), ()),
+        )
         given = everyone[speaker]
-        return Returned(step, given["trainer"], order.record, SaveMarks(newest, count), given["optimizer"])
+        return Returned(step, given["trainer"], order.record, agreed, given["optimizer"])
 
     def _take_back(self, order: messages.Regroup) -> None:
         with self._lock:
