@@ -110,6 +110,13 @@ class AgentLink:
         with self._lock:
             return self._sent_away_s
 
+    @property
+    def leader(self) -> str:
+        """The address of the controller that is on the line, or was last; empty: it is not known."""
+        with self._lock:
+            place = self._controllers[self._place]
+        return (place if isinstance(place, str) else place()) or ""
+
     def worker_exit(self, rank: int, pid: int, text: str) -> None:
         """Say that a worker ends: `signal SIGKILL`, `exit code 1`, or `exiting` as long as the kernel does not tell how."""
         report = WorkerExit(rank, pid, text, time.time())
@@ -141,8 +148,8 @@ class AgentLink:
         """Ask which ranks the controller on the line has taken for dead because they were silent, once it has sent the others away:
         all is decided then. None where it has not, or does not answer within ASK_S."""
         with self._lock:
-            place, fence = self._controllers[self._place], self._fence
-        address = place if isinstance(place, str) else place()
+            fence = self._fence
+        address = self.leader
         if not address:
             return None
         try:

@@ -179,6 +179,7 @@ TESTED: dict[str, Proof] = {
     ),
     "make newest": Proof("tests/unit/house/test_shown_commands.py::test_make_runs_what_there_is"),
     "make soak": Proof(f"{_MAKE}::test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills"),
+    "make bench BENCH=recovery": Proof(f"{_MAKE}::test_a_benchmark_reports_whether_its_limit_was_kept"),
     "make bench BENCH=peers": Proof(f"{_MAKE}::test_a_benchmark_reports_whether_its_limit_was_kept"),
     "python -m benchmarks.peers --write-docs": Proof("tests/unit/benchmarks/test_peers.py::test_an_earlier_run_is_written_into_the_document"),
     "make bench": Proof(f"{_MAKE}::test_a_benchmark_reports_whether_its_limit_was_kept"),

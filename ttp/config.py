@@ -35,7 +35,7 @@
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
 | TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it was never tried |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
-| TTP_VACANT | none | set by ttprun: this process takes a lost one's place, in the fault of that number |
+| TTP_VACANT | none | set by ttprun: this process takes a lost one's place: the fault's number, and the controller that leads the job |
 | TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
 | TTP_START_ID | none | set by ttprun: marks the controllers of one attempt |
@@ -271,7 +271,12 @@ def launched_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
 
 def replaces(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of the fault in which ttprun has started this process in a lost one's place; 0: it has not. Raises ConfigError."""
-    return _integer(environ, "TTP_VACANT", 0)
+    return _integer({"TTP_VACANT": _text(environ, "TTP_VACANT").partition(" ")[0]}, "TTP_VACANT", 0)
+
+
+def ordered_by(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the controller that had this process started in a lost one's place; empty: it was not, or that is not known."""
+    return _text(environ, "TTP_VACANT").partition(" ")[2]
 
 
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:

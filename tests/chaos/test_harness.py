@@ -275,3 +275,15 @@ def test_a_job_that_was_to_come_back_in_place_and_did_not_is_a_finding(
     assert [incident["outcome"] for incident in content["incidents"]] == ["saved"]
     assert len(content["findings"]) == 1 and "saved, expected in_place: " in content["findings"][0]
     assert "finding: fault 1" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_ranks_are_replaced_after_another_controller_has_taken_over(tmp_path: Path) -> None:
+    """A new process comes to the controller that leads, though the job's store has the first one's address; twice, and rank 0's as well."""
+    scenario = tmp_path / "takeover.yaml"
+    kills = ", ".join(f"{{fault: kill, rank: {rank}}}" for rank in (1, 0, 1))
+    scenario.write_text(f"{{seed: 5, faults: [{{fault: kill_controller}}, {kills}]}}")
+    output = tmp_path / "out"
+    assert main(["run", str(scenario), "--in-place", "--output", str(output), "--", *trainer(2, 300)]) == 0
+    content = json.loads((output / "result.json").read_text())
+    assert [incident["outcome"] for incident in content["incidents"]] == ["unharmed", *["in_place"] * 3]

@@ -38,7 +38,7 @@ WAYS = (("in place", "in_place", "True"), ("by restart", "killed", "False"))
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class KilledJob:
     """A job that was killed, and how it came back."""
 
     name: str
@@ -128,7 +128,7 @@ def _run(args: Any, console: Console, output: Path, victim: int, kill_step: int,
         _expect_success(whole)
 
     ways = [
-        Way(name, job, fault, compare(job.metrics(), whole.metrics(), job.final(), whole.final()))
+        KilledJob(name, job, fault, compare(job.metrics(), whole.metrics(), job.final(), whole.final()))
         for name, job, fault in ended
     ]
     leftovers = [process for job in (*(way.job for way in ways), whole) for process in job.leftovers()]
@@ -168,7 +168,7 @@ def _expect_success(job: TrainingJob) -> None:
         raise JobError(f"{' '.join(job.command)} ended with status {status}\n{job.console_tail()}")
 
 
-def _plot(ways: Sequence[Way], whole: TrainingJob, path: Path) -> str:
+def _plot(ways: Sequence[KilledJob], whole: TrainingJob, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
@@ -195,7 +195,7 @@ def _plot(ways: Sequence[Way], whole: TrainingJob, path: Path) -> str:
     return str(path)
 
 
-def _report(console: Console, ways: Sequence[Way], leftovers: Sequence[str], plot: str) -> int:
+def _report(console: Console, ways: Sequence[KilledJob], leftovers: Sequence[str], plot: str) -> int:
     table = Table(f"SIGKILL of rank {ways[0].fault.ranks[0]}", *(way.name for way in ways))
     for label, *values in zip(LABELS, *(way.rows() for way in ways), strict=True):
         table.add_row(label, *values)

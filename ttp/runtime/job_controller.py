@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ttp import files
-from ttp.config import Settings
+from ttp.config import Settings, ordered_by
 from ttp.controller.agent_link import request_shutdown
 from ttp.controller.journal import set_aside_later
 from ttp.controller.process import CannotListen, ControllerProcess, unwritable_log_dir
@@ -90,7 +90,8 @@ class JobController:
         )
 
     def _find(self, timeout_s: float) -> str:
-        address = discovery.find(self.store(), self._settings.round_number, self._rank, timeout_s)
+        address = ordered_by() if vacant() else ""  # the store has the first controller, which need not lead any more
+        address = address or discovery.find(self.store(), self._settings.round_number, self._rank, timeout_s)
         if not self._settings.one_node:
             discovery.check_name(address, self._rank)
         if not vacant():  # the agent knows who leads by now, which this entry need not

@@ -47,11 +47,19 @@ def test_the_tables_have_medians_and_what_missed_the_limit(capsys: pytest.Captur
     assert report(kills) == ["3 ranks, 5.0 MB: 1.50"]
     text = capsys.readouterr().out
     assert "0.300 (0.200 to 0.400, 3)" in text and "0.30" in text
+    assert "1.000 (1.000 to 1.200, 3)" in text
     assert "not in place: 3 ranks, 5.0 MB: rank 1 died" in text and text.count("fit of") == 2
 
 
 def test_the_slowest_rank_counts_within_the_recovery(tmp_path: Path) -> None:
-    lines = [("groups", 99.0), ("groups", 100.2), ("groups", 100.3), ("groups", 102.0), ("filled", 100.4)]
+    lines = [
+        ("groups", 99.0),
+        ("groups", 100.2),
+        ("groups", 100.3),
+        ("groups", 102.0),
+        ("filled", 100.4),
+        ("script", 99.9),
+    ]
     text = "".join(json.dumps({"stage": stage, "unix_s": unix_s}) + "\n" for stage, unix_s in lines)
     (tmp_path / "stamps.jsonl").write_text(text)
     found = stamped(tmp_path, 100.0, 1.0)

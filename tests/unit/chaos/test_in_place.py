@@ -34,6 +34,7 @@ def good_record() -> Record:
     record.hellos = [(90.0, KEY, rank, 70 + rank) for rank in (0, 1)] + [(100.3, KEY, 1, 81)]
     record.steps = [reported(step, 90.0 + step, rank, 0) for step in range(1, KEPT + 1) for rank in (0, 1)]
     record.steps += [reported(step, 95.0 + step, rank, 0) for step in range(KEPT + 1, LAST + 1) for rank in (0, 1)]
+    record.steps.append(reported(KEPT, 100.003, 0, 0))  # it was under way at the kill
     record.journal = [
         line("assembled", 91.0),
         line("death_seen", 100.004, rank=1),
@@ -184,6 +185,7 @@ def test_what_is_to_end_in_place_is_one_rank_that_ends_or_raises_in_training() -
     for fault, expected in cases:
         assert scenario.in_place_due(fault) == expected, fault
         assert not replace(scenario, in_place=False).in_place_due(fault)
+        assert not replace(scenario, nodes=2).in_place_due(fault)
     assert scenario.outcomes(kill) == ("saved", "in_place") and replace(scenario, in_place=False).outcomes(kill) == (
         "saved",
     )

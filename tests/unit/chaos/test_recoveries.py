@@ -94,12 +94,18 @@ def test_a_controller_that_took_over_ends_it_in_place_by_its_thaw() -> None:
     for lines in ([*REGROUPED, *TAKEN_OVER], [*REGROUPED[:-1], *TAKEN_OVER]):
         one = ending_of(lines, METRICS, KILLED_S)
         assert one is not None and (one.how, one.step) == (IN_PLACE, 8)
+    assert in_place_line([*REGROUPED, *TAKEN_OVER]) == REGROUPED[-1], "the gates were open before"
     assert in_place_line([*BEGUN[1:], *TAKEN_OVER]) is None and in_place_line([*FAILED, *TAKEN_OVER]) is None
     assert ending_of([*REGROUPED, *TAKEN_OVER[:-1]], METRICS, KILLED_S) is None
 
 
 def test_a_refusal_has_its_reason_and_no_step() -> None:
-    one = ending_of([*BEGUN, event(100.1, "refused", reason="shard 0 has no holder")], METRICS, KILLED_S)
+    lines = [
+        *ORDERED,
+        event(100.1, "regroup_failed", reason="x"),
+        event(100.1, "refused", reason="shard 0 has no holder"),
+    ]
+    one = ending_of(lines, METRICS, KILLED_S)
     assert one is not None and (one.how, one.step, one.why) == (REFUSED, None, "shard 0 has no holder")
 
 
@@ -117,8 +123,12 @@ def test_a_fault_that_is_not_over_has_no_recovery(lines: Sequence[dict[str, Any]
 
 def test_without_a_new_step_the_job_is_not_back() -> None:
     """Neither a step that was under way, nor one that was read back from a record, nor the kept one is new."""
-    for metrics in (METRICS[:3], [*METRICS[:3], step(100.4, 8)]):
+    for metrics in (METRICS[:3], [*METRICS[:3], step(100.4, 8)], [*METRICS[:3], step(100.4, 9, recovered=True)]):
         assert ending_of(REGROUPED, metrics, KILLED_S) is None
+
+
+def test_lines_of_an_earlier_fault_do_not_count() -> None:
+    assert ending_of(BEGUN[:1], [step(100.4, 5)], KILLED_S) is None
 
 
 def test_lines_of_a_later_fault_do_not_count() -> None:

@@ -32,6 +32,7 @@ class LineToController:
 
     def __init__(self) -> None:
         self.there = True
+        self.leader = ""
         self.looks = 0
         """So often was it asked whether there is a controller."""
         self.silent: frozenset[int] = frozenset()

@@ -22,6 +22,7 @@ class FakeLink:
         """What it was called with, each time."""
         self.closed = False
         self.attached = True
+        self.leader = ""
         self.sent_away_monotonic_s: float | None = None
 
     def given_up(self) -> frozenset[int] | None:

@@ -28,12 +28,20 @@ class Node:
         self.signalled: list[int] = []
         self.on_stacks: Callable[[], None] = lambda: None
         self.ended: set[int] = set()
+        self.vacant: set[int] = set()
         shells: Any = SimpleNamespace(
             pids={1: 171}, running=lambda: dict(self.behind), signal=lambda ranks, number: self.signalled.extend(ranks)
         )
-        watch: Any = SimpleNamespace(living=lambda: list(self.living))
-        client: Any = SimpleNamespace(connected=True, given_up=self.given_up, log_dir=Path("/log"))
-        self.leftover_ranks = LeftoverRanks({0: 70, 1: 71}, shells, watch, client, self.ended)
+        watch: Any = SimpleNamespace(living=lambda: list(self.living), wait_all=self.wait_all)
+        client: Any = SimpleNamespace(
+            connected=True, given_up=self.given_up, log_dir=Path("/log"), sent_away_monotonic_s=None
+        )
+        self.client = client
+        self.leftover_ranks = LeftoverRanks({0: 70, 1: 71}, shells, watch, client, self.ended, lambda: set(self.vacant))
+
+    def wait_all(self, timeout_s: float) -> bool:
+        self.now += timeout_s
+        return not [rank for rank in self.living if rank not in self.ended]
 
     def given_up(self) -> frozenset[int] | None:
         self.asked += 1
@@ -127,3 +135,19 @@ def test_a_controller_that_does_not_say_that_all_is_decided_is_asked_again_until
     node.stopped = {70, 171}
     node.looks(leftover_ranks.ANSWERS_S)
     assert node.asked == asked and node.killed == [70] and node.signalled == [1]
+
+
+def test_a_process_that_holds_nothing_is_ended_soon_after_the_order_to_exit(node: Node) -> None:
+    """It was started in a lost rank's place, and no controller leads it: it receives no order. The other one is waited for."""
+    node.behind, node.silent = {}, None
+    node.vacant, node.client.sent_away_monotonic_s = {0}, node.now
+    assert not node.leftover_ranks.wait_or_kill(grace_s=5.0, left_s=5.0)
+    assert node.killed == [70] and node.ended == {0} and node.now == pytest.approx(1005.0)
+
+
+@pytest.mark.parametrize("sent", [None, 1000.0])
+def test_a_process_that_holds_nothing_is_waited_for_while_it_may_be_needed(node: Node, sent: float | None) -> None:
+    """Without an order to exit, or within the second that the others take."""
+    node.behind, node.vacant, node.client.sent_away_monotonic_s = {}, {0}, sent
+    assert not node.leftover_ranks.wait_or_kill(grace_s=0.9, left_s=0.9)
+    assert node.killed == []

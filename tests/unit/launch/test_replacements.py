@@ -41,6 +41,17 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
         yield job
 
 
+def test_a_process_that_is_started_is_given_the_address_of_the_controller_that_leads(job: RunningJob) -> None:
+    """After a takeover the store still has the first one's. It holds nothing until the gates open."""
+    job.line.leader = "127.0.0.1:4001"
+    pid = job.replaced(1, freeze_id=7)
+    assert job.said(1, pid)["environ"]["TTP_VACANT"] == "7 127.0.0.1:4001"
+    assert job.attempt._replacements.vacant() == {1}
+    job.attempt._replacements.take(Thaw(7))
+    assert job.attempt._replacements.vacant() == set()
+    job.succeed()
+
+
 def test_another_process_takes_the_place_of_one_that_has_ended(
     job: RunningJob, caplog: pytest.LogCaptureFixture
 ) -> None:

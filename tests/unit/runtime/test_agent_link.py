@@ -111,6 +111,7 @@ def test_deaths_that_a_lost_controller_knew_are_repeated_to_the_standby(
         link.add_controllers([standby.address])
         link.worker_exit(1, 101, "signal SIGKILL")
         until(lambda: request_status(first.address).ranks[1].dead, "the death at the first controller")
+        assert link.leader == first.address
         first.process.kill()
         until(lambda: not link.attached, "the end of the line")
     with open_channel(standby.address) as channel:
@@ -123,7 +124,7 @@ def test_deaths_that_a_lost_controller_knew_are_repeated_to_the_standby(
             return [(line.fields["rank"], line.fields["kind"]) for line in lines if line.event == "death_seen"]
 
         until(lambda: bool(deaths()), "a death")
-        assert deaths() == [(1, CauseKind.EXITED.value)]
+        assert deaths() == [(1, CauseKind.EXITED.value)] and link.leader == standby.address
 
 
 def test_the_launcher_does_not_return_to_a_controller_of_a_lower_term(

@@ -48,12 +48,12 @@ def look_at(pid: int, command: str = "") -> Held | None:
     folder = Path(f"/proc/{pid}")
     try:
         fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        state, threads, began = fields[0], int(fields[17]), int(fields[19])
+        threads, began = int(fields[17]), int(fields[19])
         descriptors = len(os.listdir(folder / "fd"))
     except OSError:
         return None
-    nbytes = own_bytes(pid)
-    if state in "ZX" or nbytes is None:
+    nbytes = own_bytes(pid)  # a process that has ended has none
+    if nbytes is None:
         return None
     return Held(pid, began, command, descriptors, threads, nbytes / MIB)
 

@@ -123,7 +123,8 @@ class Attempt:
             memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities, copies=launching.copies,
             reporter=self._reporter,
         )  # fmt: skip
-        self._leftovers = LeftoverRanks(self.pids, self._behind_shells, self._watch, self._controller, self._ended)
+        leftover = (self.pids, self._behind_shells, self._watch, self._controller, self._ended)
+        self._leftovers = LeftoverRanks(*leftover, self._replacements.vacant)
         self._begun_monotonic_s = time.monotonic()
         self._watch.start()
         self._controller.start()

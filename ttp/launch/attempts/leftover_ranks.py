@@ -30,6 +30,7 @@ PATIENCE_S = 1.0
 controller with thousands of ranks receives few requests."""
 
 STOPPED = "stopped"
+EMPTY = "started in a lost rank's place, and not filled"
 SILENT = "silent"
 
 
@@ -80,13 +81,16 @@ class LeftoverRanks:
         watch: DeathWatch,
         controller: ControllerClient,
         ended: set[int],
+        vacant: Callable[[], Set[int]] = frozenset,
     ) -> None:
-        """`pids`: the workers, by rank. `ended`: the ranks that the agent has ended. The attempt changes both."""
+        """`pids`: the workers, by rank. `ended`: the ranks that the agent has ended. The attempt changes both. `vacant()`: ranks whose processes hold
+        nothing so far: one that no controller leads, as it never came to one, receives no order to exit."""
         self._pids = pids
         self._behind_shells = behind_shells
         self._watch = watch
         self._controller = controller
         self._ended = ended
+        self._vacant = vacant
         self._given_up: StuckRanks | None = None
         self._over_since_s: float | None = None
         self._asks = True
@@ -110,8 +114,16 @@ class LeftoverRanks:
                     return False
                 until_s = min(time.monotonic() + grace_s, deadline_s)
             shells = self._behind_shells.pids.keys() - behind.keys()
-            self._end(given_up.among(self._standing(behind), shells), behind)
+            standing = self._standing(behind)
+            self._end(given_up.among(standing, shells) | self._empty(standing, now_s), behind)
         return True
+
+    def _empty(self, standing: Mapping[int, int], now_s: float) -> dict[int, str]:
+        """Return the ranks that hold nothing, once the order to exit is so old that those that receive it have exited."""
+        sent_s = self._controller.sent_away_monotonic_s
+        if sent_s is None or now_s < sent_s + PATIENCE_S:
+            return {}
+        return dict.fromkeys(sorted(self._vacant() & standing.keys()), EMPTY)
 
     def end_given_up(self, sent_away_s: float) -> None:
         """Kill the ranks that cannot exit, before any has exited or failed, once no other rank runs here: to end one ends its peers, which may

@@ -33,7 +33,7 @@ from ttp.proto.messages import Replace, Thaw
 log = logging.getLogger("ttp.launch")
 
 VACANT = "TTP_VACANT"
-"""The variable of a process that takes another one's place: the number of the freeze in which it does."""
+"""The variable of a process that takes another one's place: the number of the freeze in which it does, and who leads the job."""
 END_S = 5.0
 """How long the process that is replaced may take to end: the kernel frees its memory first."""
 LOOK_S = 0.02
@@ -142,6 +142,11 @@ class Replacements:
         with self._changed:
             return set(self._ending)
 
+    def vacant(self) -> set[int]:
+        """Return the ranks whose process was started in another one's place, and holds nothing: the gates have not opened since."""
+        with self._changed:
+            return {rank for rank, answered in self._answered.items() if answered.open and answered.pid}
+
     def settle(self) -> None:
         """Publish the fault to the other nodes as soon as no process can be replaced in it: the ranks were ordered to exit, or no controller
         leads them. None is from then on."""
@@ -233,7 +238,7 @@ class Replacements:
         try:
             if self._identities is not None:
                 self._identities.starting()
-            child, first = forker.fork_again(rank, {VACANT: str(order.freeze_id)})
+            child, first = forker.fork_again(rank, {VACANT: f"{order.freeze_id} {self._controller.leader}".strip()})
             self._pids[rank] = child.pid
         finally:
             if self._identities is not None:

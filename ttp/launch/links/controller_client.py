@@ -61,6 +61,10 @@ class ControllerLink(Protocol):
     def sent_away_monotonic_s(self) -> float | None:
         """When the controller's order to exit was received; None: it was not."""
 
+    @property
+    def leader(self) -> str:
+        """Return the address of the controller that is connected, or was last; empty: it is not known."""
+
     def worker_exit(self, rank: int, pid: int, text: str) -> None: ...
 
     def replaced(self, rank: int, pid: int) -> None:
@@ -178,6 +182,12 @@ class ControllerClient:
         """Return whether an active controller is connected now."""
         with self._lock:
             return self._link is not None and self._link.attached
+
+    @property
+    def leader(self) -> str:
+        """The address of the controller that leads the job, as far as is known here; after a takeover it is not the one that was found first."""
+        with self._lock:
+            return self._link.leader if self._link is not None else ""
 
     @property
     def sent_away_monotonic_s(self) -> float | None:
