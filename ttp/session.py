@@ -43,7 +43,7 @@ from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, Regroup
 from ttp.exchange import error_file, last_step, saved_alone
 from ttp.exchange.json_collectives import check_joined, world
 from ttp.exchange.last_step import LastStep
-from ttp.groups.process_groups import GROUPS, Successor
+from ttp.groups.process_groups import GROUPS
 from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
@@ -228,7 +228,14 @@ class Session:
         self.raised = False
         """Training has raised on this rank."""
         self.reentry = (
-            Reentry(cast(Refillable, optimizer), self.holder, settings, self.rank, self._renew, self.pause)
+            Reentry(
+                cast(Refillable, optimizer),
+                self.holder,
+                settings,
+                self.rank,
+                lambda new: self.regrouping.renew(new),
+                self.pause,
+            )
             if not why_not
             else None
         )
@@ -310,9 +317,6 @@ class Session:
     def _skipped(self, path: Path) -> None:
         if self._protection is not None:
             self._protection.skipped(path)
-
-    def _renew(self, successor: Successor) -> None:
-        self.regrouping.renew(successor)
 
     def _resume(self, choice: str, check: Callable[[Mapping[str, Any]], None]) -> ResumePoint | None:
         found, reasons = self._search.newest(choice, check)
