@@ -48,7 +48,7 @@ from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
-from ttp.regroup.reentry import Reentry, Refillable, Returned, SaveMarks, why_not_in_place
+from ttp.regroup.reentry import Reentry, Refillable, why_not_in_place
 from ttp.regroup.rehearsal import Regrouping
 from ttp.resume_search import ResumePoint as ResumePoint
 from ttp.resume_search import ResumeSearch
@@ -227,22 +227,11 @@ class Session:
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
-        self.reentry = (
-            Reentry(
-                cast(Refillable, optimizer),
-                self.holder,
-                settings,
-                self.rank,
-                lambda new: self.regrouping.renew(new),
-                self.pause,
-            )
-            if not why_not
-            else None
-        )
-        if self.reentry is not None:
-            self.reentry.save_marks = lambda: SaveMarks(
-                self._saves.newest, self._saves.together.count, self._saves.together.under_way
-            )
+        self.regrouping: Regrouping
+        self.reentry: Reentry | None = None
+        if not why_not:
+            renew, refillable = (lambda new: self.regrouping.renew(new)), cast(Refillable, optimizer)
+            self.reentry = Reentry(refillable, self.holder, self._saves, settings, self.rank, renew, self.pause)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -310,7 +299,7 @@ class Session:
         """This process is in a lost one's place: take what it is to hold from the others."""
         assert self.reentry is not None and self._protection is not None
         self.reentry.wait_ordered()
-        given = self._regroup(self.reentry, self._protection)
+        given = self.reentry.come_back(self._protection)
         self._first_step = given.step
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
@@ -417,16 +406,10 @@ class Session:
         rehearsed = isinstance(exc, Regroup) and not self.reentry.ordered
         return rehearsed or self.reentry.enters_again(exc, self._protection)
 
-    def _regroup(self, reentry: Reentry, protection: Protection) -> Returned:
-        returned = reentry.come_back(protection)
-        self._saves.together.give_up(returned.saves.under_way)
-        self._saves.newest, self._saves.together.count = returned.saves.newest, returned.saves.count
-        return returned
-
     def come_back(self) -> None:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
         if self.reentry is not None and self.reentry.ordered and self._protection is not None:
-            self._regroup(self.reentry, self._protection)
+            self.reentry.come_back(self._protection)
         else:
             self.regrouping.make_again()
 

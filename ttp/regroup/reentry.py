@@ -32,6 +32,7 @@ from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.proto.messages import CommitRecord
 from ttp.runtime.rank_runtime import Protection, show
+from ttp.runtime.saves import SaveMarks, Saves
 from ttp.runtime.state_provider import OptimizerStateProvider
 from ttp.text.wording import ranks_text
 
@@ -73,18 +74,6 @@ class Returned:
     """The optimizer's host state."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveMarks:
-    """How far a rank is with the checkpoints that its trainer asks for."""
-
-    newest: int
-    """Step of the newest one that this run has written or loaded."""
-    count: int
-    """How many were begun."""
-    under_way: tuple[str, ...] = ()
-    """Directory and temporary name of one that has not ended."""
-
-
 def why_not_in_place(
     settings: Settings, optimizer: ProtectedOptimizer, asked: bool, *, copies: bool, own_form: bool
 ) -> str:
@@ -116,6 +105,7 @@ class Reentry:
         self,
         optimizer: Refillable,
         holder: OptimizerStateProvider,
+        saves: Saves,
         settings: Settings,
         rank: int,
         renew: Callable[[Successor], None],
@@ -123,7 +113,8 @@ class Reentry:
     ) -> None:
         """`renew(successor)`: gives all that holds process groups the ones in their places. `pause`: says within its block that this rank does
         something else than steps."""
-        self._optimizer, self._holder, self._rank, self._renew, self._pause = optimizer, holder, rank, renew, pause
+        self._optimizer, self._holder, self._saves, self._rank = optimizer, holder, saves, rank
+        self._renew, self._pause = renew, pause
         self._lock = threading.Lock()  # guards the two below
         self._order: messages.Regroup | None = None
         self._closed = "" if vacant() else f"rank {rank}: training has not begun"
@@ -134,7 +125,6 @@ class Reentry:
         address = settings.master_addr, settings.master_port
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
-        self.save_marks: Callable[[], SaveMarks] = lambda: SaveMarks(0, 0)
 
     # --- the processor's thread ---
 
@@ -236,6 +226,7 @@ class Reentry:
                 protection.gate.await_open()
             except Regroup:
                 continue
+            self._saves.take(returned.saves)
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
             error_file.withdraw()
             if self._rank == 0:
@@ -264,7 +255,7 @@ class Reentry:
         """Take the part of the state that all ranks have from the first that stays, and agree on what each counts by itself (a collective)."""
         step, holder = order.step, self._holder
         speaker = min(set(range(dist.get_world_size())) - set(order.replaced))
-        mine: dict[str, Any] = {"saves": astuple(self.save_marks())}
+        mine: dict[str, Any] = {"saves": astuple(self._saves.marks)}
         if speaker == self._rank:
             mine["trainer"] = holder.step_states.get(step) if step else {}
             mine["optimizer"] = holder.optimizer.host_state(step)

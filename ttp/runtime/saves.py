@@ -33,6 +33,18 @@ from ttp.runtime.step_copies import facts_of
 log = logging.getLogger("ttp")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveMarks:
+    """How far a rank is with the checkpoints that its trainer asks for."""
+
+    newest: int
+    """Step of the newest one that this run has written or loaded."""
+    count: int
+    """How many were begun."""
+    under_way: tuple[str, ...] = ()
+    """Directory and temporary name of one that has not ended."""
+
+
 class Saves:
     """All checkpoints of one rank's attempt that a trainer asks for: waited for, or not."""
 
@@ -97,6 +109,15 @@ class Saves:
             f"resumed step {step} of {path}, whose state is not finite: it holds NaN or infinity, and training continues with it. The newest"
             f" checkpoint with a finite state is {whole}",
         )
+
+    @property
+    def marks(self) -> SaveMarks:
+        return SaveMarks(self.newest, self.together.count, self.together.under_way)
+
+    def take(self, marks: SaveMarks) -> None:
+        """All ranks enter their training anew, with what they have agreed on of these."""
+        self.newest, self.together.count = marks.newest, marks.count
+        self.together.give_up(marks.under_way)
 
     def look(self) -> None:
         """Learn, without waiting, whether a save has ended that is not waited for."""

@@ -17,7 +17,8 @@ from ttp.groups.process_groups import GROUPS
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.regroup import reentry as module
-from ttp.regroup.reentry import Reentry, SaveMarks, why_not_in_place
+from ttp.regroup.reentry import Reentry, why_not_in_place
+from ttp.runtime.saves import SaveMarks
 
 ORDER = messages.Regroup(3, 8, (0,), None)
 GIVEN = {"saves": (0, 0, ()), "trainer": {"samples": 32}, "optimizer": {"step": 8}}
@@ -76,6 +77,16 @@ class Holder:
 
     def put(self, step: int, state: dict[str, Any]) -> None:
         self.optimizer.calls.append(f"state {step} {state}")
+
+
+class Saves:
+    marks = SaveMarks(8, 2)
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def take(self, marks: SaveMarks) -> None:
+        self.calls.append("saves")
 
 
 class Protection:
@@ -140,9 +151,10 @@ def reentry(left: list[str]) -> Reentry:
 
 
 def of_rank(rank: int, left: list[str]) -> Reentry:
-    optimizer = Optimizer(left)
-    made = Reentry(optimizer, Holder(optimizer), Settings(), rank, lambda successor: left.append("renew"), pause)  # type: ignore[arg-type]
-    made.save_marks = lambda: SaveMarks(8, 2)
+    optimizer: Any = Optimizer(left)
+    holder: Any = Holder(optimizer)
+    saves: Any = Saves(left)
+    made = Reentry(optimizer, holder, saves, Settings(), rank, lambda successor: left.append("renew"), pause)
     made.begin()
     return made
 
@@ -182,8 +194,10 @@ def test_what_ends_a_program_or_would_come_again_ends_it(reentry: Reentry, exc: 
 
 def test_an_order_before_training_has_begun_is_refused(left: list[str]) -> None:
     """Nothing would carry it out: the step is written at once."""
-    optimizer = Optimizer(left)
-    early = Reentry(optimizer, Holder(optimizer), Settings(), 1, lambda successor: None, pause)  # type: ignore[arg-type]
+    optimizer: Any = Optimizer(left)
+    holder: Any = Holder(optimizer)
+    saves: Any = Saves(left)
+    early = Reentry(optimizer, holder, saves, Settings(), 1, lambda successor: None, pause)
     assert early.order(ORDER) == "rank 1: training has not begun" and not early.ordered
 
 
@@ -201,7 +215,7 @@ def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_
     returned = reentry.come_back(protection)  # type: ignore[arg-type]
     done = [call for call in left if call not in ("leave", "close")]
     assert done[:4] == ["make_again 3", "rewire", "renew", "fill (0,)"], "nothing is loaded into what it holds"
-    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "compare", "let_go"]
+    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "compare", "saves", "let_go"]
     assert protection.calls == ["gate regrouped 8", "RegroupDone", "open"]
     assert protection.answers == [RegroupDone(ORDER)] and not reentry.ordered
     assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2, ("dir", "tmp"))), (
