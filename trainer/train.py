@@ -237,10 +237,12 @@ class Trainer:
         with self.run_log.progress(last, self.step):
             if self.step >= last and self.world.rank == 0:
                 log.info("nothing to do: %d of %d steps are done", self.step, last)
-            if self.step:
-                self._evaluate()  # the last process may have died before it came to it
+            if self.step:  # an earlier process, or this one, may not have come to these
+                self._save_if_due()
+                self._evaluate()
             while self.step < last:
                 self._do_step()
+                self._save_if_due()
                 self._evaluate()
             self._finish()
 
@@ -291,11 +293,15 @@ class Trainer:
         if self.metrics is not None:  # before anything that waits for another rank, whose death could lose the line
             self.metrics.append(metrics.line(unix_s=time.time()))
         self._on_step(metrics)
-        last = step == config.training_iters
-        self.run_log.step(metrics, line=last or step % config.log_interval == 0)
-        periodic = config.save_interval is not None and step % config.save_interval == 0
-        if last or periodic:  # the last one always: a process that dies while all leave must not cost the steps before
-            self._save(step, periodic)
+        self.run_log.step(metrics, line=step == config.training_iters or step % config.log_interval == 0)
+
+    def _save_if_due(self) -> None:
+        """Write a checkpoint of this step if it is the last one, or one of those that are saved, and there is none: the last one always, so that a
+        process that dies while all leave does not cost the steps before. A save during which a rank was lost is made again."""
+        config = self.config.training_config
+        periodic = config.save_interval is not None and self.step % config.save_interval == 0
+        if (periodic or self.step == config.training_iters) and self.session.newest_saved < self.step:
+            self._save(self.step, periodic)
 
     def _save(self, step: int, periodic: bool) -> None:
         """Write a checkpoint; a disk that refuses it does not end a healthy training."""

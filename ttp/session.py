@@ -43,12 +43,12 @@ from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, Regroup
 from ttp.exchange import error_file, last_step, saved_alone
 from ttp.exchange.json_collectives import check_joined, world
 from ttp.exchange.last_step import LastStep
-from ttp.groups.process_groups import GROUPS, Successor
+from ttp.groups.process_groups import GROUPS
 from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
-from ttp.regroup.reentry import Reentry, Refillable, Returned, SaveMarks, why_not_in_place
+from ttp.regroup.reentry import Reentry, Refillable, why_not_in_place
 from ttp.regroup.rehearsal import Regrouping
 from ttp.resume_search import ResumePoint as ResumePoint
 from ttp.resume_search import ResumeSearch
@@ -227,13 +227,11 @@ class Session:
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
-        self.reentry = (
-            Reentry(cast(Refillable, optimizer), self.holder, settings, self.rank, self._renew, self.pause)
-            if not why_not
-            else None
-        )
-        if self.reentry is not None:
-            self.reentry.save_marks = lambda: SaveMarks(self._saves.newest, self._saves.together.count)
+        self.regrouping: Regrouping
+        self.reentry: Reentry | None = None
+        if not why_not:
+            renew, refillable = (lambda new: self.regrouping.renew(new)), cast(Refillable, optimizer)
+            self.reentry = Reentry(refillable, self.holder, self._saves, settings, self.rank, renew, self.pause)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -256,7 +254,7 @@ class Session:
         self._search = ResumeSearch(
             self.holder, self._directories, self._mirror, self.rank, settings.round_number > 0, self._skipped
         )
-        if in_place and self.rank == 0 and why_not:
+        if (in_place or settings.in_place) and self.rank == 0 and why_not:
             show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why_not}")
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
@@ -301,16 +299,13 @@ class Session:
         """This process is in a lost one's place: take what it is to hold from the others."""
         assert self.reentry is not None and self._protection is not None
         self.reentry.wait_ordered()
-        given = self._regroup(self.reentry, self._protection)
+        given = self.reentry.come_back(self._protection)
         self._first_step = given.step
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
     def _skipped(self, path: Path) -> None:
         if self._protection is not None:
             self._protection.skipped(path)
-
-    def _renew(self, successor: Successor) -> None:
-        self.regrouping.renew(successor)
 
     def _resume(self, choice: str, check: Callable[[Mapping[str, Any]], None]) -> ResumePoint | None:
         found, reasons = self._search.newest(choice, check)
@@ -337,6 +332,11 @@ class Session:
         if manifest.finite is False and self._directories.keeps:
             self._saves.warn_not_finite(path, manifest.step)
         return ResumePoint(manifest.step, manifest.state["trainer"], manifest.record, path, found.skipped)
+
+    @property
+    def newest_saved(self) -> int:
+        """Step of the newest checkpoint that this run has loaded, or that `save` has written and waited for; 0: none. The same on every rank."""
+        return self._saves.newest
 
     def step_state(self) -> Mapping[str, Any]:
         """Return what `set_step_state` was given for the newest step (empty: nothing): where `train` goes on when it is entered again."""
@@ -397,6 +397,7 @@ class Session:
         self.regrouping.begin_train()
         if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
+            self.reentry.begin()
 
     def enters_again(self, exc: BaseException) -> bool:
         """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
@@ -405,16 +406,10 @@ class Session:
         rehearsed = isinstance(exc, Regroup) and not self.reentry.ordered
         return rehearsed or self.reentry.enters_again(exc, self._protection)
 
-    def _regroup(self, reentry: Reentry, protection: Protection) -> Returned:
-        returned = reentry.come_back(protection)
-        self._saves.together.give_up()
-        self._saves.newest, self._saves.together.count = returned.saves.newest, returned.saves.count
-        return returned
-
     def come_back(self) -> None:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
         if self.reentry is not None and self.reentry.ordered and self._protection is not None:
-            self._regroup(self.reentry, self._protection)
+            self.reentry.come_back(self._protection)
         else:
             self.regrouping.make_again()
 

@@ -80,6 +80,17 @@ def test_a_new_process_that_dies_leaves_the_checkpoint_and_a_restart(tmp_path: P
     assert "no step lost" in console(job)
 
 
+@pytest.mark.parametrize(("step", "victim"), [(24, 1), pytest.param(8, 0, marks=pytest.mark.long)])
+def test_a_save_in_which_a_rank_dies_is_made_again(tmp_path: Path, whole_job: RunJob, step: int, victim: int) -> None:
+    """That of the last step too: else the job would end well, and nothing would be on disk. Nothing remains of the first."""
+    saving = "--training_config.save_interval=4"
+    faults = f"kill:rank={victim},step={step},point=write,call=1"
+    job = run_to_end(tmp_path / "job", 2, saving, faults=faults, environ=ON)
+    recovered(job)
+    assert_equal(job, whole_job(2, saving))
+    assert checkpoints(job) == checkpoints(whole_job(2, saving))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (3, 0), (4, 2)])

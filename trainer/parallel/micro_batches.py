@@ -83,11 +83,8 @@ class Passes:
         self._losses.clear()
         if self._schedule is not None and self._evaluating is None:
             self._evaluating = self._build_schedule()
-        for chunk in self.chunks:
-            chunk.eval()
-        trained, self._reduction = self._reduction, "sum"
         batches = (self._held_out_batch(held_out, start, stop) for start in self._starts(first))
-        with self._splitting_the_vocabulary(), self._autocast():
+        with self._as_for_evaluation(), self._splitting_the_vocabulary(), self._autocast():
             if self._evaluating is not None:
                 tokens_BT, targets_BT = _joined(batches)
                 inputs = (tokens_BT,) if self.chunks[0].stage.begins else ()
@@ -97,10 +94,20 @@ class Passes:
             else:
                 for tokens_BT, targets_BT in batches:
                     self._loss(self.chunks[0](tokens_BT, **self.chunks[0].beside(tokens_BT, targets_BT)), targets_BT)
-        self._reduction = trained
-        for chunk in self.chunks:
-            chunk.train()
         return sum(loss.item() for loss in self._losses) if self.mesh.tensor.is_first else 0.0
+
+    @contextlib.contextmanager
+    def _as_for_evaluation(self) -> Iterator[None]:
+        """Sum the losses, without dropout, within this block; it may end by an exception, and training may continue after it."""
+        trained, self._reduction = self._reduction, "sum"
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            self._reduction = trained
+            for chunk in self.chunks:
+                chunk.train()
 
     # --- the whole model, or a tensor-parallel slice ---
 

@@ -46,7 +46,8 @@ class Agreements:
                     f"this process takes a lost one's place, and {name} is not in the job's store: {error}"
                 ) from error
         value = make()
-        if settings.launched and settings.master_port and dist.is_initialized() and _speaks(group):
+        needed = settings.launched and settings.one_node and settings.in_place != "off"
+        if needed and settings.master_port and dist.is_initialized() and dist.get_rank(group) == 0:
             self._open(settings).set(key, json.dumps(value))
         return value
 
@@ -55,10 +56,6 @@ class Agreements:
             address = settings.master_addr, settings.master_port
             self._store = dist.TCPStore(*address, is_master=False, timeout=READ_AT_MOST)  # type: ignore[attr-defined]
         return self._store
-
-
-def _speaks(group: Any) -> bool:
-    return dist.get_rank(group) == 0
 
 
 AGREEMENTS = Agreements()

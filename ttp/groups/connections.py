@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 _DESCRIPTORS = "/proc/self/fd"
 _SOCKET = "socket:["
+_EVENT_LOOP = "anon_inode:[eventpoll]"
 _TASKS = "/proc/self/task"
 _GLOO_RUNS = "pt_gloo_runloo"
 """What the kernel keeps of the name of a thread that carries operations out: 15 characters."""
@@ -26,13 +27,18 @@ class Connections:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Remember the connections that are opened in this block, in place of those before. What other threads open meanwhile is among them: no
-        other thread may connect to anything then."""
+        """Remember the connections that are opened in this block, in place of those before: those that an event loop looks at, as gloo's does. A
+        control stream that another thread opens in this moment is among them, and breaks with them."""
         before = frozenset(_sockets())
         try:
             yield
         finally:
-            opened = {inode: descriptor for inode, descriptor in _sockets().items() if inode not in before}
+            polled = _polled()
+            opened = {
+                inode: descriptor
+                for inode, descriptor in _sockets().items()
+                if inode not in before and descriptor in polled
+            }
             self._inodes = frozenset(inode for inode, descriptor in opened.items() if _connected(descriptor, inode))
 
     def shut_down(self) -> int:
@@ -67,6 +73,17 @@ def _sockets() -> dict[int, int]:
             kind = os.readlink(f"{_DESCRIPTORS}/{name}")
             if kind.startswith(_SOCKET):
                 found[int(kind[len(_SOCKET) : -1])] = int(name)
+    return found
+
+
+def _polled() -> set[int]:
+    """Return the descriptors that this process's event loops look at."""
+    found: set[int] = set()
+    for name in os.listdir(_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{_DESCRIPTORS}/{name}") == _EVENT_LOOP:
+                with open(f"{_DESCRIPTORS}info/{name}", encoding="ascii") as file:
+                    found.update(int(line.split()[1]) for line in file if line.startswith("tfd:"))
     return found
 
 

@@ -50,7 +50,7 @@ class Waiter:
             except BaseException as error:  # the training thread's
                 errors.append(error)
             done.set()
-            del order, works, errors, done
+            del order, works, errors, done, work
 
 
 _waiter: Waiter | None = None

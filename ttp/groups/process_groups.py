@@ -65,6 +65,8 @@ class ProcessGroups:
         """The store in which they are made; None: that of the first default group."""
         self.backend = ""
         """Of all groups that are made next, in place of the one that each has; empty: each its own."""
+        self.timeout: timedelta | None = None
+        """Of those groups, in place of their own; None: each its own."""
         self.pollable = False
         """Whoever waits for their operations looks again and again whether they are to be left (`ttp.groups.polled_wait`)."""
         self._store: Any = None
@@ -142,7 +144,7 @@ class ProcessGroups:
         self._left, self._left_before = False, self._left
         with self._connections.opening():
             again = self._make(made, rank)
-        self.backend = ""
+        self.backend, self.timeout = "", None
         successors = self._successors = {recipe.group: group for recipe, group in zip(made, again, strict=True)}
         self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
@@ -175,7 +177,7 @@ class ProcessGroups:
             store=store,
             rank=rank,
             world_size=len(first.ranks),
-            timeout=first.timeout,
+            timeout=self.timeout or first.timeout,
             device_id=first.device,
         )
         sys.excepthook = hook
@@ -189,7 +191,7 @@ class ProcessGroups:
                 c10d.Backend(self.backend or recipe.backend),
                 c10d._world.pg_map[default][1],
                 recipe.name,
-                timeout=recipe.timeout,
+                timeout=self.timeout or recipe.timeout,
                 pg_tag=recipe.tag,
                 device_id=recipe.device,
                 group_desc=recipe.description,

@@ -29,5 +29,5 @@ def init_process_group(backend: str | None = None, **arguments: Any) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank, size = launched_place()
-    GROUPS.backend = backend or "gloo"
+    GROUPS.backend, GROUPS.timeout = backend or "gloo", arguments.get("timeout")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

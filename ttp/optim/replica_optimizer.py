@@ -321,7 +321,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
     @torch.no_grad()
     def fill(self, replaced: Collection[int]) -> None:
         """Give the ranks in `replaced`, which hold nothing, what their replicas hold; a step that was under way is given up (a collective of all
-        ranks, whose groups were made again; `load_end` follows). Raises LayoutError, CheckpointError."""
+        ranks, whose groups were made again; `load_end` follows on those ranks, `keep` on the others). Raises LayoutError, CheckpointError."""
         self._buckets.give_up()
         self._gather.give_up()
         for part in self._parts:
@@ -385,6 +385,14 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._steps.tear("a load")
         return self.load_targets()
 
+    def keep(self, step: int, record: CommitRecord | None) -> None:
+        """Take the state as it is, that of `step`, whose record is `record`, where another rank has just been filled with it: a step that was under
+        way is given up. Hyper-parameters stay, as the program has set them. Refreshes the parameters. Collective: the filled ranks
+        call `load_end`."""
+        self._steps.restart(step, record)
+        self._backup_step = -1
+        self._share_params()
+
     def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
         """Take the filled state as that of `step`, whose record is `record`, and refresh the parameters. Collective.
 
@@ -397,10 +405,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         for part in self._parts:
             part.shards.spread_scalars()
         self._set_step(step, record)
-        with torch.no_grad():
-            self._gather.start()
-            self._gather.finish()
-        self.lane.mark_updated()  # a dump may come before the first update
+        self._share_params()
 
     def count_from(self, step: int) -> None:
         """Take the state as it is, before the first step, for that of `step`: a pretrained model whose steps count on."""
@@ -411,6 +416,12 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._set_step(step)
 
     # --- inside ---
+
+    def _share_params(self) -> None:
+        with torch.no_grad():
+            self._gather.start()
+            self._gather.finish()
+        self.lane.mark_updated()  # a dump may come before the first update
 
     def _set_step(self, step: int, record: CommitRecord | None = None) -> None:
         self._steps.restart(step, record)

@@ -25,13 +25,14 @@ from ttp.config import Settings
 from ttp.errors import STAY_WRONG, CheckpointError, Regroup
 from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
-from ttp.groups.process_groups import GROUPS, Successor
+from ttp.groups.process_groups import GROUPS, Successor, recipes
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.proto.messages import CommitRecord
 from ttp.runtime.rank_runtime import Protection, show
+from ttp.runtime.saves import SaveMarks, Saves
 from ttp.runtime.state_provider import OptimizerStateProvider
 from ttp.text.wording import ranks_text
 
@@ -51,7 +52,11 @@ class Refillable(ProtectedOptimizer, Protocol):
     def fill(self, replaced: Collection[int]) -> None:
         """Give the ranks in `replaced`, which hold nothing, what their replicas hold (a collective). Raises LayoutError, CheckpointError."""
 
-    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None: ...
+    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
+        """Of the ranks in `replaced`: take the filled state as that of `step` (a collective of all ranks)."""
+
+    def keep(self, step: int, record: CommitRecord | None) -> None:
+        """Of the other ranks: take the state as it is for that of `step` (the same collective)."""
 
     def compare_replicas(self) -> tuple[object, ...]:
         """Return what differs between the holders of a shard (a collective)."""
@@ -69,16 +74,6 @@ class Returned:
     """The optimizer's host state."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveMarks:
-    """How far a rank is with the checkpoints that its trainer asks for."""
-
-    newest: int
-    """Step of the newest one that this run has written or loaded."""
-    count: int
-    """How many were begun."""
-
-
 def why_not_in_place(
     settings: Settings, optimizer: ProtectedOptimizer, asked: bool, *, copies: bool, own_form: bool
 ) -> str:
@@ -91,6 +86,8 @@ def why_not_in_place(
         (not settings.one_node, "the job is on several nodes"),
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
         (copies, "copies='memory'"),
+        (GROUPS.meeting is not None, "this process had a session before"),
+        (any(recipe.device is not None for recipe in recipes()), "process groups are bound to a device (device_id)"),
         (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
         (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process yet"),
         (
@@ -108,6 +105,7 @@ class Reentry:
         self,
         optimizer: Refillable,
         holder: OptimizerStateProvider,
+        saves: Saves,
         settings: Settings,
         rank: int,
         renew: Callable[[Successor], None],
@@ -115,10 +113,11 @@ class Reentry:
     ) -> None:
         """`renew(successor)`: gives all that holds process groups the ones in their places. `pause`: says within its block that this rank does
         something else than steps."""
-        self._optimizer, self._holder, self._rank, self._renew, self._pause = optimizer, holder, rank, renew, pause
+        self._optimizer, self._holder, self._saves, self._rank = optimizer, holder, saves, rank
+        self._renew, self._pause = renew, pause
         self._lock = threading.Lock()  # guards the two below
         self._order: messages.Regroup | None = None
-        self._closed = ""
+        self._closed = "" if vacant() else f"rank {rank}: training has not begun"
         self._ordered = threading.Event()
         self._out = threading.Event()
         """The training thread has come out."""
@@ -126,7 +125,6 @@ class Reentry:
         address = settings.master_addr, settings.master_port
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
-        self.save_marks: Callable[[], SaveMarks] = lambda: SaveMarks(0, 0)
 
     # --- the processor's thread ---
 
@@ -136,11 +134,11 @@ class Reentry:
             if self._closed:
                 return self._closed
             self._order = order
-        self._out.clear()
-        if not vacant():
-            self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
-            self._leaving.start()
-        self._ordered.set()
+            self._out.clear()
+            self._ordered.set()
+            if not vacant():
+                self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
+                self._leaving.start()
         return ""
 
     def _leave(self) -> None:
@@ -179,9 +177,16 @@ class Reentry:
 
     def _end_leaving(self) -> None:
         """The training thread has come out: this rank has left the groups of now, and must not leave those that come."""
-        self._out.set()
-        if self._leaving is not None:
-            self._leaving.join()
+        with self._lock:
+            self._out.set()
+            leaving = self._leaving
+        if leaving is not None:
+            leaving.join()
+
+    def begin(self) -> None:
+        """Training is entered: from now on it can be entered again."""
+        with self._lock:
+            self._closed = ""
 
     def close(self, why: str) -> None:
         """Training is not entered again: it has returned, or ended with an exception that would come again. An order that has come stays without an
@@ -221,6 +226,7 @@ class Reentry:
                 protection.gate.await_open()
             except Regroup:
                 continue
+            self._saves.take(returned.saves)
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
             error_file.withdraw()
             if self._rank == 0:
@@ -237,7 +243,10 @@ class Reentry:
         optimizer.fill(order.replaced)
         returned = self._exchange(order)
         self._holder.step_states.put(order.step, returned.state)
-        optimizer.load_end(order.step, returned.optimizer, order.record)
+        if new:
+            optimizer.load_end(order.step, returned.optimizer, order.record)
+        else:
+            optimizer.keep(order.step, order.record)
         if differing := optimizer.compare_replicas():
             raise CheckpointError(f"replicas differ after they were filled: {differing}")
         return returned
@@ -246,14 +255,22 @@ class Reentry:
         """Take the part of the state that all ranks have from the first that stays, and agree on what each counts by itself (a collective)."""
         step, holder = order.step, self._holder
         speaker = min(set(range(dist.get_world_size())) - set(order.replaced))
-        mine: dict[str, Any] = {"saves": astuple(self.save_marks())}
+        mine: dict[str, Any] = {"saves": astuple(self._saves.marks)}
         if speaker == self._rank:
             mine["trainer"] = holder.step_states.get(step) if step else {}
             mine["optimizer"] = holder.optimizer.host_state(step)
         everyone = exchange_json(mine, holder.optimizer.device)
-        newest, count = (max(numbers) for numbers in zip(*(each["saves"] for each in everyone), strict=True))
+        marks = [
+            SaveMarks(newest, count, tuple(under_way))
+            for newest, count, under_way in (each["saves"] for each in everyone)
+        ]
+        agreed = SaveMarks(
+            max(mark.newest for mark in marks),
+            max(mark.count for mark in marks),
+            next((mark.under_way for mark in marks if mark.under_way), ()),
+        )
         given = everyone[speaker]
-        return Returned(step, given["trainer"], order.record, SaveMarks(newest, count), given["optimizer"])
+        return Returned(step, given["trainer"], order.record, agreed, given["optimizer"])
 
     def _take_back(self, order: messages.Regroup) -> None:
         with self._lock:

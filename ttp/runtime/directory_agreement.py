@@ -68,10 +68,10 @@ class JobDirectories:
         self.node = f"node {self.store.node}: " if self.store.node else ""
         """What a directory leader's error begins with."""
         self._mine = RunDirectories(self.named, settings.job_id, settings.round_number == 0, self.store)
-        if vacant() and self.keeps:
-            self._mine.take_over()
         used, serving = agree("save directories", self._prepare)
         self.used, self.serving = tuple(used), tuple(serving)
+        if vacant() and self.keeps:
+            self._mine.take_over(self.used)
         """Those that this attempt writes into, and those of them that could take a checkpoint at its begin."""
 
     def _agree_on_store(self) -> Store:

@@ -104,16 +104,16 @@ class RunDirectories:
                 self.failing[directory] = reason
         self.mark = mark
 
-    def take_over(self) -> None:
-        """Lock the directories in the place of a process that was lost while the job runs. Nothing is removed: other ranks may be writing. Raises
-        NotWritable: another job writes there."""
-        for directory in self._save_dirs:
+    def take_over(self, used: Sequence[str]) -> None:
+        """Lock those that the attempt uses, in the place of a process that was lost while the job runs. Nothing is removed: other ranks may be writing.
+        Raises NotWritable: another job writes there, or it cannot be locked."""
+        for directory in used:
             try:
                 self._lock(directory)
             except OSError as error:
-                self.failing[directory] = (
-                    f"checkpoint directory {directory} cannot be locked: {error.strerror or error}"
-                )
+                raise NotWritable(
+                    f"checkpoint directory {directory}: got {error.strerror or error}, expected that it can be locked as before"
+                ) from error
 
     def remove_mark(self) -> None:
         """Every rank has looked."""

@@ -21,7 +21,8 @@ from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError
 from ttp.exchange import error_file
-from ttp.exchange.first_step import FirstStep
+from ttp.exchange.first_step import FirstStep, progress_key
+from ttp.groups.vacancy import vacant
 from ttp.optim.step_agreement.communicators import silent_backends
 from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
@@ -54,7 +55,7 @@ ASKED_UP_TO = 64
 
 
 class RegroupsTraining(Protocol):
-    """What has a rank's training thread make its groups again (`ttp.regroup.reentry.Recovery`)."""
+    """What has a rank's training thread make its groups again (`ttp.regroup.reentry.Reentry`)."""
 
     @property
     def ordered(self) -> bool: ...
@@ -111,7 +112,7 @@ class Protection:
         if settings.local_rank <= 0:
             for line in _device_warnings(optimizer.device, settings):
                 show(logging.WARNING, line)
-        if (place := standby_place(settings, rank, world_size)) and not settings.replaces:
+        if (place := standby_place(settings, rank, world_size)) and not vacant():
             holder.standby = self._standbys.first(place, self._controller.store())
         address = self._controller.open(ASSEMBLY_TIMEOUT_S)
         restores = standbys_of(settings, world_size) > 0
@@ -124,7 +125,7 @@ class Protection:
                 look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,
                 saves_alone=save_alone is not None,
                 alone_s=settings.total_timeout_s,
-                vacant=settings.replaces,
+                vacant=vacant(),
             ),
             address,
             settings.start_name,
@@ -143,9 +144,10 @@ class Protection:
             self.gate.step_boundary.on_unled = lambda step: save_alone(step, self.gate.notice, self.processor)
         self._notice = Notice(self.processor.preempted)
         self.processor.start()
-        if settings.replaces:  # the others have been welcomed
-            self._controller.forget_store()
+        if vacant():  # the others have been welcomed
             self._notice.listen()
+            self._report_first_step()
+            self._controller.forget_store()
             return
         welcome = self.processor.wait_welcomed(ASSEMBLY_TIMEOUT_S)
         if welcome is None:
@@ -156,12 +158,21 @@ class Protection:
             )
         self._controller.write_for_agent(address, *welcome.successors)
         self._notice.listen()
-        if settings.launched and settings.local_rank <= 0 and settings.master_port:
-            self._first_step = FirstStep(self._controller.store(), settings.round_number, settings.attempt_dir)
-            self.gate.on_first_step = self._first_step.tell
+        self._report_first_step()
         self._controller.forget_store()
         if rank == 0 and not self._controller.reports_to_launcher:
             introduce(welcome, openness)
+
+    def _report_first_step(self) -> None:
+        """Have the node's agent know the first step of this attempt, unless a process before this one has reported it."""
+        settings = self._settings
+        if not (settings.launched and settings.local_rank <= 0 and settings.master_port):
+            return
+        store = self._controller.store()
+        if vacant() and store.check([progress_key(settings.round_number)]):
+            return
+        self._first_step = FirstStep(store, settings.round_number, settings.attempt_dir)
+        self.gate.on_first_step = self._first_step.tell
 
     def skipped(self, path: Path) -> None:
         """A checkpoint is broken, and is not taken."""

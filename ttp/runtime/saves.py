@@ -33,6 +33,18 @@ from ttp.runtime.step_copies import facts_of
 log = logging.getLogger("ttp")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveMarks:
+    """How far a rank is with the checkpoints that its trainer asks for."""
+
+    newest: int
+    """Step of the newest one that this run has written or loaded."""
+    count: int
+    """How many were begun."""
+    under_way: tuple[str, ...] = ()
+    """Directory and temporary name of one that has not ended."""
+
+
 class Saves:
     """All checkpoints of one rank's attempt that a trainer asks for: waited for, or not."""
 
@@ -98,6 +110,15 @@ class Saves:
             f" checkpoint with a finite state is {whole}",
         )
 
+    @property
+    def marks(self) -> SaveMarks:
+        return SaveMarks(self.newest, self.together.count, self.together.under_way)
+
+    def take(self, marks: SaveMarks) -> None:
+        """All ranks enter their training anew, with what they have agreed on of these."""
+        self.newest, self.together.count = marks.newest, marks.count
+        self.together.give_up(marks.under_way)
+
     def look(self) -> None:
         """Learn, without waiting, whether a save has ended that is not waited for."""
         if self._background is not None:
@@ -136,7 +157,7 @@ class PeriodicSaves:
         self._device = holder.optimizer.device
         self.count = 0
         """Saves that were begun: a part of their temporary names, the same on all ranks."""
-        self._under_way: tuple[()] | tuple[str, str] = ()
+        self.under_way: tuple[str, ...] = ()
         """The directory, and the temporary name in it, of a save that has not ended."""
         own = [group.group_id for group in self._optimizer.shard_groups()]
         holders = agree("shards of the ranks", lambda: exchange_json(own, self._device))
@@ -165,18 +186,18 @@ class PeriodicSaves:
                 log.error("%s checkpoint of step %d: %s", cause.kind.value, step, errors[-1])
         raise CheckpointError(f"step {step}: no directory took the {cause.kind.value} checkpoint: {'; '.join(errors)}")
 
-    def give_up(self) -> None:
-        """A save that was under way is not ended: a rank was lost, and all enter their training anew. A leader that is new itself knows of none."""
-        if self._under_way:
-            self._discard(*self._under_way)
-        self._under_way = ()
+    def give_up(self, under_way: tuple[str, ...]) -> None:
+        """A save that was under way is not ended: a rank was lost, and all enter their training anew. `under_way`: what any rank knows of it."""
+        if under_way:
+            self._discard(*under_way)
+        self.under_way = ()
 
     def _save_in(self, directory: str, step: int, cause: Cause) -> tuple[str, str]:
         """Return the path and nothing, or nothing and why not."""
         tmp_name = f"iter_{step:07d}_tmp_{cause.kind.value}_{self._round_number}_{self.count}"
-        self._under_way = directory, tmp_name
+        self.under_way = directory, tmp_name
         answer = self._try_in(directory, tmp_name, step, cause)
-        self._under_way = ()
+        self.under_way = ()
         return answer
 
     def _try_in(self, directory: str, tmp_name: str, step: int, cause: Cause) -> tuple[str, str]:

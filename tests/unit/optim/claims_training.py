@@ -71,7 +71,15 @@ def a_rank_without_state_is_filled_by_its_replica() -> None:
         net(tokens(9)).backward()  # a step that is given up half way
     dist.barrier()
     optimizer.fill((lost,))
-    optimizer.load_end(3, host, record)
+    optimizer.param_groups[0]["weight_decay"] = 0.25  # as the program has set it since
+    if job.rank == lost:
+        optimizer.load_end(3, host, record)
+    else:
+        optimizer.keep(3, record)
+    assert (optimizer.param_groups[0]["weight_decay"] == 0.25) == (job.rank != lost)
+    for group, settings in zip(optimizer.param_groups, host["param_groups"], strict=True):
+        group["weight_decay"] = settings["weight_decay"]
+    assert optimizer.host_state() == host
     assert optimizer.compare_replicas() == () and fingerprints(optimizer) == before
     assert optimizer.last_record == record and optimizer.current_step == 3
     train(optimizer, net, range(4, 6))

@@ -17,10 +17,11 @@ from ttp.groups.process_groups import GROUPS
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.regroup import reentry as module
-from ttp.regroup.reentry import Reentry, SaveMarks, why_not_in_place
+from ttp.regroup.reentry import Reentry, why_not_in_place
+from ttp.runtime.saves import SaveMarks
 
 ORDER = messages.Regroup(3, 8, (0,), None)
-GIVEN = {"saves": (0, 0), "trainer": {"samples": 32}, "optimizer": {"step": 8}}
+GIVEN = {"saves": (0, 0, ()), "trainer": {"samples": 32}, "optimizer": {"step": 8}}
 LONG_S = 30.0
 
 
@@ -57,6 +58,9 @@ class Optimizer:
     def load_end(self, step: int, host_state: dict[str, Any], record: Any) -> None:
         self.calls.append(f"load_end {step} {host_state}")
 
+    def keep(self, step: int, record: Any) -> None:
+        self.calls.append(f"keep {step}")
+
     def compare_replicas(self) -> tuple[str, ...]:
         self.calls.append("compare")
         return self.differing
@@ -73,6 +77,16 @@ class Holder:
 
     def put(self, step: int, state: dict[str, Any]) -> None:
         self.optimizer.calls.append(f"state {step} {state}")
+
+
+class Saves:
+    marks = SaveMarks(8, 2)
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def take(self, marks: SaveMarks) -> None:
+        self.calls.append("saves")
 
 
 class Protection:
@@ -122,7 +136,9 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(GROUPS, "close", lambda: calls.append("close"))
     monkeypatch.setattr(GROUPS, "let_go", lambda: calls.append("let_go"))
     monkeypatch.setattr(GROUPS, "make_again", lambda freeze_id: calls.append(f"make_again {freeze_id}"))
-    monkeypatch.setattr(module, "exchange_json", lambda mine, device: [{"saves": (4, 1)}, {**GIVEN, **mine}])
+    monkeypatch.setattr(
+        module, "exchange_json", lambda mine, device: [{"saves": (4, 1, ("dir", "tmp"))}, {**GIVEN, **mine}]
+    )
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for name in ("meeting", "pollable"):
         monkeypatch.setattr(GROUPS, name, getattr(GROUPS, name))
@@ -135,9 +151,11 @@ def reentry(left: list[str]) -> Reentry:
 
 
 def of_rank(rank: int, left: list[str]) -> Reentry:
-    optimizer = Optimizer(left)
-    made = Reentry(optimizer, Holder(optimizer), Settings(), rank, lambda successor: left.append("renew"), pause)  # type: ignore[arg-type]
-    made.save_marks = lambda: SaveMarks(8, 2)
+    optimizer: Any = Optimizer(left)
+    holder: Any = Holder(optimizer)
+    saves: Any = Saves(left)
+    made = Reentry(optimizer, holder, saves, Settings(), rank, lambda successor: left.append("renew"), pause)
+    made.begin()
     return made
 
 
@@ -174,6 +192,15 @@ def test_what_ends_a_program_or_would_come_again_ends_it(reentry: Reentry, exc: 
     assert reentry.order(ORDER) == f"rank 1: training has ended with {type(exc).__name__}" and not reentry.ordered
 
 
+def test_an_order_before_training_has_begun_is_refused(left: list[str]) -> None:
+    """Nothing would carry it out: the step is written at once."""
+    optimizer: Any = Optimizer(left)
+    holder: Any = Holder(optimizer)
+    saves: Any = Saves(left)
+    early = Reentry(optimizer, holder, saves, Settings(), 1, lambda successor: None, pause)
+    assert early.order(ORDER) == "rank 1: training has not begun" and not early.ordered
+
+
 def test_training_that_has_returned_is_not_entered_again(reentry: Reentry) -> None:
     reentry.close("training has returned")
     reentry.close("a later reason")
@@ -188,17 +215,19 @@ def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_
     returned = reentry.come_back(protection)  # type: ignore[arg-type]
     done = [call for call in left if call not in ("leave", "close")]
     assert done[:4] == ["make_again 3", "rewire", "renew", "fill (0,)"], "nothing is loaded into what it holds"
-    assert done[4:] == ["state 8 {'samples': 32}", "load_end 8 {'step': 8}", "compare", "let_go"]
+    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "compare", "saves", "let_go"]
     assert protection.calls == ["gate regrouped 8", "RegroupDone", "open"]
     assert protection.answers == [RegroupDone(ORDER)] and not reentry.ordered
-    assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2)), "the most of all"
+    assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2, ("dir", "tmp"))), (
+        "the most of all"
+    )
 
 
 def test_a_process_in_a_lost_ones_place_takes_all_of_it(left: list[str]) -> None:
     reentry = of_rank(0, left)
     reentry.order(ORDER)
     assert reentry.come_back(Protection(reentry, "")).state == {"samples": 32}  # type: ignore[arg-type]
-    assert left.index("load_begin") < left.index("fill (0,)")
+    assert left.index("load_begin") < left.index("fill (0,)") < left.index("load_end 8 {'step': 8}")
 
 
 def test_replicas_that_differ_are_answered_and_no_gate_is_touched(reentry: Reentry) -> None:

@@ -60,7 +60,7 @@ def test_a_process_in_a_lost_ones_place_has_the_locks_and_removes_nothing(tmp_pa
     staging.mkdir()
     (tmp_path / ".ttp_run.json").write_text("{}")
     first = restart(tmp_path)
-    first.take_over()
+    first.take_over([str(tmp_path)])
     assert staging.is_dir() and (tmp_path / ".ttp_run.json").exists() and not first.mark and not first.failing
     assert list(tmp_path.glob(".ttp_probe*")) == []
     code = f"from ttp.runtime.directory_lock import RunDirectories; RunDirectories([{str(tmp_path)!r}], 'other', True).claim()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ttp.trainer.data.batches import open_sequences
 from ttp.trainer.metrics import read_lines
 from ttp.trainer.model.gpt import token_loss
 from ttp.trainer.model.weights import model_of, open_trained
+from ttp.trainer.parallel.micro_batches import Passes
 
 __all__ = ["own_process", "run"]  # fixtures
 
@@ -101,3 +103,13 @@ def test_evaluating_on_nothing_is_refused(run: Run, capsys: pytest.CaptureFixtur
     assert (
         "eval_interval is 2, and dataset_config.validation_share is 0: nothing is held out" in capsys.readouterr().err
     )
+
+
+def test_an_evaluation_that_ends_by_an_exception_leaves_training_as_it_was() -> None:
+    """A rank may die in it, and the others train on in their processes: with summed losses they would do so with other gradients than the new one."""
+    chunk = torch.nn.Dropout()
+    passes = SimpleNamespace(_reduction="mean", chunks=[chunk])
+    with pytest.raises(RuntimeError, match="closed by peer"), Passes._as_for_evaluation(passes):  # type: ignore[arg-type]
+        assert passes._reduction == "sum" and not chunk.training
+        raise RuntimeError("Connection closed by peer")
+    assert passes._reduction == "mean" and chunk.training
