@@ -232,13 +232,15 @@ def recipes() -> list[Recipe]:
 def _recipe(group: Any, world: Any) -> Recipe:
     places = world.pg_group_ranks[group]
     tag = world.pg_to_tag.get(group) or ""
-    backend = group._get_backend(group._device_types[0])
+    options = getattr(
+        group._get_backend(group._device_types[0]), "options", None
+    )  # a back end of a plug-in may have none
     return Recipe(
         group=group,
         name=world.pg_names[group],
         ranks=tuple(sorted(places, key=places.__getitem__)),
         backend=str(world.pg_map[group][0]),
-        timeout=backend.options._timeout if backend.options is not None else c10d.default_pg_timeout,
+        timeout=options._timeout if options is not None else c10d.default_pg_timeout,
         tag=tag.removeprefix(_TAGGED) if tag.startswith(_TAGGED) else "",
         description=group.group_desc,
         device=group.bound_device_id,

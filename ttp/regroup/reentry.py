@@ -87,7 +87,6 @@ def why_not_in_place(
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
         (copies, "copies='memory'"),
         (GROUPS.meeting is not None, "this process had a session before"),
-        (any(recipe.device is not None for recipe in recipes()), "process groups are bound to a device (device_id)"),
         (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
         (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process yet"),
         (
@@ -95,7 +94,9 @@ def why_not_in_place(
             f"on {optimizer.device.type} it was never tried (TTP_IN_PLACE=cuda)",
         ),
     )
-    return next((why for applies, why in cases if applies), "")
+    why = next((why for applies, why in cases if applies), "")
+    bound = not why and any(recipe.device is not None for recipe in recipes())
+    return "process groups are bound to a device (init_process_group(device_id=...))" if bound else why
 
 
 class Reentry:

@@ -271,7 +271,12 @@ def _until_killed(store: Any, groups: ProcessGroups, pairs: list[Any], rank: int
 def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
     """Rank 1 then does as one does that takes a lost one's place: its groups have no peers, and nothing is asked of the others."""
     os.environ.update(
-        MASTER_ADDR=store.host, MASTER_PORT=str(store.port), TTP_LAUNCHED="1", RANK=str(dist.get_rank()), WORLD_SIZE="2"
+        MASTER_ADDR=store.host,
+        MASTER_PORT=str(store.port),
+        TTP_LAUNCHED="1",
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
     )
     half = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     asked: list[str] = []
