@@ -175,6 +175,21 @@ def controller_dies_behind_it(seed: int) -> Scenario:
     return scenario
 
 
+def order_is_carried_out_late(seed: int) -> Scenario:
+    """An agent takes long over an order to replace a process, and the controller is cut off before a rank has its order. That of the next one is
+    carried out at once; when the time for the first has come, the process in that place has finished."""
+    scenario = _calm(seed, standbys=1)
+    job = scenario.job
+    _kill(job, f"COMPUTE {STEPS}", 3)
+
+    def strike(_: int) -> None:
+        job.launchers[job.training.layout.hosts[3]].replacements.slower_s = 1.0 + 0.02 * (seed % 20)
+        job.scheduler.after(0.0, partial(job.controllers[0].cut, 1.5))
+
+    job.hook("stage regrouping", 1, strike)
+    return scenario
+
+
 def noticed_meanwhile(seed: int) -> Scenario:
     """A rank gets a preemption notice while it regroups, and its report is lost."""
     scenario = _calm(seed, harmless=False)
@@ -277,6 +292,7 @@ def stopped_in_front_of_its_update(seed: int) -> Scenario:
 
 ARRANGED = (
     one_dies, one_raises, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
-    dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it, noticed_meanwhile,
+    dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it,
+    order_is_carried_out_late, noticed_meanwhile,
     cannot_be_regrouped, training_returns_in_front_of_it, order_is_lost, dies_again_and_again, fills_differ, stopped_in_front_of_its_update,
 )  # fmt: skip

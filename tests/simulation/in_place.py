@@ -90,16 +90,22 @@ class Replacements:
         self._agent, self._job = agent, agent.job
         self.over = False
         """The ranks were ordered to exit: no process is started any more."""
+        self.slower_s = 0.0
+        """Seconds that the next order takes longer than usual."""
+        self._newest: dict[int, int] = {}
+        """The freeze of the newest order that was carried out or refused, by rank."""
 
     def take(self, order: Replace) -> None:
         shared = self._job.in_place
-        slow_s = shared.rng.uniform(0.0, 1.5 * LIMIT_S) if shared.fails() else 0.0
+        slow_s = shared.rng.uniform(0.0, 1.5 * LIMIT_S) if shared.fails() else self.slower_s
+        self.slower_s = 0.0
         self._job.scheduler.after(slow_s + shared.rng.uniform(0.005, 0.05), partial(self._start, order, shared.fails()))
 
     def _start(self, order: Replace, fails: bool) -> None:
         agent, job, old = self._agent, self._job, self._job.ranks[order.rank]
-        if agent.lost or self.over:
+        if agent.lost or self.over or order.freeze_id < self._newest.get(order.rank, 0):
             return
+        self._newest[order.rank] = order.freeze_id
         if fails or (old.alive and old.pid != order.pid):
             agent.report(ReplaceFailed(agent.host, order.rank, order.freeze_id, "no process could be started"))
             return

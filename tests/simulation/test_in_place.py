@@ -14,6 +14,7 @@ from tests.simulation.truth import events
 
 RECOVERED = (
     arranged.one_dies, arranged.one_raises, arranged.the_last_step_is_rolled_forward, arranged.order_is_lost, arranged.controller_dies_behind_it,
+    arranged.order_is_carried_out_late,
 )  # fmt: skip
 WRITTEN = (
     arranged.dies_when_it_has_regrouped, arranged.raises_and_the_other_holder_dies, arranged.dies_while_another_rolls_forward,
@@ -52,6 +53,14 @@ def test_a_rank_whose_training_has_returned_is_not_waited_for() -> None:
         moments = {line.event: at for at, line in reversed(job.journal)}
         assert moments["regroup_failed"] - moments["regroup_sent"] < LIMIT_S / 10, f"seed {seed}"
         assert events(job, "published") and not events(job, "regrouped"), f"seed {seed}"
+
+
+def test_an_agent_drops_an_order_when_it_has_answered_a_later_one() -> None:
+    """As `ttp/launch/attempts/replacements.py` does: else a process would be started that no rank waits for (seed 600255095)."""
+    for seed in range(8):
+        job = _run(arranged.order_is_carried_out_late, seed).job
+        assert [line.event for _, line in job.journal].count("regroup_sent") == 2, f"seed {seed}: two orders"
+        assert [process.rank for process in job.in_place.former] == [3], f"seed {seed}: one process"
 
 
 def test_a_shard_whose_last_holder_dies_beside_a_replacement_is_refused() -> None:
