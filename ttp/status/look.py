@@ -15,7 +15,7 @@ from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.errors import CheckpointError
 from ttp.proto.address import split_address
-from ttp.proto.messages import Phase
+from ttp.proto.messages import CauseKind, Phase
 from ttp.proto.status import JobStatus, RankStatus
 from ttp.status import ask, find_job, history
 from ttp.status.answer import CheckpointRow, CoverageNow, FaultRow, JobView, Leader, RankLine
@@ -158,10 +158,10 @@ def _leader(status: JobStatus) -> Leader | None:
 
 
 def _current(status: JobStatus, now: float) -> FaultRow | None:
-    """Return the fault that is handled now."""
+    """Return the fault that is handled now. That collectives fail on the other ranks follows from a cause, and may be noticed before it."""
     if status.fault is None:
         return None
-    causes = status.fault.causes
+    causes = [cause for cause in status.fault.causes if cause.kind is not CauseKind.PEER_ERROR] or status.fault.causes
     return FaultRow(
         attempt=_attempt_of(status.job_id) or 0,
         unix_s=now - status.fault.age_s,

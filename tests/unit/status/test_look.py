@@ -151,6 +151,18 @@ def test_a_fault_that_is_handled_now_is_the_first_and_no_training(tmp_path: Path
     assert "is handled now" in text and "the death of one of these costs steps: rank 0; node n0" in text
 
 
+def test_a_collective_that_failed_before_the_death_was_seen_is_not_the_cause(
+    tmp_path: Path, answers: list[JobStatus]
+) -> None:
+    """Which of the two the controller receives first is chance."""
+    failed = Cause(CauseKind.PEER_ERROR, (0,), "Connection closed by peer")
+    died = Cause(CauseKind.EXITED, (1,), "signal SIGKILL")
+    for causes, kind, ranks in (((failed, died), "exited", [1]), ((failed,), "peer_error", [0])):
+        answers.append(job_status([rank_status(0), rank_status(1)], stage="writing", fault=FaultStatus(10.0, causes)))
+        (row,) = looked(job_at(tmp_path / kind)).faults
+        assert (row.kind, row.ranks, row.cause) == (kind, ranks, causes[-1].text)
+
+
 def test_shards_without_a_holder_come_first(tmp_path: Path, answers: list[JobStatus]) -> None:
     answers.append(job_status([rank_status(0)], coverage=CoverageStatus(2, 0, 1, (0,), 1)))
     assert "1 of 2 shards without a live holder" in text_of(looked(job_at(tmp_path)))
