@@ -158,7 +158,7 @@ def test_a_collective_that_failed_before_the_death_was_seen_is_not_the_cause(
     failed = Cause(CauseKind.PEER_ERROR, (0,), "Connection closed by peer")
     died = Cause(CauseKind.EXITED, (1,), "signal SIGKILL")
     for causes, kind, ranks in (((failed, died), "exited", [1]), ((failed,), "peer_error", [0])):
-        answers.append(job_status([rank_status(0), rank_status(1)], stage="writing", fault=FaultStatus(10.0, causes)))
+        answers[:] = [job_status([rank_status(0), rank_status(1)], stage="writing", fault=FaultStatus(10.0, causes))]
         (row,) = looked(job_at(tmp_path / kind)).faults
         assert (row.kind, row.ranks, row.cause) == (kind, ranks, causes[-1].text)
 
