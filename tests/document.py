@@ -200,7 +200,7 @@ def render_tested(text: str, results: list[dict[str, str]], selftests: list[dict
         if found["device"].lower() in passed
     ]
     not_run = " and ".join(found["device"] for found in open_paths if found["device"].lower() not in passed)
-    rest = f" The {not_run} paths are written, not run: [test yours](docs/selftest.md)." if not_run else ""
+    rest = f" {not_run}: not run, [test yours](docs/selftest.md)." if not_run else ""
     return _TESTED.sub(f"**Tested**: {'; '.join(ran)}.{rest}", text)
 
 
@@ -221,7 +221,7 @@ def selftest_table(selftests: list[dict[str, Any]]) -> str:
                         found["device"]["driver"],
                         found["torch"],
                         found["ttp"],
-                        found["ranks"],
+                        f"{found['ranks']} on one device" if found.get("shared_device") else found["ranks"],
                         found["verdict"],
                     )
                 ),

@@ -24,7 +24,7 @@ from ttp.inputs import checked
 from .config.encoder_decoder_config import EncoderDecoderConfig
 from .config.schema import Config, ParallelConfig, plain
 from .data.batches import OpenedText, Samples, open_sequences
-from .devices.binding import bind, choose_device, make_deterministic
+from .devices.binding import bind, bind_shared, choose_device, make_deterministic
 from .evaluation import Evaluation
 from .logs import RunLog, open_logs
 from .metrics import MetricsFile, StepMetrics
@@ -67,7 +67,8 @@ def started(
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
         text = open_text(config)
         kind = choose_device(config.training_config.device)
-        device = bind(kind, world.local_rank)
+        shared = config.training_config.shared_device
+        device = bind_shared(kind, world.rank) if shared else bind(kind, world.local_rank)
         if config.training_config.cpu_threads is not None:
             torch.set_num_threads(config.training_config.cpu_threads)
         if config.training_config.deterministic:

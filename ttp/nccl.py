@@ -19,6 +19,10 @@ NCCL_SETTINGS = {
     ),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "a CUDA error that is raised in the watchdog's thread ends the process"),
     "TORCH_NCCL_PROPAGATE_ERROR": ("0", "one rank's error would be taken for an error of every rank"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": (
+        "0",
+        "a watchdog that has seen an error waits a minute for what other ranks write, and its process group cannot be made again meanwhile",
+    ),
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "a wait that times out aborts the communicator"),
 }
 """Variable: (value, why)."""

@@ -62,6 +62,8 @@ class TrainingConfig:
     """Fixes weights, data order and dropout."""
     device: DeviceName = "auto"
     """auto takes the first accelerator that is there, else the CPU."""
+    shared_device: bool = False
+    """All ranks of a host use its first device: slow, to test several ranks where there is one device."""
     deterministic: bool = True
     """Only kernels that give the same bits every time: what makes a resumed run equal an uninterrupted one."""
     cpu_threads: int | None = None

@@ -43,6 +43,14 @@ def bind(kind: DeviceKind, local_rank: int, asked_by: str = "--training_config.d
     return torch.device(kind.name, local_rank)
 
 
+def bind_shared(kind: DeviceKind, rank: int) -> torch.device:
+    """Make this host's first device the current one, for every rank of the host, and return it: for tests on a host with one device. Called before
+    the process group is made: to its backend each rank is on a host of its own, so that messages go over TCP."""
+    if kind.host_variable is not None:
+        os.environ.setdefault(kind.host_variable, f"rank {rank}")
+    return bind(kind, 0)
+
+
 def synchronize(kind: DeviceKind) -> None:
     """Wait until the current device has done all that was started on it."""
     if not kind.is_host:

@@ -23,6 +23,8 @@ class DeviceKind:
     """Collective backend of tensors on it."""
     plugin: str | None = None
     """Module that brings the device to torch; None: torch has it."""
+    host_variable: str | None = None
+    """The variable by which its backend knows ranks of one host. NCCL refuses two ranks on one device of one host."""
 
     @property
     def is_host(self) -> bool:
@@ -37,7 +39,7 @@ class DeviceKind:
 DEVICES = {
     kind.name: kind
     for kind in (
-        DeviceKind("cuda", "nccl"),
+        DeviceKind("cuda", "nccl", host_variable="NCCL_HOSTID"),
         DeviceKind("xpu", "xccl"),
         DeviceKind("npu", "hccl", plugin="torch_npu"),
         DeviceKind("musa", "mccl", plugin="torch_musa"),

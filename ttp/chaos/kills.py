@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from ttp.inputs.options import whole
 from ttp.text.console import open_console
 
 STEPS_BETWEEN = 8
-"""A kill comes within this many steps after the job's first new step."""
+"""A kill comes within this many steps after the job's first new steps."""
 STEPS_A_KILL = 2 * STEPS_BETWEEN + 4
 """Steps that the job is given for each kill: on a busy machine a few pass before one is looked for, and the job must not be over
 before the last."""
@@ -151,12 +150,14 @@ def judged(kill: Kill, line: FaultTimeline, journal: Sequence[Line]) -> Survived
 
 
 def _kill_once(job: TrainingJob, rng: random.Random, ranks: int, number: int) -> Kill:
-    """Wait for the attempt's first new step, then kill a random rank at a random moment."""
+    """Wait for the attempt's first new steps, then kill a random rank at a random moment."""
     job.wait_for(lambda: len(job.starts()) == number + 1 and len(job.pids()) == ranks, f"attempt {number}", 120)
     first = job.last_step()
-    job.wait_for_step(first + 1)
+    job.wait_for_step(
+        first + 2
+    )  # the first one loads and compiles: on an accelerator it may take as long as all others
     recent = [float(line["time_ms"]) for line in job.metrics()[-12:] if line.get("time_ms")]
-    step_s = statistics.median(recent) / 1e3 if recent else 0.1
+    step_s = min(recent) / 1e3 if recent else 0.1
     time.sleep(rng.uniform(0, STEPS_BETWEEN) * step_s)  # the random moment itself
     return job.kill(rng.randrange(ranks))
 

@@ -80,7 +80,8 @@ def describe(kind: DeviceKind, device: torch.device) -> dict[str, Any]:
 
 def _first_line(path: Path) -> str:
     try:
-        return (path.read_text(errors="replace").splitlines() or [""])[0].strip()
+        line = (path.read_text(errors="replace").splitlines() or [""])[0]
+        return " ".join(line.partition("Release Build")[0].removeprefix("NVRM version:").split())
     except OSError:
         return ""
 

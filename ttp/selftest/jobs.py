@@ -50,6 +50,8 @@ class Jobs:
     console: Console
     until_monotonic_s: float = inf
     """Nothing is waited for longer."""
+    shared: bool = False
+    """There are fewer devices than ranks: all use the first."""
     _baseline: Path | None = field(default=None, init=False)
 
     @property
@@ -66,6 +68,7 @@ class Jobs:
         return [
             *alone,
             f"--training_config.device={device or self.device}",
+            f"--training_config.shared_device={self.shared}",
             f"--training_config.training_iters={self.steps}",
             f"--optimizer_config.learning_rate_scheduler_kwargs.decay_steps={self.steps}",
             *self.overrides,
@@ -291,12 +294,13 @@ def _step_ms(folder: Path) -> float:
 
 
 def _to_new_step(metrics: Sequence[Line], killed_unix_s: float) -> float | None:
-    """Return the milliseconds from a kill to the first step after it that no attempt had done before."""
-    done = 0
+    """Return the milliseconds from a kill to the first step of the next attempt that none had done before."""
+    done, resumed = 0, False
     for line in metrics:
+        resumed |= line.get("event") == "resume" and float(line["unix_s"]) > killed_unix_s
         if "loss" not in line or line.get("recovered"):
             continue
-        if float(line["unix_s"]) > killed_unix_s and int(line["step"]) > done:
+        if resumed and int(line["step"]) > done:
             return 1e3 * (float(line["unix_s"]) - killed_unix_s)
         done = max(done, int(line["step"]))
     return None

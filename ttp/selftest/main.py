@@ -76,7 +76,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="cpu, cuda, npu, musa, xpu, a plug-in's own name, or auto (default: the first one present)",
     )
     parser.add_argument(
-        "--ranks", type=whole(1, 1000), help="ranks of each job (default: 2, or 1 where there is one device)"
+        "--ranks",
+        type=whole(1, 1000),
+        help="ranks of each job; more than there are devices share the first (default: 2, or 1 where there is one device)",
     )
     parser.add_argument(
         "--kills", type=whole(1, 100), default=KILLS, help=f"how often a rank is killed (default: {KILLS})"
@@ -112,15 +114,17 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         _add(console, checks, Check("all other checks", NOT_RUN, "the device's probe failed"))
         return _write(console, output, as_json({**about, "device": unknown, "torch": version("torch")}, checks))
     device = probed["device"]
-    ranks = _ranks(args.ranks, device)
+    ranks, shared = ranks_of(args.ranks, int(device["count"]))
     console.print(f"{device['type']}: {device['name']}; driver {device['driver']}", markup=False)
     for each in probed["checks"]:
         _add(console, checks, Check(**each))
     until = began + 60 * args.minutes
     _run_jobs(
-        console, Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console, until), checks
+        console,
+        Jobs(output, device["trainer_device"], ranks, args.kills, seed, args.overrides, console, until, shared),
+        checks,
     )
-    took = {"ranks": ranks, "seconds": round(time.monotonic() - began, 1)}
+    took = {"ranks": ranks, "shared_device": shared, "seconds": round(time.monotonic() - began, 1)}
     return _write(console, output, as_json({"device": device, "torch": probed["torch"], **about, **took}, checks))
 
 
@@ -163,14 +167,10 @@ def _add(console: Console, checks: list[Check], check: Check) -> None:
     console.print(f"[{color}]{check.status}[/] {escape(check.name)}{': ' if parts else ''}{'; '.join(parts)}")
 
 
-def _ranks(asked: int | None, device: dict[str, Any]) -> int:
-    """Return the ranks of each job. Raises ConfigError: there are fewer devices. count 0: the CPU, which takes any number."""
-    count = int(device["count"])
-    if asked is not None and count and asked > count:
-        raise ConfigError(
-            f"--ranks: got {asked}, expected at most {count}, the number of {device['type']} devices here"
-        )
-    return asked or (min(2, count) if count else 2)
+def ranks_of(asked: int | None, devices: int) -> tuple[int, bool]:
+    """Return the ranks of each job, and whether they share a device. devices 0: the CPU, which takes any number."""
+    ranks = asked or (1 if devices == 1 else 2)
+    return ranks, 0 < devices < ranks
 
 
 def _prepare(output: Path) -> None:

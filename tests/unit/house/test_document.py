@@ -53,9 +53,9 @@ def test_the_readme_says_on_which_device_a_self_test_has_passed() -> None:
         "verdict": "passed", "device": {"type": "cuda", "name": "a card", "driver": "580.1"}, "torch": "3.0", "ttp": "0.1.0", "ranks": 2, "checks": [],
     }  # fmt: skip
     line = document.render_tested("**Tested**: ", results, [report])
-    assert "on CUDA, torch 3.0" in line and "The NPU paths are written, not run" in line
+    assert "on CUDA, torch 3.0" in line and "NPU: not run, [test yours]" in line
     failed = document.render_tested("**Tested**: ", results, [{**report, "verdict": "incomplete"}])
-    assert "The CUDA and NPU paths are written, not run" in failed
+    assert "CUDA and NPU: not run, [test yours]" in failed
     assert "| cuda: a card | 580.1 | 3.0 | 0.1.0 | 2 | passed | - | - | - |" in document.selftest_table([report])
     text = document.SELFTEST.read_text(encoding="utf-8")
     assert document.selftests() and document.render_selftests(text) == text, "docs/selftest.md is stale: run make docs"

@@ -68,10 +68,10 @@ def test_ready_that_was_not_looked_at_does_not_pass() -> None:
 
 
 def test_time_to_a_new_step_passes_over_what_is_trained_again() -> None:
-    """And over a step that was known from the checkpoint, and those before the kill."""
+    """And over a step that was known from the checkpoint, those before the kill, and one that ended in its very moment."""
     metrics = [
         {"step": 1, "loss": "", "unix_s": 1.0},
-        {"step": 2, "loss": "", "unix_s": 2.0},
+        {"step": 2, "loss": "", "unix_s": 2.5001},
         {"event": "resume", "from_step": 1, "unix_s": 4.0},
         {"step": 2, "loss": "", "unix_s": 5.0},
         {"step": 3, "loss": "", "unix_s": 5.5, "recovered": True},

@@ -88,11 +88,10 @@ def test_a_folder_of_something_else_is_not_emptied(tmp_path: Path, capsys: pytes
 
 
 def test_ranks_are_as_many_as_there_are_devices() -> None:
-    """Two where that means something; the CPU takes any number."""
-    assert [command._ranks(None, {"count": count}) for count in (0, 1, 2, 8)] == [2, 1, 2, 2]
-    assert command._ranks(5, {"count": 0}) == 5
-    with pytest.raises(ConfigError, match="--ranks: got 3, expected at most 1, the number of cuda devices here"):
-        command._ranks(3, {"count": 1, "type": "cuda"})
+    """Two where that means something; the CPU takes any number, and more than there are devices share one."""
+    assert [command.ranks_of(None, count) for count in (0, 1, 2, 8)] == [(2, False), (1, False), (2, False), (2, False)]
+    assert [command.ranks_of(asked, 1) for asked in (1, 3)] == [(1, False), (3, True)]
+    assert command.ranks_of(5, 0) == (5, False) and command.ranks_of(2, 8) == (2, False)
 
 
 def test_when_the_time_is_over_the_report_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

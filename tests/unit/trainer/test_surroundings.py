@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import re
 import sys
 import types
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ttp.errors import ConfigError
-from ttp.trainer.devices.binding import bind, choose_device
+from ttp.trainer.devices.binding import bind, bind_shared, choose_device
 from ttp.trainer.devices.device_table import DEVICES, DeviceName
 from ttp.trainer.logs import LOGGER, open_logs
 from ttp.trainer.metrics import StepMetrics
@@ -103,6 +104,22 @@ def test_first_accelerator_is_taken_and_each_rank_has_its_own(monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"local rank 2 has no npu device of its own: this host has 2"):
         bind(kind, 2)
     assert reported == []
+
+
+def test_ranks_can_share_a_hosts_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the device's backend each is on a host of its own, unless the user has said which."""
+    chosen: list[int] = []
+    device = types.SimpleNamespace(device_count=lambda: 1, set_device=chosen.append)
+    monkeypatch.setattr(torch, "cuda", device)
+    for given, expected in ((None, "rank 5"), ("mine", "mine")):
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        if given is not None:
+            monkeypatch.setenv("NCCL_HOSTID", given)
+        assert bind_shared(DEVICES["cuda"], 5) == torch.device("cuda", 0)
+        assert os.environ["NCCL_HOSTID"] == expected
+    assert chosen == [0, 0]
+    monkeypatch.delenv("NCCL_HOSTID")
+    assert bind_shared(DEVICES["cpu"], 5) == torch.device("cpu") and "NCCL_HOSTID" not in os.environ
 
 
 def test_world_is_read_from_the_launcher() -> None:
