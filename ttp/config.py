@@ -33,7 +33,7 @@
 | TTP_MIRROR_END_S | 600 | seconds that ttprun waits at the job's end for the newest checkpoint's copy |
 | TTP_MIRROR_OPTIONAL | False | True: a job that finds no checkpoint, and no answer from its mirror, begins at step 1 |
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
-| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it was never tried |
+| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it can cost steps |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
 | TTP_VACANT | none | set by ttprun: this process takes a lost one's place: the fault's number, and the controller that leads the job |
 | TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
@@ -279,6 +279,11 @@ def ordered_by(environ: Mapping[str, str] = os.environ) -> str:
     return _text(environ, "TTP_VACANT").partition(" ")[2]
 
 
+def in_place_on_devices(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether TTP_IN_PLACE=cuda asks for recoveries without a checkpoint on an accelerator, too."""
+    return _text(environ, "TTP_IN_PLACE").strip().lower() == "cuda"
+
+
 def enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether ENABLE_TTP allows TTP (default: yes)."""
     return _flag(environ, "ENABLE_TTP", True)
@@ -384,7 +389,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def _in_place(environ: Mapping[str, str]) -> str:
     """Return what TTP_IN_PLACE says: `off`, `on`, `cuda`; empty where it is not set."""
-    if environ.get("TTP_IN_PLACE", "").strip().lower() == "cuda":
+    if in_place_on_devices(environ):
         return "cuda"
     if not environ.get("TTP_IN_PLACE", "").strip():
         return ""

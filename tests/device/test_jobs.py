@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -24,13 +27,14 @@ HOSTILE = {
     "garbage": 2,
 }
 JOB_S = 280.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def train(folder: Path, fault: str = "", *overrides: str, ranks: int = 2, **traits: int) -> str:
+def train(folder: Path, fault: str = "", *overrides: str, ranks: int = 2, environ: Any = NOTHING, **traits: int) -> str:
     """Run the trainer on the device to its end; return what the job reported."""
     extension()
     folder.mkdir()
-    environ = autoloading(folder / "plugin", os.environ, **traits) | {"OMP_NUM_THREADS": "1"}
+    environ = autoloading(folder / "plugin", os.environ, **traits) | {"OMP_NUM_THREADS": "1"} | dict(environ)
     if fault:
         environ["TTP_FAULTS"] = fault
     command = [

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from ttp.errors import ConfigError
 from ttp.groups.connections import Connections, computing
+from ttp.groups.device_backends import abort_all, await_kernels
 
 Successor = Callable[[Any], Any]
 """Of a process group that was closed: the one in its place. Of None, a group of now, and one without this rank: the same."""
@@ -94,12 +95,16 @@ class ProcessGroups:
 
     def leave(self) -> int:
         """Bring the training thread out of the collectives that it waits in: every connection of the groups is shut down, so that they raise on this
-        rank and on its peers. Called from another thread; only for groups that were made again at least once, whose connections are known.
+        rank and on its peers; on an accelerator, where they do not raise, they are aborted. Called from another thread; only for groups that were
+        made again at least once, whose connections are known.
 
         Returns how many connections were open.
         """
-        self._left = True
-        return self._connections.shut_down()
+        first, self._left = not self._left, True
+        count = self._connections.shut_down()
+        if first:
+            abort_all()
+        return count
 
     def close(self) -> None:
         """Leave the groups, and wait until none of their operations writes to memory any more: connections are closed, as gloo does when it has read
@@ -113,6 +118,7 @@ class ProcessGroups:
                     f"process groups that were left are in use after {CLOSED_S:g} s: {count} connections are open"
                 )
             time.sleep(_LOOK_S)
+        await_kernels()
 
     def let_go(self) -> None:
         """Drop the groups that were closed last: nothing refers to them any more. The destructor of one that this rank has left in the middle of an

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ttp.config import launched_place, replaces
+from ttp.config import in_place_on_devices, launched_place, replaces
 from ttp.groups.process_groups import GROUPS
 
 
@@ -22,7 +22,9 @@ def vacant() -> int:
 
 def init_process_group(backend: str | None = None, **arguments: Any) -> None:
     """Do what `torch.distributed.init_process_group` does. In a process that takes a lost one's place the groups have no peers until
-    `session.resume()`."""
+    `session.resume()`. With TTP_IN_PLACE=cuda it leaves out `device_id`: groups that are bound to a device cannot be made again."""
+    if in_place_on_devices():
+        arguments.pop("device_id", None)
     if not vacant():
         dist.init_process_group(backend, **arguments)
         return
@@ -30,4 +32,6 @@ def init_process_group(backend: str | None = None, **arguments: Any) -> None:
 
     rank, size = launched_place()
     GROUPS.backend, GROUPS.timeout = backend or "gloo", arguments.get("timeout")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    kinds = [part.partition(":")[0] for part in GROUPS.backend.split(",") if ":" in part]
+    fake = ",".join(f"{kind}:fake" for kind in kinds) or "fake"
+    dist.init_process_group(fake, store=FakeStore(), rank=rank, world_size=size)

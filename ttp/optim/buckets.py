@@ -204,6 +204,7 @@ class GradBuckets:
         self._synchronised = True
         for bucket in self._buckets:
             bucket.wires.give_up()
+            bucket.memory.clear()
         self._begin()
 
     def close(self) -> None:

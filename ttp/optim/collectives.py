@@ -70,6 +70,13 @@ class BucketMemory:
         if self.sharded:
             self.grads.untyped_storage().resize_(0)
 
+    def clear(self) -> None:
+        """Make all gradients zero, with what lies between them: a collective that was aborted may have left anything there."""
+        if self.grads.untyped_storage().nbytes():
+            self.grads.zero_()
+        for row in self.reduced:
+            row.zero_()
+
 
 class Wires(Protocol):
     """The four steps of a reduction, and the gather."""

@@ -55,7 +55,7 @@ class ParameterPart:
             return
         check_agreement(self.layout, self.group, self.rank, device)
         ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.group.size())]
-        works = []
+        transfers: list[tuple[Any, torch.Tensor, int]] = []
         for shard in range(self.layout.shards):
             holders = self.layout.holders(shard)
             coming = [holder for holder in holders if ranks[holder] in replaced]
@@ -67,12 +67,18 @@ class ParameterPart:
                     f"no rank that stays holds shard {self.layout.label(shard)}: ranks {coming} are new"
                 )
             if self.rank in coming:
-                for tensor in self.shards.everything_of(shard):
-                    works.append(dist.irecv(tensor, ranks[staying[0]], group=self.group))
+                transfers += [(dist.irecv, tensor, ranks[staying[0]]) for tensor in self.shards.everything_of(shard)]
             elif self.rank == staying[0]:
-                for tensor in self.shards.everything_of(shard):
-                    works += [dist.isend(tensor, ranks[holder], group=self.group) for holder in coming]
-        wait_for(works)
+                transfers += [
+                    (dist.isend, tensor, ranks[holder])
+                    for tensor in self.shards.everything_of(shard)
+                    for holder in coming
+                ]
+        # In one batch for each device: by itself NCCL makes a communicator of its own for each pair, and two in one group cannot be aborted.
+        batches: dict[str, list[dist.P2POp]] = {}
+        for transfer, tensor, peer in transfers:
+            batches.setdefault(tensor.device.type, []).append(dist.P2POp(transfer, tensor, peer, group=self.group))
+        wait_for([work for batch in batches.values() for work in dist.batch_isend_irecv(batch)])
 
     def held(self, backup: bool) -> list[tuple[int, list[HeldTensor]]]:
         """Return (shard, tensors) of what this rank holds; without shards in which nothing is counted."""

@@ -91,7 +91,7 @@ def why_not_in_place(
         (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process yet"),
         (
             optimizer.device.type != "cpu" and settings.in_place != "cuda",
-            f"on {optimizer.device.type} it was never tried (TTP_IN_PLACE=cuda)",
+            f"on {optimizer.device.type} it is not on by itself (TTP_IN_PLACE=cuda)",
         ),
     )
     why = next((why for applies, why in cases if applies), "")

@@ -289,5 +289,5 @@ def test_an_accelerator_has_to_be_asked_for_by_name() -> None:
         why_not_in_place(in_place(in_place=choice), OnDevice([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
         for choice in ("", "on", "cuda")
     ]
-    assert "on cuda it was never tried (TTP_IN_PLACE=cuda)" in said[0] and said[1] == said[0] and said[2] == ""
+    assert "on cuda it is not on by itself (TTP_IN_PLACE=cuda)" in said[0] and said[1] == said[0] and said[2] == ""
     assert why_not_in_place(in_place(), Optimizer([]), True, copies=True, own_form=False) == "copies='memory'"  # type: ignore[arg-type]

@@ -12,15 +12,18 @@ import torch
 import torch.distributed as dist
 
 from ttp.errors import AbortedCollective
+from ttp.groups.process_groups import GROUPS
 
-_RAISES = "gloo"
-"""The backend of which a failed collective raises, on a device too."""
+_RAISES = {"gloo", "fake"}
+"""Backends of which a failed collective raises, on a device too; and one of which none fails."""
 
 
 def check_communicators(device: torch.device, step: int) -> None:
     """Raise AbortedCollective naming the first process group whose communicator on `device` reports an error. At once on the CPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return
+    if GROUPS.left:
+        raise AbortedCollective(f"step {step}: process groups are being made again: this step is given up")
     for group in _process_groups():
         error = _error_of(_backend_of(group, device))
         if error:
@@ -35,7 +38,7 @@ def silent_backends(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu" or not dist.is_initialized():
         return ()
     backends = [backend for group in _process_groups() if (backend := _backend_of(group, device)) is not None]
-    return tuple(sorted({backend.name() for backend in backends if _error_of(backend) is None} - {_RAISES}))
+    return tuple(sorted({backend.name() for backend in backends if _error_of(backend) is None} - _RAISES))
 
 
 def _process_groups() -> list[Any]:

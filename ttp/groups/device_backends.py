@@ -1,0 +1,41 @@
+"""What process groups have on an accelerator: aborted, so that a thread that waits for one of their collectives comes out.
+
+An aborted collective returns without an error, and its memory holds whatever was there: whoever asks for an abort says so first
+(`ProcessGroups.left`), and what was waited for is not believed.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CLOSED_BY_CONNECTIONS = ("gloo", "fake")
+
+
+def device_backends() -> list[tuple[torch.device, Any]]:
+    """Return device type and backend of each process group's part on an accelerator, those made last first; none on the CPU."""
+    if not dist.is_initialized():
+        return []
+    groups = list(dist.distributed_c10d._world.pg_map)  # torch lists them in a private name only
+    pairs = [(kind, group) for group in reversed(groups) for kind in group._device_types if kind.type != "cpu"]
+    found = [(kind, group._get_backend(kind)) for kind, group in pairs]
+    return [(kind, backend) for kind, backend in found if backend.name() not in _CLOSED_BY_CONNECTIONS]
+
+
+def abort_all() -> None:
+    """Abort all of them at the same time: an abort frees memory, for which the driver waits until the kernels of all others have ended, too
+    (pytorch issue 119797)."""
+    aborts = [threading.Thread(target=backend.abort, daemon=True) for _, backend in device_backends()]
+    for abort in aborts:
+        abort.start()
+    for abort in aborts:
+        abort.join()
+
+
+def await_kernels() -> None:
+    """Block until the devices have done all that was started on them: a collective that was aborted writes no more."""
+    for kind in {kind.type for kind, _ in device_backends()}:
+        torch.get_device_module(kind).synchronize()
