@@ -90,6 +90,12 @@ def test_a_job_shows_its_training_its_fault_and_its_end(
     assert (fault["outcome"], fault["step"], fault["steps_lost"]) == ("saved", 7, 0) and fault["took_s"] > 0
     assert [each["step"] for each in found["checkpoints"]] == [LAST, 7] and found["notes"] == []
     assert 0 < found["goodput"] < 1
+    use = found["time_use"]
+    assert sum(use["rank_s"].values()) == pytest.approx(use["ranks"] * use["whole_s"]) and use["ranks"] == 2
+    known = [
+        part for part in ("steps", "start", "saves", "decide", "dump", "restart", "end") if use["rank_s"][part] > 0
+    ]
+    assert known == ["steps", "start", "saves", "decide", "dump", "restart", "end"] and use["rank_s"]["unknown"] == 0
     assert main.main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert f"last step  {LAST}, saved in {folder}/checkpoints/iter_00000{LAST}; 0 steps lost" in text
