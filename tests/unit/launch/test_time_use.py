@@ -43,7 +43,7 @@ def attempt(number: int, begun: float, *pauses: Pause, **more: Any) -> AttemptTi
     return AttemptTime(number=number, begun_unix_s=begun, pauses=pauses, **known)
 
 
-def used(use: TimeUse | None, *, ranks: int = 4) -> dict[str, float]:
+def used(use: TimeUse | None, *, ranks: int = 4) -> dict[str, Any]:
     """Return the parts that are not 0, in seconds of all ranks; they are the whole."""
     assert use is not None and use.ranks == ranks and tuple(use.rank_s) == PARTS
     assert sum(use.rank_s.values()) == pytest.approx(use.ranks * use.whole_s)
@@ -75,6 +75,8 @@ def test_what_no_stage_explains_is_deciding() -> None:
     """The fault's total is more than its stages: the ranks were waited for."""
     killed = attempt(0, 0.0, pause(FAULT, 50.0, 52.0, seen=500.0))
     assert used(time_use([killed], 60.0)) == {"start": 3.0, "steps": 47.0, "detect": 0.5, "decide": 1.5, "end": 8.0}
+    longer = attempt(0, 0.0, pause(FAULT, 50.0, 52.0, seen=500.0, written=60_000.0))
+    assert used(time_use([longer], 60.0)) == {"start": 3.0, "steps": 47.0, "detect": 0.5, "dump": 1.5, "end": 8.0}
     assert used(time_use([killed], 60.0, over=False))["restart"] == pytest.approx(8.0), "the next attempt is awaited"
 
 
@@ -211,6 +213,7 @@ def test_an_attempts_moments_are_in_its_journal_and_rank_0s_marks() -> None:
         incident(8.0, 2.0, 20, in_place=True),
         incident(30.0, 1.0, 40),
         (31.0, "freeze_sent", {"freeze_id": 4}),
+        incident(32.0, 0.5, None),
     )
     marks = [
         Mark(BEGAN + 2.0, STEPPED, 1),
