@@ -36,7 +36,8 @@ def marks(log_dir: Path, attempt: int, *lines: tuple[float, str, int, float]) ->
 def files(log_dir: Path) -> None:
     """A rank is killed at 10.5 s, which the controller sees at 11 s; step 41 is the first one of the second attempt, at 22 s, and 200 the last at 54 s."""
     at, event, fields = incident(12.0, 1.0, 40)
-    journal(log_dir, 0, *comes(0.0), (at, event, {**fields, "goes_on_from": fields["saved"]["path"]}))
+    decided = (11.2, "decided", {"freeze_id": 1, "step": 40, "able": [0], "roll_forward": []})
+    journal(log_dir, 0, *comes(0.0), decided, (at, event, {**fields, "goes_on_from": fields["saved"]["path"]}))
     marks(log_dir, 0, (2.0, "stepped", 1, 0.0), (6.0, "saved", 20, 1.5))
     journal(log_dir, 1, *comes(19.0), (54.0, "finished", {"ranks": 2}))
     marks(log_dir, 1, (22.0, "stepped", 41, 0.0), (30.0, "saved", 60, 2.0))
