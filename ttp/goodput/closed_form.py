@@ -67,15 +67,15 @@ def _covered_time(policy: Policy, length_s: float) -> float:
 
 
 def _downtime(policy: Policy, *, covered: bool) -> float:
-    """Return the mean time from a fault of these until training goes on, with the faults that come meanwhile."""
+    """Return the mean time from a fault of these until training continues, with the faults that come meanwhile."""
     rate = policy.fault_rate
 
-    def unbroken(faults: list[tuple[float, float]]) -> float:
+    def no_fault_in(faults: list[tuple[float, float]]) -> float:
         whole = sum(per_s for per_s, _ in faults)
         return sum(per_s / whole * math.exp(-rate * down_s) for per_s, down_s in faults) if whole else 1.0
 
-    anyone = unbroken([(fault.per_s, fault.down_s) for fault in policy.faults])
-    first = unbroken([(fault.per_s, fault.down_s) for fault in policy.faults if fault.covered == covered])
+    anyone = no_fault_in([(fault.per_s, fault.down_s) for fault in policy.faults])
+    first = no_fault_in([(fault.per_s, fault.down_s) for fault in policy.faults if fault.covered == covered])
     return (1.0 - first) / rate * (1.0 + (1.0 - anyone) / anyone) if anyone else math.inf
 
 

@@ -1,4 +1,4 @@
-"""A cluster: how many ranks, which faults come how often, and how long things take there; and the ways to survive that are compared on it (PURE).
+"""A cluster: how many ranks, which faults come how often, and how long things take there; and the strategies to survive them that are compared (PURE).
 
 Owns the kinds of faults, what each costs under which system, and the defaults with their sources (docs/goodput.md).
 """
@@ -15,7 +15,7 @@ PROCESS, NODE, HANG, LOST = "process", "node", "hang", "lost"
 KINDS: Mapping[str, str] = {
     PROCESS: "a process ends and its node is good: a crash, a stop that was planned",
     NODE: "a device or a node is replaced, or the program is changed: survivors hold the state",
-    HANG: "no rank gets on: found after `hang_s`",
+    HANG: "no rank progresses: found after `hang_s`",
     LOST: "no survivor covers it: all holders of a shard are gone, or the state is wrong",
 }
 HOUR = 3600.0
@@ -66,7 +66,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Strategy:
     """A policy with what it assumes, in a line."""
 
     policy: Policy
@@ -75,8 +75,8 @@ class Way:
     """False: no system of today does this; it is a bound."""
 
 
-def ways(cluster: Cluster) -> list[Way]:
-    """Return the ways to survive that are compared on a cluster, the baselines first."""
+def strategies(cluster: Cluster) -> list[Strategy]:
+    """Return the strategies that are compared on a cluster, the baselines first."""
     times, rates = cluster.times, cluster.per_s
     back_s = times.restart_s + times.load_s
     detect = {kind: times.hang_s if kind == HANG else times.detect_s for kind in rates}
@@ -93,11 +93,11 @@ def ways(cluster: Cluster) -> list[Way]:
     bound = [_regrouped(fault, times, detect) if fault.covered else fault for fault in own]
     slow = cluster.slowdown
     return [
-        Way(policy=_periodic(cluster, periodic), assumes=f"every fault loses the work since the last checkpoint ({_interval_source(cluster)})"),
-        Way(policy=_two_levels("copies in memory", cluster, memory, times.copy_s, 0.0), assumes="as Gemini: copies to other nodes at Daly's interval; a restart loads from memory"),
-        Way(policy=_two_levels("this system: restart", cluster, own, 0.0, slow), assumes="survivors write the step in flight, all restart from it"),
-        Way(policy=_two_levels("this system: in place", cluster, in_place, 0.0, slow), assumes="where the node is good one process is replaced; else as above. Built for one node and the CPU so far"),
-        Way(policy=_two_levels("bound: all in place", cluster, bound, 0.0, slow), assumes="every fault that survivors cover, as if a spare were always ready", built=False),
+        Strategy(policy=_periodic(cluster, periodic), assumes=f"every fault loses the work since the last checkpoint ({_interval_source(cluster)})"),
+        Strategy(policy=_two_levels("copies in memory", cluster, memory, times.copy_s, 0.0), assumes="as Gemini: copies to other nodes at Daly's interval; a restart loads from memory"),
+        Strategy(policy=_two_levels("this system: restart", cluster, own, 0.0, slow), assumes="survivors write the step in flight, all restart from it"),
+        Strategy(policy=_two_levels("this system: in place", cluster, in_place, 0.0, slow), assumes="where the node is good one process is replaced; else as above. Built for one node and the CPU so far"),
+        Strategy(policy=_two_levels("bound: all in place", cluster, bound, 0.0, slow), assumes="every fault that survivors cover, as if a spare were always ready", built=False),
     ]  # fmt: skip
 
 

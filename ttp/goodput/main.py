@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttp.errors import ConfigError
-from ttp.goodput import plot, tables
+from ttp.goodput import plot, share_tables
 from ttp.goodput.closed_form import split
-from ttp.goodput.cluster import HOUR, KINDS, Cluster, Times, ways
+from ttp.goodput.cluster import HOUR, KINDS, Cluster, Times, strategies
 from ttp.goodput.published import LLAMA, RUNS, like
+from ttp.goodput.share_tables import ModelledShare
 from ttp.goodput.simulate import simulate
-from ttp.goodput.tables import Answer
 from ttp.inputs import checked
 from ttp.inputs.options import whole
 from ttp.text.console import open_console
@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ttp.goodput",
         description="How much of a cluster's time would be new steps. Without options: published runs, and what this system would reach there.",
-        epilog=f"kinds of faults:\n{tables.kinds_text()}\n\ndocs/goodput.md says what is assumed.",
+        epilog=f"kinds of faults:\n{share_tables.kinds_text()}\n\ndocs/goodput.md says what is assumed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cluster = parser.add_argument_group("a cluster of your own")
@@ -123,7 +123,7 @@ def _fault(text: str) -> tuple[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """PublishedRun the command; return its exit status."""
     given = parse(arguments)
     try:
         return _answer(given)
@@ -137,9 +137,9 @@ def _answer(given: argparse.Namespace) -> int:
     if not given.own:
         runs = [(run := make(), _answers(run.cluster, given)) for make in RUNS.values()]
         if given.json:
-            print(json.dumps({"runs": [tables.run_json(run, answers) for run, answers in runs]}))
+            print(json.dumps({"runs": [share_tables.run_json(run, answers) for run, answers in runs]}))
         for run, answers in runs if not given.json else ():
-            console.print(tables.shown_run(run, answers))
+            console.print(share_tables.shown_run(run, answers))
         return 0
     cluster, known = _cluster(given)
     answers = _answers(cluster, given)
@@ -150,14 +150,14 @@ def _answer(given: argparse.Namespace) -> int:
         print(
             json.dumps(
                 {
-                    "cluster": tables.cluster_json(cluster),
+                    "cluster": share_tables.cluster_json(cluster),
                     "measured": found,
-                    "ways": [tables.answer_json(each) for each in answers],
+                    "strategies": [share_tables.answer_json(each) for each in answers],
                 }
             )
         )
     else:
-        console.print(tables.shown_cluster(cluster, answers, known))
+        console.print(share_tables.shown_cluster(cluster, answers, known))
     return 0
 
 
@@ -182,16 +182,16 @@ def _cluster(given: argparse.Namespace) -> tuple[Cluster, dict[str, Measured]]:
     ), known  # fmt: skip
 
 
-def _answers(cluster: Cluster, given: argparse.Namespace) -> list[Answer]:
+def _answers(cluster: Cluster, given: argparse.Namespace) -> list[ModelledShare]:
     found = []
-    for way in ways(cluster):
+    for strategy in strategies(cluster):
         drawn = None
         if given.simulate is not None:
             lasts_s = given.days * 24.0 * HOUR
-            if (expected := way.policy.fault_rate * lasts_s * given.simulate) > MOST_FAULTS * 100.0:
+            if (expected := strategy.policy.fault_rate * lasts_s * given.simulate) > MOST_FAULTS * 100.0:
                 raise ConfigError(
                     f"--simulate: got {expected:.2g} faults to draw, expected at most {MOST_FAULTS * 100.0:.2g}. Draw fewer runs, or fewer --days"
                 )
-            drawn = simulate(way.policy, lasts_s, runs=given.simulate, seed=given.seed)
-        found.append(Answer(way, split(way.policy), drawn))
+            drawn = simulate(strategy.policy, lasts_s, runs=given.simulate, seed=given.seed)
+        found.append(ModelledShare(strategy, split(strategy.policy), drawn))
     return found

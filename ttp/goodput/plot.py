@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ttp.errors import ConfigError
 from ttp.goodput.closed_form import split
-from ttp.goodput.cluster import Cluster, ways
+from ttp.goodput.cluster import Cluster, strategies
 
 SIZES = tuple(2**power for power in range(6, 18))
 """Ranks that are drawn, and the cluster's own."""
@@ -26,9 +26,9 @@ def draw(cluster: Cluster, path: Path) -> None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     sizes = sorted({*SIZES, cluster.ranks})
-    for place, way in enumerate(ways(cluster)):
-        shares = [100.0 * split(ways(replace(cluster, ranks=ranks))[place].policy).steps for ranks in sizes]
-        axes.plot(sizes, shares, label=way.policy.name, linestyle="-" if way.built else ":")
+    for place, strategy in enumerate(strategies(cluster)):
+        shares = [100.0 * split(strategies(replace(cluster, ranks=ranks))[place].policy).steps for ranks in sizes]
+        axes.plot(sizes, shares, label=strategy.policy.name, linestyle="-" if strategy.built else ":")
     axes.axvline(cluster.ranks, color="#8d96a3", linewidth=0.8)
     axes.set(xscale="log", xlabel="ranks", ylabel="share of the time in new steps, %")
     axes.legend()

@@ -1,4 +1,4 @@
-"""What the model knows of a job under one way to survive faults: its saves, its faults, what each costs (PURE).
+"""What the model knows of a job under one strategy to survive faults: its saves, its faults, what each costs (PURE).
 
 Owns the terms that closed form and simulation share. Faults come at random (Poisson), also while the job is down. A *covered* fault costs the work since
 the last moment that survivors hold; one that is not covers the work since the last persistent checkpoint.
@@ -17,14 +17,14 @@ class FaultRate:
     kind: str
     per_s: float
     down_s: float
-    """From the fault until training goes on where it was set back to."""
+    """From the fault until training continues where it was set back to."""
     covered: bool
     """Survivors hold the state: no more is lost than the work since the last held moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One way to survive faults, in seconds."""
+    """One strategy to survive faults, in seconds."""
 
     name: str
     faults: tuple[FaultRate, ...]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ttp.goodput.closed_form import split
-from ttp.goodput.cluster import HANG, HOUR, LOST, NODE, PROCESS, Cluster, Times, ways
+from ttp.goodput.cluster import HANG, HOUR, LOST, NODE, PROCESS, Cluster, Times, strategies
 from ttp.goodput.policy import FaultRate, Policy, daly
 
 LLAMA, BYTEROBUST = "llama3", "byterobust"
 POINTS = 0.05
-"""The model reproduces a run when it is no further from the published share."""
+"""The model reproduces a run when it is at most so far from the published share."""
 _LLAMA = "Llama 3, arXiv 2407.21783"
 _ROBUST = "ByteRobust, arXiv 2509.16293"
 _BYTECHECKPOINT = "ByteCheckpoint, arXiv 2407.20143, table 8: 405B on 8,960 GPUs"
@@ -33,7 +33,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PublishedRun:
     """One published run. The times of `cluster` are those with which other systems are modelled there: where the run's own share leaves time that no
     published input explains, it is in them, so that no system is modelled on better hardware than the run had."""
 
@@ -46,7 +46,7 @@ class Run:
     cluster: Cluster
     """Its ranks and faults, and the times with which this system is modelled there."""
     policy: Policy
-    """The run's own way to survive faults."""
+    """The run's own strategy."""
     inputs: tuple[Input, ...]
     free: str
     """What is not published."""
@@ -82,7 +82,7 @@ def _rates(counts: Mapping[str, float], days: float, ranks: int) -> dict[str, fl
     return {kind: count / (days * 24.0 * ranks) for kind, count in counts.items()}
 
 
-def llama3() -> Run:
+def llama3() -> PublishedRun:
     cluster = Cluster(
         ranks=_LLAMA_RANKS, per_device_hour=_rates(_LLAMA_COUNTS, _LLAMA_DAYS, _LLAMA_RANKS), times=_LLAMA_TIMES
     )
@@ -97,7 +97,7 @@ def llama3() -> Run:
         Input("load", "129 s", _BYTECHECKPOINT, False),
         Input("step", "5.9 s: 6 x 405e9 x 16e6 tokens at 400 TFLOP/s a GPU", f"{_LLAMA}, section 3.4.1 and table 4"),
     )  # fmt: skip
-    return Run(LLAMA, "Llama 3 405B, 16,384 GPUs, 54 days", 0.90, True, _LLAMA_DAYS, cluster, ways(cluster)[0].policy, inputs,
+    return PublishedRun(LLAMA, "Llama 3 405B, 16,384 GPUs, 54 days", 0.90, True, _LLAMA_DAYS, cluster, strategies(cluster)[0].policy, inputs,
                "how long a save held training up, its interval, and how long a restart took")  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _robust_policy(more_s: float = 0.0, overhead: float = _OVERHEAD) -> Policy:
     return Policy(name="ByteRobust", faults=faults, held_s=10.0, slowdown=overhead)
 
 
-def byterobust() -> Run:
+def byterobust() -> PublishedRun:
     back_s = _mean_down(_OVERHEAD, 0.97) - 30.0
     times = Times(
         save_s=13.0, detect_s=30.0, hang_s=30.0, restart_s=back_s, load_s=0.0, copy_s=0.2, dump_s=13.0, regroup_s=30.0, step_s=10.0
@@ -139,7 +139,7 @@ def byterobust() -> Run:
         Input("copies in memory", "every step, 0.9 % slower steps, a bound", f"{_ROBUST}, section 1: less than 0.9 %"),
         Input("step", "10 s", "assumed: a fault loses half of one", False),
     )  # fmt: skip
-    return Run(BYTEROBUST, "ByteRobust's dense job, 9,600 GPUs, three months", 0.97, False, _ROBUST_DAYS, cluster, _robust_policy(), inputs,
+    return PublishedRun(BYTEROBUST, "ByteRobust's dense job, 9,600 GPUs, three months", 0.97, False, _ROBUST_DAYS, cluster, _robust_policy(), inputs,
                "how long training stood still for each incident, from the fault to the next step")  # fmt: skip
 
 
@@ -157,7 +157,7 @@ class Range:
     found: str
 
 
-def ranges(run: Run) -> Sequence[Range]:
+def ranges(run: PublishedRun) -> Sequence[Range]:
     """Return which values of what is not published give the published share."""
     if run.name == LLAMA:
         saves = (
@@ -185,7 +185,7 @@ def _mean_down(overhead: float, share: float) -> float:
     return sum(fault.per_s * fault.down_s for fault in policy.faults) / policy.fault_rate
 
 
-def _longest_back(run: Run, save_s: float) -> str:
+def _longest_back(run: PublishedRun, save_s: float) -> str:
     def off(back_s: float) -> float:
         rate = run.cluster.mean_time_between_s
         fault = FaultRate("any", 1.0 / rate, back_s, False)

@@ -40,10 +40,10 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(runs, list) and [run["name"] for run in runs] == ["llama3", "byterobust"]
     for run in runs:
         assert run["reproduced"] and abs(run["modelled"] - run["published"]) < 0.05 and run["inputs"] and run["ranges"]
-        for way in run["ways"]:
+        for each in run["strategies"]:
             assert (
-                way["steps"] + way["saves"] + way["again"] + way["down"] == pytest.approx(1.0)
-                and way["simulated"] is None
+                each["steps"] + each["saves"] + each["again"] + each["down"] == pytest.approx(1.0)
+                and each["simulated"] is None
             )
 
 
@@ -65,8 +65,8 @@ def test_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(cluster, dict) and cluster["ranks"] == 1024 and cluster["times"]["restart_s"] == 300.0
     assert cluster["per_device_hour"] == {"process": 1e-5, "node": 2e-5, "hang": 0.0, "lost": 0.0}
     assert cluster["mean_time_between_s"] == pytest.approx(3600 / (1024 * 3e-5))
-    ways = found["ways"]
-    assert isinstance(ways, list) and ways[0]["saved_every_s"] == 1800.0
+    shares = found["strategies"]
+    assert isinstance(shares, list) and shares[0]["saved_every_s"] == 1800.0
     assert main.main(list(given)) == 0
     text = capsys.readouterr().out
     assert "1,024 ranks, a fault every 32.6 h" in text and "restart 300" in text
@@ -74,11 +74,11 @@ def test_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_simulation_is_shown_beside_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--like", "llama3", "--simulate", "10", "--days", "20", "--seed", "5")
-    ways = asked(capsys, *given)["ways"]
-    assert isinstance(ways, list)
-    for way in ways:
-        low, high = way["simulated"]["interval"]
-        assert low - 0.01 < way["steps"] < high + 0.01 and way["simulated"]["runs"] == 10
+    shares = asked(capsys, *given)["strategies"]
+    assert isinstance(shares, list)
+    for each in shares:
+        low, high = each["simulated"]["interval"]
+        assert low - 0.01 < each["steps"] < high + 0.01 and each["simulated"]["runs"] == 10
     assert main.main(list(given)) == 0
     assert "simulated, 95 %" in capsys.readouterr().out
 

@@ -157,7 +157,7 @@ def test_an_attempt_that_another_agent_has_not_reported_is_not_known(tmp_path: P
     assert end["time_use"] is None and end["lasted_since"] == 1
 
 
-def test_steps_that_were_repeated_though_they_were_saved_are_no_new_ones(tmp_path: Path) -> None:
+def test_steps_that_were_repeated_though_they_were_saved_count_as_repeated(tmp_path: Path) -> None:
     """The second attempt has begun with step 31, though 40 was saved: 10 steps, of which the first one's time is the restart's."""
     files(tmp_path)
     marks(tmp_path, 1, (22.0, "stepped", 31, 0.0))

@@ -15,24 +15,24 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from ttp.goodput.cluster import HOUR, KINDS, Cluster, Way
+from ttp.goodput.cluster import HOUR, KINDS, Cluster, Strategy
 from ttp.goodput.measured import Measured
 from ttp.goodput.policy import Policy, Split
-from ttp.goodput.published import Run, ranges
+from ttp.goodput.published import PublishedRun, ranges
 from ttp.goodput.simulate import Simulated
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One way on one cluster."""
+class ModelledShare:
+    """One strategy on one cluster."""
 
-    way: Way
+    strategy: Strategy
     split: Split
     simulated: Simulated | None
 
 
-def shown_run(run: Run, answers: Sequence[Answer]) -> RenderableType:
-    """Return a published run: inputs, the model's share beside the published one, the range of what is not published, and the ways on its cluster."""
+def shown_run(run: PublishedRun, answers: Sequence[ModelledShare]) -> RenderableType:
+    """Return a published run: inputs, the model's share beside the published one, the range of what is not published, and the strategies on its cluster."""
     more = "more than " if run.at_least else ""
     verdict = "reproduced" if run.reproduced else "NOT reproduced"
     inputs = _table("input", Column("value", overflow="fold"), Column("source", overflow="fold"))
@@ -48,14 +48,14 @@ def shown_run(run: Run, answers: Sequence[Answer]) -> RenderableType:
         "",
         inputs,
         "",
-        "The ways to survive faults on that cluster:",
-        ways_table(answers),
+        "Strategies on that cluster:",
+        strategy_table(answers),
     )
 
 
-def shown_cluster(cluster: Cluster, answers: Sequence[Answer], measured: dict[str, Measured]) -> RenderableType:
-    """Return a cluster of the user's and the ways on it."""
-    return Group(*map(Text, _cluster_lines(cluster, measured)), "", ways_table(answers))
+def shown_cluster(cluster: Cluster, answers: Sequence[ModelledShare], measured: dict[str, Measured]) -> RenderableType:
+    """Return a cluster of the user's and the strategies on it."""
+    return Group(*map(Text, _cluster_lines(cluster, measured)), "", strategy_table(answers))
 
 
 def _cluster_lines(cluster: Cluster, measured: dict[str, Measured]) -> Iterator[str]:
@@ -71,18 +71,22 @@ def _cluster_lines(cluster: Cluster, measured: dict[str, Measured]) -> Iterator[
         )
 
 
-def ways_table(answers: Sequence[Answer]) -> Table:
+def strategy_table(answers: Sequence[ModelledShare]) -> Table:
     right = [Column(name, justify="right") for name in ("new steps", "saves", "done again", "down", "saved every")]
     simulated = [Column("simulated, 95 %", justify="right")] if any(each.simulated for each in answers) else []
-    table = _table("way", *right, *simulated, Column("what it assumes", overflow="fold"))
+    table = _table("strategy", *right, *simulated, Column("what it assumes", overflow="fold"))
     for each in answers:
         shares = [
             f"{100 * share:.2f} %" for share in (each.split.steps, each.split.saves, each.split.again, each.split.down)
         ]
         drawn = [_interval(each.simulated)] if each.simulated else [""] * len(simulated)
-        built = "" if each.way.built else "(no system of today) "
+        built = "" if each.strategy.built else "(no system of today) "
         table.add_row(
-            Text(each.way.policy.name), *shares, _every(each.way.policy), *drawn, Text(built + each.way.assumes)
+            Text(each.strategy.policy.name),
+            *shares,
+            _every(each.strategy.policy),
+            *drawn,
+            Text(built + each.strategy.assumes),
         )
     return table
 
@@ -105,10 +109,10 @@ def _table(*columns: Column | str) -> Table:
 # --- JSON ---
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
-    policy, drawn = answer.way.policy, answer.simulated
+def answer_json(answer: ModelledShare) -> dict[str, Any]:
+    policy, drawn = answer.strategy.policy, answer.simulated
     return {
-        "name": policy.name, "assumes": answer.way.assumes, "built": answer.way.built, **asdict(answer.split),
+        "name": policy.name, "assumes": answer.strategy.assumes, "built": answer.strategy.built, **asdict(answer.split),
         "saved_every_s": None if policy.held_count is None else policy.interval_s, "held_every_s": policy.held_s,
         "simulated": None if drawn is None else {**asdict(drawn.split), "interval": drawn.interval(), "runs": drawn.runs, "faults": drawn.faults},
     }  # fmt: skip
@@ -122,11 +126,11 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_json(run: Run, answers: Sequence[Answer]) -> dict[str, Any]:
+def run_json(run: PublishedRun, answers: Sequence[ModelledShare]) -> dict[str, Any]:
     return {
         "name": run.name, "title": run.title, "published": run.share, "at_least": run.at_least, "modelled": run.modelled, "reproduced": run.reproduced,
         "inputs": [asdict(each) for each in run.inputs], "free": run.free, "ranges": [asdict(each) for each in ranges(run)],
-        "cluster": cluster_json(run.cluster), "ways": [answer_json(each) for each in answers],
+        "cluster": cluster_json(run.cluster), "strategies": [answer_json(each) for each in answers],
     }  # fmt: skip
 
 
