@@ -43,7 +43,7 @@ RUN: dict[str, str] = {
     "ttp ckpt COMMAND": "ttp ckpt list output",
     "python -m ttp.checkpoint COMMAND": "python -m ttp.checkpoint list output",
     "python -m ttp.goodput": "",
-    "python -m ttp.goodput --ranks 1024 --fault process=5e-6 --fault node=1.5e-5 --fault lost=2e-7 --restart-s 300": "",
+    "python -m ttp.goodput --ranks 1024 --fault process=5e-6 --fault node=1.5e-5 --fault lost=2e-7 --detect-s 10 --restart-s 300": "",
     "python -m ttp.goodput --ranks 4096 --like byterobust --simulate 20 --days 30": "",
     "python -m ttp.trainer --help": "",
     "python -m ttp.trainer --config gpt_70b --plan --world-size 1024": "",

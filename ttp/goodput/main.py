@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +62,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     cluster.add_argument("--fault", action="append", default=[], type=_fault, metavar="KIND=RATE",
                          help="so many faults of a kind per device-hour, in place of the published ones; repeatable")  # fmt: skip
     for name, text in _TIMES.items():
-        least = "step" if name == "step" else ""
-        cluster.add_argument(f"--{name}-s", type=_number(MOST_SECONDS, above=bool(least)), metavar="SECONDS", help=text)
+        cluster.add_argument(
+            f"--{name}-s", type=_number(MOST_SECONDS, above=name == "step"), metavar="SECONDS", help=text
+        )
     cluster.add_argument("--interval-s", type=_number(MOST_SECONDS, above=True), metavar="SECONDS",
                          help="work between persistent checkpoints (default: the best, by Daly)")  # fmt: skip
     cluster.add_argument(
@@ -99,7 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def _number(most: float, *, above: bool = False):  # type: ignore[no-untyped-def]
+def _number(most: float, *, above: bool = False) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = float(text)
@@ -133,11 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(given: argparse.Namespace) -> int:
-    console = open_console(sys.stdout)
+    console = open_console(sys.stdout, soft_wrap=False)
     if not given.own:
         runs = [(run := make(), _answers(run.cluster, given)) for make in RUNS.values()]
         if given.json:
-            print(json.dumps({"runs": [share_tables.run_json(run, answers) for run, answers in runs]}))
+            console.out(json.dumps({"runs": [share_tables.run_json(run, answers) for run, answers in runs]}))
         for run, answers in runs if not given.json else ():
             console.print(share_tables.shown_run(run, answers))
         return 0
@@ -147,7 +148,7 @@ def _answer(given: argparse.Namespace) -> int:
         plot.draw(cluster, given.plot)
     if given.json:
         found = {name: {"seconds": each.seconds, "count": each.count} for name, each in known.items()}
-        print(
+        console.out(
             json.dumps(
                 {
                     "cluster": share_tables.cluster_json(cluster),

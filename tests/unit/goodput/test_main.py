@@ -170,6 +170,14 @@ def test_a_folder_without_times_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert "has no finished step, save or fault with its times" in capsys.readouterr().err
 
 
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "ttp.goodput", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read() and process.wait(60) == 1
+
+
 def test_the_module_is_a_program_that_loads_no_torch() -> None:
     code = "import sys; from ttp.goodput.main import main; main(['--ranks', '8']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

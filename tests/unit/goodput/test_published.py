@@ -27,7 +27,7 @@ def test_a_published_run_is_reproduced_within_five_points(run: PublishedRun) -> 
 
 @pytest.mark.parametrize("run", MADE, ids=lambda run: run.name)
 def test_a_published_run_is_reproduced_by_the_simulation(run: PublishedRun) -> None:
-    drawn = simulate(run.policy, run.days * 86_400.0, runs=100, seed=7)
+    drawn = simulate(run.policy, run.days * 86_400.0, runs=50, seed=7)
     low, high = drawn.interval(3.29)
     assert low < run.modelled < high and abs(drawn.split.steps - run.share) < 0.05
 
