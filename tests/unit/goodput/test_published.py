@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
 
+from tests.shown import ROOT
 from ttp.goodput.closed_form import split
 from ttp.goodput.cluster import HANG, KINDS, LOST, NODE, PROCESS, Cluster, Times, strategies
 from ttp.goodput.published import RUNS, PublishedRun, byterobust, llama3, ranges
@@ -152,3 +154,20 @@ def test_the_times_have_one_option_each() -> None:
     from ttp.goodput.main import _TIMES
 
     assert [each.name for each in fields(Times)] == [f"{name}_s" for name in _TIMES]
+
+
+def test_the_documents_figures_are_the_models() -> None:
+    text = (ROOT / "docs" / "goodput.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    shares = {row[0]: row[1:3] for row in rows if len(row) == 4 and row[1].endswith("%") and row[2].endswith("%")}
+    found = zip(*(strategies(run.cluster) for run in MADE), strict=True)
+    modelled = {pair[0].policy.name: [f"{100 * split(each.policy).steps:.1f} %" for each in pair] for pair in found}
+    assert {name: shares.get(name) for name in ("periodic checkpoints", *modelled)} == modelled
+    for run in MADE:
+        assert f"| {100 * run.modelled:.1f} % |" in text
+        figures = [re.findall(r"([\d,]+) s ", each.found)[0] for each in ranges(run)[: 4 if run.at_least else 1]]
+        assert all(f"{figure} s" in text for figure in figures)
+    policy = byterobust().policy
+    assert f"explain {sum(fault.per_s * fault.down_s for fault in policy.faults) / policy.fault_rate:.0f} s" in text
