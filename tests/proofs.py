@@ -42,6 +42,9 @@ RUN: dict[str, str] = {
     "ttp ckpt verify --key job7.pub.pem output/checkpoints": "ttp ckpt verify --key job7.pub.pem signed/checkpoints",
     "ttp ckpt COMMAND": "ttp ckpt list output",
     "python -m ttp.checkpoint COMMAND": "python -m ttp.checkpoint list output",
+    "python -m ttp.goodput": "",
+    "python -m ttp.goodput --ranks 1024 --fault process=5e-6 --fault node=1.5e-5 --fault lost=2e-7 --detect-s 10 --restart-s 300": "",
+    "python -m ttp.goodput --ranks 4096 --like byterobust --simulate 20 --days 30": "",
     "python -m ttp.trainer --help": "",
     "python -m ttp.trainer --config gpt_70b --plan --world-size 1024": "",
     "python -m ttp.trainer --config gpt2_13b_mp2_pp4 --plan --world-size 32": "",
@@ -274,6 +277,9 @@ TESTED: dict[str, Proof] = {
         Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
     "ttp status [JOB]": Proof("tests/chaos/test_status.py::test_a_job_shows_its_training_its_fault_and_its_end", {"ttp.status.main": "status"}),
     "ttp status output": Proof("tests/chaos/test_status.py::test_a_job_shows_its_training_its_fault_and_its_end", {"ttp.status.main": "status"}),
+    "python -m ttp.goodput --job output --ranks 64":
+        Proof("tests/unit/goodput/test_main.py::test_times_of_a_job_of_ones_own_count", {"ttp.goodput": "main"}),
+    "python -m ttp.goodput --ranks 4096 --plot shares.svg": Proof("tests/unit/goodput/test_main.py::test_a_picture_is_drawn", {"ttp.goodput": "main"}),
     "ttp doctor": Proof("tests/unit/doctor/test_main.py::test_a_node_that_serves_passes_and_is_left_as_it_was", {"ttp.doctor.main": "doctor"}),
     "ttp doctor --config gpt_7b --nproc-per-node 8 --nnodes 4 --save-dirs output/checkpoints":
         Proof("tests/unit/doctor/test_main.py::test_the_layout_is_what_plan_says", {"ttp.doctor.main": "run"}),

@@ -85,6 +85,7 @@ ORDER = (
     "ttp.trainer",
     "ttp.selftest",
     "ttp.doctor",
+    "ttp.goodput",
 )
 """Every room, the lowest first. Modules of `ttp/` that everybody imports are rooms of their own: users find them there."""
 

@@ -28,6 +28,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -382,8 +383,12 @@ class Session:
         saved = self.optimizer.current_step if step is None else step
         if not wait:
             self.prepare_saves()
+        began = time.perf_counter()
         with self.pause(SAVE_AT_MOST_S) if wait or self._saves.under_way else contextlib.nullcontext():
-            return self._saves.save(saved, kind, wait=wait)
+            path = self._saves.save(saved, kind, wait=wait)
+        if self._protection is not None:
+            self._protection.saved(saved, time.perf_counter() - began)
+        return path
 
     # --- the end of train ---
 

@@ -3,6 +3,7 @@ place ends in a checkpoint and a restart, and costs no step either."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -42,6 +43,10 @@ def recovered(job: TrainingJob, times: int = 1) -> None:
     assert len(job.starts()) == 1
     events = [line["event"] for journal in job.journals() for line in journal]
     assert events.count("regrouped") == times and "write_sent" not in events
+    end = json.loads((job.output_dir / "log" / "story.jsonl").read_text().splitlines()[-1])
+    parts = end["time_use"]["rank_s"]
+    assert sum(parts.values()) == pytest.approx(end["time_use"]["ranks"] * end["time_use"]["whole_s"])
+    assert parts["regroup"] > 0.0 and parts["restart"] > 0.0 and parts["dump"] == 0.0, "until the next finished step"
 
 
 def checkpoints(job: TrainingJob) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.chaos.conftest import JOB_S, SMALL
 from ttp.chaos.observed.training_job import TrainingJob
+from ttp.exchange import time_marks
 from ttp.launch.watch.processes import is_stopped
 from ttp.status import ask, main
 
@@ -90,6 +91,17 @@ def test_a_job_shows_its_training_its_fault_and_its_end(
     assert (fault["outcome"], fault["step"], fault["steps_lost"]) == ("saved", 7, 0) and fault["took_s"] > 0
     assert [each["step"] for each in found["checkpoints"]] == [LAST, 7] and found["notes"] == []
     assert 0 < found["goodput"] < 1
+    use = found["time_use"]
+    assert sum(use["rank_s"].values()) == pytest.approx(use["ranks"] * use["whole_s"]) and use["ranks"] == 2
+    known = [
+        part for part in ("steps", "start", "saves", "decide", "dump", "restart", "end") if use["rank_s"][part] > 0
+    ]
+    assert known == ["steps", "start", "saves", "decide", "dump", "restart", "end"] and use["rank_s"]["unknown"] == 0
+    firsts = [
+        [mark.step for mark in time_marks.read(folder / "log", attempt, 0.0) if mark.what == time_marks.STEPPED]
+        for attempt in (0, 1)
+    ]
+    assert firsts == [[1], [8]], "a restart lasts until its first finished step"
     assert main.main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert f"last step  {LAST}, saved in {folder}/checkpoints/iter_00000{LAST}; 0 steps lost" in text

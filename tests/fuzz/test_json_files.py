@@ -21,7 +21,7 @@ from tests.unit.runtime.test_replay import EVENTS, record
 from ttp.chaos.run.campaign import read_baseline
 from ttp.controller.replay import main as replay_main
 from ttp.errors import ConfigError
-from ttp.exchange import controller_file, last_step, saved_alone
+from ttp.exchange import controller_file, last_step, saved_alone, time_marks
 from ttp.trainer.convert import read_config
 
 settings.load_profile("fuzz")
@@ -57,12 +57,18 @@ def read_saved_alone(path: Path) -> None:
     saved_alone.read(path.parent, 0, 0.0)
 
 
+def read_marks(path: Path) -> None:
+    path.rename(time_marks.path_of(path.parent, 0))
+    time_marks.read(path.parent, 0, 0.0)
+
+
 READERS: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "a model, GPT-2": (read_model, GPT2),
     "a model, Llama": (read_model, LLAMA),
     "a baseline run": (read_baseline, BASELINE),
     "controllers": (read_controllers, {"addresses": ["a:1", "b:2"], "pid": 7, "log_dir": "/log"}),
     "a last step": (read_last_step, {"unix_s": 5.0, "step": 3, "saved_step": 3}),
+    "a mark of time": (read_marks, {"unix_s": 5.0, "event": "saved", "step": 3, "took_s": 0.5}),
     "a save without a controller": (read_saved_alone, {"began_unix_s": 1.0, "unix_s": 2.0, "step": 3, "world_size": 2, "path": "/a", "error": "",
                                     "newest": "", "noticed": [0, 1]}),
 }  # fmt: skip

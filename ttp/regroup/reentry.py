@@ -220,6 +220,7 @@ class Reentry:
                 self._failed(order, error, protection)
                 raise
             protection.gate.regrouped(order.step, order.record)
+            protection.note_next_step()
             took_s = time.perf_counter() - began
             self._take_back(order)
             protection.processor.put(RegroupDone(order))

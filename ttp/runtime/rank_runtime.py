@@ -22,6 +22,7 @@ from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError
 from ttp.exchange import error_file
 from ttp.exchange.first_step import FirstStep, progress_key
+from ttp.exchange.time_marks import TimeMarks
 from ttp.groups.vacancy import vacant
 from ttp.optim.step_agreement.communicators import silent_backends
 from ttp.optim.step_agreement.participation import attempt_number
@@ -98,6 +99,7 @@ class Protection:
         self._controller = JobController(settings, log_dir, rank, world_size)
         self._standbys = Standbys(settings, world_size, log_dir, self._controller.open_store)
         self._first_step: FirstStep | None = None
+        self._marks = TimeMarks(log_dir, settings.round_number) if rank == 0 else None
         optimizer = holder.optimizer
         # Not step 0 where the trainer has loaded a checkpoint of its own: what a freeze reports, and what the rank registers with.
         self.gate = Gate(
@@ -166,13 +168,31 @@ class Protection:
     def _report_first_step(self) -> None:
         """Have the node's agent know the first step of this attempt, unless a process before this one has reported it."""
         settings = self._settings
+        self.note_next_step()
         if not (settings.launched and settings.local_rank <= 0 and settings.master_port):
             return
         store = self._controller.store()
         if vacant() and store.check([progress_key(settings.round_number)]):
             return
         self._first_step = FirstStep(store, settings.round_number, settings.attempt_dir)
-        self.gate.on_first_step = self._first_step.tell
+        first, marks = self._first_step, self._marks
+
+        def finished(step: int) -> None:
+            first.tell(step)
+            if marks is not None:
+                marks.stepped(step)
+
+        self.gate.on_first_step = finished
+
+    def note_next_step(self) -> None:
+        """Rank 0 notes when the next step is finished: the first of the attempt, or since a recovery."""
+        if self._marks is not None and self.gate.on_first_step is None:
+            self.gate.on_first_step = self._marks.stepped
+
+    def saved(self, step: int, took_s: float) -> None:
+        """Training has waited so long for a save of `step`."""
+        if self._marks is not None:
+            self._marks.saved(step, took_s)
 
     def skipped(self, path: Path) -> None:
         """A checkpoint is broken, and is not taken."""

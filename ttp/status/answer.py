@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ttp.launch.report.time_use import TimeUse
+
 
 @dataclass(frozen=True, slots=True)
 class Leader:
@@ -134,7 +136,9 @@ class JobView:
     since_unix_s: float | None
     """When the job's first rank came to its first controller."""
     goodput: float | None
-    """The share of the time since then in which new steps were trained."""
+    """The share of the time since then in which new steps were trained; null: not known, or not for certain."""
+    time_use: TimeUse | None
+    """Where the time since then went."""
     leader: Leader | None
     standbys: list[str]
     survives: str

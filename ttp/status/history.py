@@ -6,17 +6,28 @@ Owns the reading of journals and of the launchers' report together. Asks no cont
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ttp.exchange import last_step
+from ttp.exchange import last_step, time_marks
 from ttp.inputs.input_file import open_text
 from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import ReportLine, of_this_job
 from ttp.launch.report.story_file import REPORT_NAME
+from ttp.launch.report.time_use import (
+    AttemptTime,
+    Loss,
+    TimeUse,
+    attempt_time,
+    read_attempt,
+    read_use,
+    with_fault,
+    with_repeats,
+    without_fault,
+)
 from ttp.proto.incident import EVENT, read_incident
 from ttp.status.answer import End, FaultRow
 from ttp.status.find_job import journals
@@ -49,6 +60,8 @@ class PastAttempt:
     """In order of time."""
     finished: bool
     """All ranks have finished training."""
+    time: AttemptTime
+    """Where its time went."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +75,12 @@ class History:
     next: str = ""
     """What follows the newest fault, by the launchers' report; empty: another attempt runs, or it is not known."""
     notes: tuple[str, ...] = ()
+    times: tuple[AttemptTime, ...] = ()
+    """Where the attempts' time went: those of journals here, and those that their launchers have reported."""
+    losses: Mapping[int, Loss] = field(default_factory=dict)
+    """Attempt -> what its fault has cost."""
+    use: TimeUse | None = None
+    """What the launcher has summed up at the job's end."""
 
     @property
     def last_step(self) -> int | None:
@@ -80,7 +99,9 @@ def read(log_dir: Path) -> History:
         return History(notes=(f"cannot read {log_dir}: {error.strerror or error}",))
     for number in sorted({attempt for _, attempt, _ in files}):
         try:
-            state = tuple(path.stat()[6:] for path, attempt, _ in files if attempt == number)
+            own = [path for path, attempt, _ in files if attempt == number]
+            marks = time_marks.path_of(log_dir, number)
+            state = tuple(path.stat()[6:] for path in (*own, *([marks] if marks.exists() else [])))
             found = _attempt(log_dir, number, state)
         except _UNREADABLE as error:
             text = f"the journal of attempt {number} in {log_dir} is broken ({_briefly(error)}): it is passed over"
@@ -135,30 +156,25 @@ def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
     registered = [line["fields"] for line in lines if line["event"] == "registered"]
     assembled = next((line for line in lines if line["event"] in ("assembled", "took_over")), None)
     whole: Mapping[str, Any] = next((line["fields"] for line in lines if line["event"] == "assembled"), {})
-    steps = [step for line in lines for step in _finished_steps(line)]
+    begun_unix_s = float(lines[0]["unix_s"])
+    times = attempt_time(number, lines, time_marks.read(log_dir, number, begun_unix_s), begun_unix_s)
     directories = [line["fields"]["directory"] for line in lines if line["event"] == "write_sent"]
     directories += [str(Path(line["fields"]["path"]).parent) for line in lines if line["event"] == "published"]
     return PastAttempt(
         number=number,
-        begun_unix_s=float(lines[0]["unix_s"]),
+        begun_unix_s=begun_unix_s,
         last_unix_s=float(lines[-1]["unix_s"]),
         assembled_unix_s=float(assembled["unix_s"]) if assembled is not None else None,
         world_size=int(whole.get("world_size", len({fields["rank"] for fields in registered}))),
         survives=str(whole.get("survives", "")),
         standbys=tuple(map(str, whole.get("standbys", ()))),
-        last_step=max(steps, default=0),
+        last_step=times.last_step,
         directories=tuple(dict.fromkeys(directories)),
         processes={int(fields["rank"]): (str(fields["host"]), int(fields["pid"])) for fields in registered},
         faults=tuple(_faults(number, lines)),
         finished=any(line["event"] == "finished" for line in lines),
+        time=times,
     )
-
-
-def _finished_steps(line: Line) -> list[int]:
-    fields = line["fields"]
-    if line["event"] == "frozen":
-        return [*map(int, fields["state_steps"]), *map(int, fields["records"])]
-    return [int(fields["step"])] if line["event"] in ("decided", "published", "regrouped") else []
 
 
 def _faults(number: int, lines: Sequence[Line]) -> Iterator[FaultRow]:
@@ -240,6 +256,8 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
         if fault.outcome in (FALSE_ALARM, IN_PLACE) or attempt.number not in {*reported, *over}
     ]
     faults = sorted([*faults, *reported.values()], key=lambda fault: fault.unix_s)
+    ends = {int(line["start"]): line for line in job if line["event"] == "fault"}
+    again = {int(line["start"]): int(line["steps"]) for line in since if line["event"] == "again"}
     following = str(job[-1]["next"]) if job and job[-1]["event"] == "fault" else ""
     return History(
         attempts=tuple(attempts),
@@ -247,7 +265,41 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
         end=_end(log_dir, attempts, ended, faults),
         next=following,
         notes=tuple(notes),
+        times=_times(attempts, ends, over, ended),
+        losses=_losses(faults, again),
+        use=read_use(ended["time_use"]) if ended is not None and ended.get("time_use") else None,
     )
+
+
+def _times(
+    attempts: Sequence[PastAttempt],
+    ends: Mapping[int, ReportLine],
+    over: Collection[int],
+    end: ReportLine | None,
+) -> tuple[AttemptTime, ...]:
+    """Return the attempts' times, as their launchers have reported them where they have."""
+    found = {}
+    for attempt in attempts:
+        known, number = attempt.time, attempt.number
+        if number in ends:
+            known = with_fault(
+                known, float(ends[number]["began_unix_s"]) or float(ends[number]["unix_s"]), ends[number]["took_ms"]
+            )
+        found[number] = without_fault(known) if number in over and number not in ends else known
+    found |= {number: read_attempt(line["time"]) for number, line in ends.items() if "time" in line}
+    last = max(found, default=-1)
+    if end is not None and end.get("last") and last in found:
+        found[last] = replace(found[last], last_step=max(found[last].last_step, int(end["last"]["step"])))
+    return tuple(found[number] for number in sorted(found))
+
+
+def _losses(faults: Sequence[FaultRow], again: Mapping[int, int]) -> dict[int, Loss]:
+    found = {
+        fault.attempt: Loss(steps=fault.steps_lost, kept_step=fault.step)
+        for fault in faults
+        if fault.outcome not in (FALSE_ALARM, IN_PLACE)
+    }
+    return with_repeats(found, again)
 
 
 def _of_report(line: ReportLine, copied: Mapping[int, Any]) -> FaultRow:

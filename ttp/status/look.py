@@ -20,7 +20,7 @@ from ttp.proto.status import JobStatus, RankStatus
 from ttp.status import ask, find_job, history
 from ttp.status.answer import CheckpointRow, CoverageNow, FaultRow, JobView, Leader, RankLine
 from ttp.status.find_job import Job
-from ttp.status.goodput import goodput
+from ttp.status.goodput import job_time
 from ttp.status.history import History, PastAttempt
 
 FEW_RANKS = 16
@@ -101,6 +101,7 @@ def _of_controller(status: JobStatus, known: History, now: float) -> JobView:
     faults = list(known.faults)
     if (current := _current(status, now)) is not None:
         faults.append(current)
+    use = job_time(known, now, pace.step_s, status.fault.age_s if status.fault is not None else 0.0)
     return JobView(
         state="running",
         source="controller",
@@ -117,7 +118,8 @@ def _of_controller(status: JobStatus, known: History, now: float) -> JobView:
         still_s=pace.still_s if trains else None,
         hang_limit_s=pace.limit_s,
         since_unix_s=_since(known),
-        goodput=goodput(known, now, pace.step_s, status.fault.age_s if status.fault is not None else 0.0),
+        goodput=use.goodput if use is not None else None,
+        time_use=use,
         leader=_leader(status),
         standbys=list(status.standbys),
         survives=status.survives,
@@ -212,6 +214,7 @@ def _of_files(known: History, now: float) -> JobView:
     until = end.unix_s if end is not None else last_unix_s
     processes = newest.processes if newest is not None else {}
     rows = [RankLine(rank, *processes[rank], "unknown", 0, None, None, "") for rank in sorted(processes)]
+    use = job_time(known, until, None)
     return JobView(
         state="ended" if end is not None else "unknown",
         source="files",
@@ -227,8 +230,9 @@ def _of_files(known: History, now: float) -> JobView:
         slow_step_s=None,
         still_s=None,
         hang_limit_s=None,
-        since_unix_s=_since(known),
-        goodput=goodput(known, until, None),
+        since_unix_s=until - use.whole_s if use is not None else _since(known),
+        goodput=use.goodput if use is not None else None,
+        time_use=use,
         leader=None,
         standbys=[],
         survives=newest.survives if newest is not None else "",

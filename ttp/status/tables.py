@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from ttp.launch.report.time_use import use_text
 from ttp.status.answer import CoverageNow, FaultRow, JobView, RankLine
 from ttp.text.wording import counted, ranks_text, size_text
 
@@ -86,10 +87,9 @@ def _pace(status: JobView) -> str:
 
 
 def _goodput(status: JobView) -> str:
-    if status.goodput is None or status.since_unix_s is None:
+    if status.time_use is None or status.since_unix_s is None:
         return ""
-    lasted = duration_text(status.unix_s - status.since_unix_s)
-    return f"{100 * status.goodput:.1f} % of {lasted} since {time_text(status.since_unix_s)}"
+    return f"since {time_text(status.since_unix_s)}: {use_text(status.time_use)}"
 
 
 def _last(status: JobView) -> str:

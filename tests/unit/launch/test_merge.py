@@ -56,9 +56,9 @@ def test_steps_that_others_saw_trained_again_are_added_up() -> None:
     """Those of this job, and not those that were reported here."""
     before = [line(0.1, "start", 0), line(0.2, "again", 0, steps=100), END]
     lines = [line(1.0, "start", 0), line(2.0, "fault", 0), line(5.0, "start", 1), line(6.0, "again", 1, steps=3)]
-    assert earlier([*before, *lines], own={2}, last=2).again == 3
-    assert earlier([*before, *lines], own={1}, last=1).again == 0
-    assert earlier([], own=(), last=0).again == 0
+    assert earlier([*before, *lines], own={2}, last=2).again == {1: 3}
+    assert earlier([*before, *lines], own={1}, last=1).again == {}
+    assert earlier([], own=(), last=0).again == {}
 
 
 def test_repeated_steps_count_once_where_the_end_of_their_attempt_is_not_known(tmp_path: Path) -> None:

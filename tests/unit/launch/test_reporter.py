@@ -27,14 +27,14 @@ HOLD_KEYS = ["unix_s", "event", "launch", "start", "cause", "ranks", "up_to_s"]
 HELD_KEYS = ["unix_s", "event", "launch", "start", "held_s", "why", "ranks"]
 FAULT_KEYS = [
     "unix_s", "event", "launch", "start", "began_unix_s", "kind", "culprits", "survivors", "saved", "not_saved", "goes_on_from",
-    "steps_lost", "took_over", "took_ms", "stacks", "next", "elsewhere",
+    "steps_lost", "took_over", "took_ms", "stacks", "next", "elsewhere", "time",
 ]  # fmt: skip
 CULPRIT_KEYS = ["rank", "host", "pid", "cause", "phase", "step", "reported", "trace", "stood", "heard_s", "reached"]
 SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "launch", "result", "starts", "faults", "notices", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
     "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected", "steps_again",
-    "ended_in_fault", "last", "mirror", "recovered",
+    "ended_in_fault", "last", "mirror", "recovered", "time_use",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 

@@ -105,6 +105,9 @@ class Protection:
     def regrouped(self, step: int, record: Any) -> None:
         self.calls.append(f"gate regrouped {step}")
 
+    def note_next_step(self) -> None:
+        self.calls.append("note the next step")
+
     def put(self, answer: Any) -> None:
         self.calls.append(type(answer).__name__)
         self.answers.append(answer)
@@ -216,7 +219,7 @@ def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_
     done = [call for call in left if call not in ("leave", "close")]
     assert done[:4] == ["make_again 3", "rewire", "renew", "fill (0,)"], "nothing is loaded into what it holds"
     assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "compare", "saves", "let_go"]
-    assert protection.calls == ["gate regrouped 8", "RegroupDone", "open"]
+    assert protection.calls == ["gate regrouped 8", "note the next step", "RegroupDone", "open"]
     assert protection.answers == [RegroupDone(ORDER)] and not reentry.ordered
     assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2, ("dir", "tmp"))), (
         "the most of all"

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.status.jobs import BEGAN, Event, comes, end, fault, incident, journal, report, start
 from ttp.status import history
 from ttp.status.answer import End
-from ttp.status.goodput import goodput
+from ttp.status.goodput import job_time
 
 FROZEN = {"freeze_id": 1, "ranks": [0], "kind": "silent", "culprits": [1], "text": "nothing was received"}
 
@@ -188,10 +188,18 @@ def test_a_journal_that_grows_is_read_anew(tmp_path: Path) -> None:
 # --- goodput ---
 
 
+def goodput_of(known: history.History, now_unix_s: float, step_s: float | None) -> float | None:
+    use = job_time(known, now_unix_s, step_s)
+    if use is None:
+        return None
+    assert sum(use.rank_s.values()) == pytest.approx(use.ranks * use.whole_s), "the parts are the whole"
+    return use.goodput
+
+
 def test_the_time_without_training_is_the_start_of_each_attempt_and_each_fault(tmp_path: Path) -> None:
     """Of 40 s: 1 s until the ranks came, 10 s from the fault to the next attempt's last rank."""
     killed_once(tmp_path)
-    assert goodput(history.read(tmp_path), BEGAN + 40.0, None) == pytest.approx((10.0 + 19.0) / 40.0)
+    assert goodput_of(history.read(tmp_path), BEGAN + 40.0, None) == pytest.approx((10.0 + 19.0) / 40.0)
 
 
 def test_a_recovery_in_place_and_a_false_alarm_cost_what_they_took(tmp_path: Path) -> None:
@@ -199,35 +207,35 @@ def test_a_recovery_in_place_and_a_false_alarm_cost_what_they_took(tmp_path: Pat
         tmp_path, 0, *comes(0.0), (3.0, "freeze_sent", FROZEN), (4.0, "thawed", {"freeze_id": 1, "ranks": []}),
         incident(8.0, 2.0, 20, in_place=True),
     )  # fmt: skip
-    assert goodput(history.read(tmp_path), BEGAN + 10.0, 1.0) == pytest.approx((9.0 - 3.0) / 10.0)
+    assert goodput_of(history.read(tmp_path), BEGAN + 10.0, 1.0) == pytest.approx((9.0 - 3.0) / 10.0)
 
 
 def test_steps_that_were_trained_again_count_as_lost(tmp_path: Path) -> None:
     killed_once(tmp_path)
     report(tmp_path, start(0, 1.0), fault(0, 11.0, 40, 5), start(1, 21.0))
     known = history.read(tmp_path)
-    assert goodput(known, BEGAN + 40.0, 0.2) == pytest.approx((10.0 + 19.0 - 5 * 0.2) / 40.0)
-    assert goodput(known, BEGAN + 40.0, None) is None, "the time of a step is not known"
+    assert goodput_of(known, BEGAN + 40.0, 0.2) == pytest.approx((10.0 + 19.0 - 5 * 0.2) / 40.0)
+    assert goodput_of(known, BEGAN + 40.0, None) is None, "the time of a step is not known"
 
 
 def test_steps_that_no_attempt_has_trained_again_so_far_cost_nothing_yet(tmp_path: Path) -> None:
     journal(tmp_path, 0, *comes(0.0), incident(12.0, 1.0, 40, 5))
-    assert goodput(history.read(tmp_path), BEGAN + 20.0, 0.2) == pytest.approx(10.0 / 20.0)
+    assert goodput_of(history.read(tmp_path), BEGAN + 20.0, 0.2) == pytest.approx(10.0 / 20.0)
 
 
 def test_of_a_job_that_has_ended_a_steps_time_is_estimated(tmp_path: Path) -> None:
     """The second attempt took 10 s for 50 steps."""
     killed_once(tmp_path)
     report(tmp_path, start(0, 1.0), fault(0, 11.0, 40, 5), start(1, 21.0), end(31.0, 90, 90))
-    assert goodput(history.read(tmp_path), BEGAN + 31.0, None) == pytest.approx((10.0 + 10.0 - 5 * 0.2) / 31.0)
+    assert goodput_of(history.read(tmp_path), BEGAN + 31.0, None) == pytest.approx((10.0 + 10.0 - 5 * 0.2) / 31.0)
 
 
 def test_without_the_jobs_beginning_it_is_not_known(tmp_path: Path) -> None:
     journal(tmp_path, 1, *comes(20.0))
-    assert goodput(history.read(tmp_path), BEGAN + 40.0, None) is None
-    assert goodput(history.History(), BEGAN, None) is None
+    assert goodput_of(history.read(tmp_path), BEGAN + 40.0, None) is None
+    assert goodput_of(history.History(), BEGAN, None) is None
 
 
 def test_an_attempt_that_never_assembled_trained_nothing(tmp_path: Path) -> None:
     journal(tmp_path, 0, *comes(0.0)[:1])
-    assert goodput(history.read(tmp_path), BEGAN + 10.0, None) == 0.0
+    assert goodput_of(history.read(tmp_path), BEGAN + 10.0, None) == 0.0

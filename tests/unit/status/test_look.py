@@ -86,7 +86,7 @@ def test_a_job_that_trains(tmp_path: Path, answers: list[JobStatus]) -> None:
     assert "running: training" in text and "7, 2 steps/s, 0.5 s a step; progress 0.2 s ago (a hang after 10 s)" in text
     assert "controller of term 1 (the first one, of rank 0), pid 7 at n0:5/1" in text and "n1:6/2" in text
     assert "every shard has 2 live holders or more; no single death costs a step" in text
-    assert "97.5 % of 40.0 s since" in text
+    assert "97.5 % of 40.0 s x 2 ranks went into new steps; start 2.5 % (1.0 s)" in text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Pure: lines of a story.jsonl in, what they add to a summary out. A file may cont
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ReportLine = Mapping[str, Any]
@@ -22,8 +22,10 @@ class Earlier:
     """Faults after which the attempt continued."""
     lost_s: float = 0.0
     """From each of these faults until the next attempt, where there was one, or until training continued."""
-    again: int = 0
-    """Repeated steps that others reported, though the fault before had kept them."""
+    again: Mapping[int, int] = field(default_factory=dict)
+    """Attempt -> steps that it has repeated by others' reports, though the fault before had kept them."""
+    times: tuple[ReportLine, ...] = ()
+    """Where the time of these attempts went."""
     begun_unix_s: float | None = None
     """When attempt 0 was reported; None: it was not."""
 
@@ -52,9 +54,14 @@ def earlier(lines: Sequence[ReportLine], own: Collection[int], last: int, compar
         if back is not None and fault["began_unix_s"]:
             lost_s += max(0.0, float(back["unix_s"]) - float(fault["began_unix_s"]))
     known = {*own, *compared}
-    again = sum(line["steps"] for line in since if line["event"] == "again" and line["start"] not in known)
+    again = {
+        int(line["start"]): int(line["steps"])
+        for line in since
+        if line["event"] == "again" and line["start"] not in known
+    }
+    times = tuple(fault["time"] for fault in faults if "time" in fault)
     begun = float(job[0]["unix_s"]) if job[0]["start"] == 0 else None
-    return Earlier(faults=faults, recovered=recovered, lost_s=lost_s, again=again, begun_unix_s=begun)
+    return Earlier(faults=faults, recovered=recovered, lost_s=lost_s, again=again, times=times, begun_unix_s=begun)
 
 
 def of_this_job(lines: Sequence[ReportLine], last: int) -> list[ReportLine]:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from ttp.checkpoint.format.durable import step_of_directory
-from ttp.exchange import last_step, saved_alone
+from ttp.exchange import last_step, saved_alone, time_marks
 from ttp.exchange.last_step import LastStep
 from ttp.launch.report.incident import ENDED, NOTICE, AttemptEnd, Report, false_alarms, report_fields, report_of
 from ttp.launch.report.journals import Line, read_journals
@@ -31,6 +31,18 @@ from ttp.launch.report.render import attempt_table, fault_lines, labelled
 from ttp.launch.report.saved_alone_report import report_of_save
 from ttp.launch.report.story_file import ReportFile, read_events
 from ttp.launch.report.summary import Summary, mirror_text, summary_lines
+from ttp.launch.report.time_use import (
+    AttemptTime,
+    Loss,
+    TimeUse,
+    attempt_fields,
+    attempt_time,
+    read_attempt,
+    time_use,
+    with_fault,
+    with_repeats,
+    without_fault,
+)
 from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.text.console import open_console
 from ttp.text.wording import counted
@@ -96,8 +108,10 @@ class Reporter:
         self._copied_steps: list[int] = []
         """Steps that were saved from copies in memory."""
         self._reports: list[Report] = []
-        self._again = 0
-        """Steps that attempts have repeated though the fault before had kept them."""
+        self._again: dict[int, int] = {}
+        """Attempt -> steps that it has repeated though the fault before had kept them."""
+        self._times: list[AttemptTime] = []
+        """Where the time of the attempts that were reported here went."""
         self._first_steps: list[int] = []
         """Attempts that have completed a step."""
         self._false_alarms = 0
@@ -239,6 +253,8 @@ class Reporter:
         begun = min(self._begun_unix_s, others.begun_unix_s or self._begun_unix_s)
         recovered = [*map(recovery_fields, self._recovered), *others.recovered]
         losses = [fault["steps_lost"] for fault in (*faults, *recovered)]
+        again = {**others.again, **self._again}
+        protected = self._protected or self._first > 0 or any(number not in self._reported for number in known)
         return Summary(
             result=result,
             starts=self._first + self._starts,
@@ -251,8 +267,8 @@ class Reporter:
                     [*(fault["saved"]["step"] for fault in faults if fault["saved"] is not None), *self._copied_steps]
                 )
             ),
-            steps_lost=sum(lost or 0 for lost in losses) + self._again + others.again,
-            steps_again=self._again + others.again,
+            steps_lost=sum(lost or 0 for lost in losses) + sum(again.values()),
+            steps_again=sum(again.values()),
             unknown_losses=sum(lost is None for lost in losses),
             lost_s=round(self._lost_s + others.lost_s, 3),
             lasted_s=round(now - begun, 3),
@@ -261,8 +277,21 @@ class Reporter:
             ended_in_fault=self._ended_in_fault,
             last=self._last,
             mirror=mirror_text(self._mirror) if self._mirror is not None else "",
-            protected=self._protected or self._first > 0 or any(number not in self._reported for number in known),
+            protected=protected,
+            time_use=self._time_use(now, others, faults, again) if protected else None,
         )
+
+    def _time_use(
+        self, now: float, others: Earlier, faults: Sequence[Mapping[str, Any]], again: Mapping[int, int]
+    ) -> TimeUse | None:
+        """Return where the job's time went, as far as it is known on this node."""
+        losses = {}
+        for fault in faults:
+            start, lost = int(fault["start"]), fault["steps_lost"]
+            kept = step_of_directory(Path(fault["goes_on_from"])) if fault["goes_on_from"] else None
+            losses[start] = Loss(steps=lost, kept_step=kept)
+        times = [*self._times, *map(read_attempt, others.times)]
+        return time_use(times, now, losses=with_repeats(losses, again))
 
     def _earlier(self) -> Earlier:
         """Read other agents' reports of the attempts that were not reported here; nothing where their file is not on this node."""
@@ -328,11 +357,14 @@ class Reporter:
         self._ended_in_fault, self._last = report is not None, None
         if ending.succeeded and log_dir is not None:
             self._last = last_step.read(log_dir, attempt.number, attempt.begun_unix_s)
+        unannounced = report is not None and _unannounced(report, ending)
+        known = self._time_of(attempt, lines, log_dir)
         if report is None:
+            self._times += [known] if lines else []
             return bool(lines) or ending.elsewhere is not None
-        unannounced = _unannounced(report, ending)
         if unannounced and report.incident.saved is None:
             self._ended_in_fault = False
+            self._times.append(known)
             ranks = [culprit.rank for culprit in report.incident.culprits]
             self._write("unannounced", {"start": attempt.number, "ranks": ranks})
             log.warning("attempt %d: %s", attempt.number, UNANNOUNCED)
@@ -345,9 +377,18 @@ class Reporter:
         report = replace(report, next=following, began_unix_s=began_unix_s, copied=copied)
         self._reports.append(report)
         self._down_since_unix_s = self._down_since_unix_s or began_unix_s
-        self._write("fault", report_fields(report))
+        known = with_fault(known, began_unix_s, report.incident.took_ms)
+        self._times.append(known)
+        self._write("fault", {**report_fields(report), "time": attempt_fields(known)})
         self._print(fault_lines(report))
         return True
+
+    def _time_of(self, attempt: AttemptStart, lines: Sequence[Line], log_dir: Path | None) -> AttemptTime:
+        """Return where an attempt's time went, without its fault."""
+        marks = time_marks.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else []
+        begun = self._begun_unix_s if attempt.number == 0 else attempt.begun_unix_s
+        known = without_fault(attempt_time(attempt.number, lines, marks, begun, attempt.world_size))
+        return replace(known, last_step=max(known.last_step, self._last.step if self._last is not None else 0))
 
     def _report_recoveries(self, attempt: AttemptStart, lines: Sequence[Line]) -> int:
         """Report the recoveries of an attempt that were not reported yet; return how many."""
@@ -367,7 +408,7 @@ class Reporter:
         self._first_steps.append(attempt)
         if back is None:
             return
-        self._again += back.steps
+        self._again[attempt] = back.steps
         self._write("again", {"start": attempt, **asdict(back)})
         log.warning("attempt %d %s", attempt, back.text(first_step))
 

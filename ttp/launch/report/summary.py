@@ -11,6 +11,7 @@ from typing import Any
 
 from ttp.exchange.last_step import LastStep
 from ttp.launch.report.render import NAMED, labelled
+from ttp.launch.report.time_use import TimeUse, use_text
 from ttp.text.wording import counted, ranks_text
 
 NOT_PROTECTED = "not protected: no rank called ttp.start()"
@@ -53,6 +54,8 @@ class Summary:
     """How far the mirror has come on this node; empty: there is none."""
     recovered: int = 0
     """Faults after which the ranks trained on in the same attempt."""
+    time_use: TimeUse | None = None
+    """Where the job's time went; None: its beginning is not known, or nothing was protected."""
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -75,6 +78,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ("result", summary.result),
         ("why", summary.why),
         ("ran", counted(summary.starts, "attempt") + lasted),
+        ("time", use_text(summary.time_use) if summary.time_use is not None else ""),
         ("faults", faults),
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
         ("lost", lost_text(summary)),
