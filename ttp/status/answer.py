@@ -148,5 +148,7 @@ class JobView:
     checkpoints: list[CheckpointRow]
     """The newest of each directory."""
     end: End | None
+    page: str = ""
+    """The address of the status page, if one is served now."""
     notes: list[str] = field(default_factory=list)
     """What could not be asked or read, one line each."""

@@ -1,0 +1,65 @@
+"""Looks at the job again and again, and leaves the answers of each look for the server.
+
+Owns how often: every PERIOD_S, and less often where a look takes long, so that neither clients nor ten thousand ranks decide how often a controller is
+asked. A look that fails leaves the answers of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ttp.errors import ConfigError
+from ttp.status.answer import JobView
+from ttp.status.look import shortened
+from ttp.status_page import metrics
+from ttp.status_page.curve import Curve
+from ttp.status_page.html import page_answer
+from ttp.status_page.server import Answer
+
+PERIOD_S = 2.0
+MOST_SHARE = 0.1
+"""Of the time, for looks."""
+
+
+class Looks:
+    """`answers` may be called from any thread; `run` never returns."""
+
+    def __init__(self, look: Callable[[], JobView], wait: Callable[[float], object] = time.sleep) -> None:
+        """`look()`: with all ranks and all faults. Raises ConfigError."""
+        self._look = look
+        self._wait = wait
+        self._curve = Curve()
+        self._answers: Mapping[str, Answer] = {"/": page_answer()}
+
+    def answers(self) -> Mapping[str, Answer]:
+        return self._answers
+
+    def start(self) -> None:
+        threading.Thread(target=self.run, name="ttp-looks", daemon=True).start()
+
+    def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            self.look_once()
+            took_s = time.monotonic() - began
+            self._wait(max(PERIOD_S, took_s / MOST_SHARE - took_s))
+
+    def look_once(self) -> None:
+        try:
+            view = self._look()
+        except ConfigError:
+            return
+        self._curve.add(view)
+        self._answers = {
+            "/": page_answer(),
+            "/status.json": Answer("application/json", json.dumps(self._fields(view), allow_nan=False).encode()),
+            "/metrics": Answer(metrics.CONTENT_TYPE, metrics.exposition(view)),
+        }
+
+    def _fields(self, view: JobView) -> dict[str, Any]:
+        return {**asdict(shortened(view)), "curve": self._curve.fields()}
