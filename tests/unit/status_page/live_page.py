@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from ttp.proto.messages import Heartbeat, Phase, Registration, ShardGroup
 from ttp.proto.transport import open_channel
 from ttp.status import page_access
 from ttp.status.page_access import PagePlace
+
+NAME = re.compile(r"\bttp_[a-z0-9_]+")
+"""Of a metric."""
 
 
 @dataclass(frozen=True)

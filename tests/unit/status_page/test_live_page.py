@@ -17,14 +17,13 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.status_page.live_page import LivePage, get, live_page
+from tests.unit.status_page.live_page import NAME, LivePage, get, live_page
 from tests.waiting import until
 from ttp.status import page_access
 from ttp.status.main import main
 from ttp.status_page.server import MOST_CONNECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
-NAME = re.compile(r"\bttp_[a-z0-9_]+")
 
 
 @pytest.fixture(scope="module")
