@@ -116,12 +116,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         at = "training_config."
         check(0 <= self.seed < 2**63, at + "seed", self.seed, "0 to 2**63 - 1")
-        check(
-            self.cpu_threads is None or self.cpu_threads >= 1,
-            at + "cpu_threads",
-            self.cpu_threads,
-            "1 or more, or null",
-        )
+        threads = self.cpu_threads
+        check(threads is None or threads >= 1, at + "cpu_threads", threads, "1 or more, or null")
         check(self.output_dir.strip() != "", at + "output_dir", self.output_dir, "a folder")
         board = self.tensorboard
         check(board is None or board.strip() != "", at + "tensorboard", board, "a folder, or null for none")

@@ -1,6 +1,6 @@
-"""The status page's process: `python -m ttp.status_page --parent PID --job-id J --log-dir DIR --bind HOST --advertise HOST --port PORT`.
+"""The status page's process, started by a controller that leads ranks (`controller/page_process.py`).
 
-Started by a controller that leads ranks (`controller/page_process.py`), which the kernel has it end with. To that controller it is an operator: its
+The kernel ends it with that controller. To that controller it is an operator: its
 certificate is good for looking alone. Runs at low priority, and writes its address and its certificate beside the journals.
 
 Exit status: 2 what it was given cannot be used (one line on stderr says what).
@@ -33,8 +33,8 @@ from ttp.status.find_job import Job
 from ttp.status.look import look
 from ttp.status.page_access import Access, PagePlace
 from ttp.status_page import certificate
+from ttp.status_page.http_server import CLOSE_S, PageServer
 from ttp.status_page.looks import Looks
-from ttp.status_page.server import CLOSE_S, PageServer
 
 REFUSED = 2
 NICE = 10

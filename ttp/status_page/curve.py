@@ -12,7 +12,7 @@ from ttp.status.answer import JobView
 MOST = 600
 
 
-class Curve:
+class PaceCurve:
     """Points of (time, step, median of the newest steps' times)."""
 
     def __init__(self) -> None:

@@ -11,13 +11,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ttp.status_page.server import Answer
+from ttp.status_page.http_server import Response
 
 PAGE = Path(__file__).with_name("page.html")
 
 
 @cache
-def page_answer() -> Answer:
+def page_response() -> Response:
     """Return the page. Raises OSError: the installation is broken."""
     text = PAGE.read_text(encoding="utf-8")
     (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
@@ -26,7 +26,7 @@ def page_answer() -> Answer:
         f"default-src 'none'; connect-src 'self'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none';"
         " form-action 'none'; frame-ancestors 'none'"
     )
-    return Answer("text/html; charset=utf-8", text.encode(), policy)
+    return Response("text/html; charset=utf-8", text.encode(), policy)
 
 
 def _hash(text: str) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 from ttp.errors import ConfigError
 from ttp.status.answer import JobView
 from ttp.status.look import shortened
-from ttp.status_page import metrics
-from ttp.status_page.curve import Curve
-from ttp.status_page.html import page_answer
-from ttp.status_page.server import Answer
+from ttp.status_page import prometheus
+from ttp.status_page.curve import PaceCurve
+from ttp.status_page.html import page_response
+from ttp.status_page.http_server import Response
 
 PERIOD_S = 2.0
 MOST_SHARE = 0.1
@@ -33,10 +33,10 @@ class Looks:
         """`look()`: with all ranks and all faults. Raises ConfigError."""
         self._look = look
         self._wait = wait
-        self._curve = Curve()
-        self._answers: Mapping[str, Answer] = {"/": page_answer()}
+        self._curve = PaceCurve()
+        self._answers: Mapping[str, Response] = {"/": page_response()}
 
-    def answers(self) -> Mapping[str, Answer]:
+    def answers(self) -> Mapping[str, Response]:
         return self._answers
 
     def start(self) -> None:
@@ -56,9 +56,9 @@ class Looks:
             return
         self._curve.add(view)
         self._answers = {
-            "/": page_answer(),
-            "/status.json": Answer("application/json", json.dumps(self._fields(view), allow_nan=False).encode()),
-            "/metrics": Answer(metrics.CONTENT_TYPE, metrics.exposition(view)),
+            "/": page_response(),
+            "/status.json": Response("application/json", json.dumps(self._fields(view), allow_nan=False).encode()),
+            "/metrics": Response(prometheus.CONTENT_TYPE, prometheus.exposition(view)),
         }
 
     def _fields(self, view: JobView) -> dict[str, Any]:

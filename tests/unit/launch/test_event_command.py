@@ -25,7 +25,7 @@ def keeps(path: Path) -> list[str]:
 
 
 def test_every_event_of_a_report_reaches_the_command_in_order(tmp_path: Path) -> None:
-    """Those that are written in a thread too; how far a mirror has come is no event."""
+    """Those that are written in a thread too; not how far a mirror has come."""
     got = tmp_path / "got"
     command = EventCommand(keeps(got))
     report = ReportFile(tmp_path / "story.jsonl", threading.Lock(), "l", command.put)

@@ -21,7 +21,7 @@ from tests.unit.status_page.live_page import NAME, LivePage, get, live_page
 from tests.waiting import until
 from ttp.status import page_access
 from ttp.status.main import main
-from ttp.status_page.server import MOST_CONNECTIONS
+from ttp.status_page.http_server import MOST_CONNECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 

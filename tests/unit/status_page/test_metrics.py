@@ -28,7 +28,7 @@ from ttp.status.answer import JobView
 from ttp.status.ask import Reply
 from ttp.status.find_job import Job
 from ttp.status.look import look
-from ttp.status_page.metrics import exposition
+from ttp.status_page.prometheus import exposition
 
 
 def looked(log_dir: Path, status: JobStatus | None) -> JobView:
@@ -67,7 +67,7 @@ def test_counters_count_the_whole_job(log_dir: Path) -> None:
     assert found["ttp_fault_in_progress"] == 0 and "ttp_fault_age_seconds" not in found
 
 
-def test_a_fault_that_is_handled_now_is_no_fault_that_is_over(log_dir: Path) -> None:
+def test_a_fault_that_is_handled_now_is_not_counted_yet(log_dir: Path) -> None:
     now = FaultStatus(4.5, (Cause(CauseKind.EXITED, (1,), "signal SIGKILL"),))
     found = samples(looked(log_dir, job_status([rank_status(0)], job_id="run/1", stage="freezing", fault=now)))
     assert found["ttp_fault_in_progress"] == 1 and found["ttp_fault_age_seconds"] == 4.5
@@ -114,7 +114,7 @@ def test_a_kind_of_fault_that_is_new_is_counted_as_another(log_dir: Path) -> Non
 
 
 def test_every_name_follows_prometheus_conventions(log_dir: Path) -> None:
-    """Base units, `_total` for counters and for nothing else, one prefix."""
+    """Base units, `_total` for counters alone, one prefix."""
     for family in text_string_to_metric_families(exposition(looked(log_dir, None)).decode()):
         assert NAME.fullmatch(family.name) and family.documentation.endswith(".")
         for sample in family.samples:

@@ -17,13 +17,13 @@ from ttp.errors import ConfigError
 from ttp.identity.secret import Secret, make_secret
 from ttp.status import page_access
 from ttp.status.page_access import COOKIE_S, LINK_S, Access, PagePlace, login_link
-from ttp.status_page import certificate, server
+from ttp.status_page import certificate, http_server
 from ttp.status_page.__main__ import make_context
-from ttp.status_page.server import Answer, PageServer
+from ttp.status_page.http_server import PageServer, Response
 
 TOKEN = Secret(b"0123456789abcdef0123456789abcdef")
 BEARER = f"Bearer {TOKEN.value.decode()}"
-ANSWERS = {"/": Answer("text/plain", b"page"), "/large": Answer("text/plain", b"x" * (8 << 20))}
+ANSWERS = {"/": Response("text/plain", b"page"), "/large": Response("text/plain", b"x" * (8 << 20))}
 
 
 class Clock:
@@ -81,7 +81,7 @@ def test_a_client_that_says_too_little_is_cut_off(
     said: bytes, page: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the time of its whole request: one that sends a byte now and then too."""
-    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     with connect(page) as client:
         client.sendall(said)
         assert is_closed(client)
@@ -89,7 +89,7 @@ def test_a_client_that_says_too_little_is_cut_off(
 
 
 def test_a_client_that_reads_nothing_is_cut_off(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     with connect(page) as client:
         client.sendall(f"GET /large HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
         until(lambda: page.open_connections == 1, "its request")
@@ -99,13 +99,13 @@ def test_a_client_that_reads_nothing_is_cut_off(page: PageServer, monkeypatch: p
 def test_the_oldest_connection_makes_room(page: PageServer) -> None:
     """There are never more than so many, and who is let in is answered beside those who hold them all."""
     with contextlib.ExitStack() as clients:
-        slow = [clients.enter_context(connect(page)) for _ in range(server.MOST_CONNECTIONS)]
-        until(lambda: page.open_connections == server.MOST_CONNECTIONS, "all of them")
+        slow = [clients.enter_context(connect(page)) for _ in range(http_server.MOST_CONNECTIONS)]
+        until(lambda: page.open_connections == http_server.MOST_CONNECTIONS, "all of them")
         for number in range(3):
             assert get(url(page), "/", Authorization=BEARER).body == "page"
-            assert page.open_connections <= server.MOST_CONNECTIONS
+            assert page.open_connections <= http_server.MOST_CONNECTIONS
             assert is_closed(slow[number]) if number == 0 else True
-        assert page.open_connections >= server.MOST_CONNECTIONS - 3
+        assert page.open_connections >= http_server.MOST_CONNECTIONS - 3
 
 
 @pytest.mark.parametrize(

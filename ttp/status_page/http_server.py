@@ -42,7 +42,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """What one path answers."""
 
     content_type: str
@@ -51,7 +51,7 @@ class Answer:
     """Content-Security-Policy."""
 
 
-Answers = Callable[[], Mapping[str, Answer]]
+Responses = Callable[[], Mapping[str, Response]]
 """`answers()`: what each path answers now. Must return at once."""
 
 
@@ -63,7 +63,7 @@ class PageServer(socketserver.ThreadingTCPServer):
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(
-        self, address: tuple[str, int], answers: Answers, access: Access, tls: ssl.SSLContext | None = None
+        self, address: tuple[str, int], answers: Responses, access: Access, tls: ssl.SSLContext | None = None
     ) -> None:
         self.answers = answers
         self.access = access
@@ -202,9 +202,9 @@ class PageHandler(BaseHTTPRequestHandler):
         self._say(HTTPStatus(code), "expected a GET of HTTP/1.0 or 1.1, of at most 16 KiB")
 
     def _say(self, status: HTTPStatus, text: str, headers: Mapping[str, str] = _HEADERS) -> None:
-        self._send(status, Answer("text/plain; charset=utf-8", f"{text}\n".encode()), headers)
+        self._send(status, Response("text/plain; charset=utf-8", f"{text}\n".encode()), headers)
 
-    def _send(self, status: HTTPStatus, answer: Answer, headers: Mapping[str, str]) -> None:
+    def _send(self, status: HTTPStatus, answer: Response, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         fixed = {
             "Content-Type": answer.content_type,
