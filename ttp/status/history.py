@@ -17,8 +17,8 @@ from ttp.inputs.input_file import open_text
 from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import ReportLine, of_this_job
 from ttp.launch.report.story_file import REPORT_NAME
-from ttp.proto.incident import EVENT, read_incident
-from ttp.status.answer import End, FaultRow
+from ttp.proto.incident import EVENT, STAGES, read_incident
+from ttp.status.answer import End, FaultRow, HolderRow
 from ttp.status.find_job import journals
 
 FALSE_ALARM, IN_PLACE = "false alarm", "in place"
@@ -47,6 +47,7 @@ class PastAttempt:
     """(host, pid) of each rank that came."""
     faults: tuple[FaultRow, ...]
     """In order of time."""
+    holders: tuple[HolderRow, ...]
     finished: bool
     """All ranks have finished training."""
 
@@ -150,8 +151,13 @@ def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
         directories=tuple(dict.fromkeys(directories)),
         processes={int(fields["rank"]): (str(fields["host"]), int(fields["pid"])) for fields in registered},
         faults=tuple(_faults(number, lines)),
+        holders=tuple(_holder(row) for row in whole.get("rows", ())),
         finished=any(line["event"] == "finished" for line in lines),
     )
+
+
+def _holder(row: Mapping[str, Any]) -> HolderRow:
+    return HolderRow(str(row["ranks"]), str(row["host"]), list(row["shards"]), list(row["also_on"]))
 
 
 def _finished_steps(line: Line) -> list[int]:
@@ -188,6 +194,7 @@ def _of_journal(number: int, unix_s: float, fields: Mapping[str, Any]) -> FaultR
     incident = read_incident(fields)
     took_s = round((incident.took_ms or {}).get("total", 0.0) / 1e3, 3)
     named = {
+        "took_ms": incident.took_ms,
         "culprits": [{"rank": each.rank, "cause": each.cause} for each in incident.culprits],
         "saved": fields["saved"],
         "not_saved": incident.not_saved,
@@ -212,6 +219,9 @@ def _row(number: int, began_unix_s: float, took_s: float | None, fields: Mapping
         step=int(saved["step"]) if saved is not None else None,
         steps_lost=None if fields["steps_lost"] is None else int(fields["steps_lost"]),
         took_s=took_s,
+        stages_s={
+            stage: round(fields["took_ms"][stage] / 1e3, 3) for stage in STAGES if stage in (fields["took_ms"] or ())
+        },
     )
 
 

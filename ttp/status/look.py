@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.manifest import read_manifest
@@ -27,6 +28,7 @@ FEW_RANKS = 16
 """Up to so many have a line each, of more the first of those that need a look."""
 FEW_CHECKPOINTS = 3
 FEW_FAULTS = 10
+FEW_HOLDERS = 64
 FRESH_HEARTBEATS = 3
 """A rank that has sent none for so long may do something else by now."""
 PHASES = {
@@ -79,9 +81,9 @@ def look(
 
 
 def shortened(found: JobView) -> JobView:
-    """Return it with the ranks to look at first and the newest faults alone."""
+    """Return it with the ranks to look at first, the newest faults and the first holders alone."""
     ranks = found.ranks if len(found.ranks) <= FEW_RANKS else sorted(found.ranks, key=_concern)[:FEW_RANKS]
-    return replace(found, ranks=ranks, faults=found.faults[:FEW_FAULTS])
+    return replace(found, ranks=ranks, faults=found.faults[:FEW_FAULTS], holders=found.holders[:FEW_HOLDERS])
 
 
 def _ask(log_dir: Path, known: History, ask_at: ask.AskAt) -> tuple[ask.Reply, list[str]]:
@@ -140,6 +142,7 @@ def _of_controller(status: JobStatus, known: History, now: float) -> JobView:
         ranks=[_rank_row(rank) for rank in status.ranks],
         fault_count=len(faults),
         faults=faults,
+        **_held(known),
         checkpoints=[],
         end=None,
     )  # fmt: skip
@@ -249,9 +252,15 @@ def _of_files(known: History, now: float) -> JobView:
         ranks=rows if end is None else [],
         fault_count=len(known.faults),
         faults=list(known.faults),
+        **_held(known),
         checkpoints=[],
         end=end,
     )
+
+
+def _held(known: History) -> dict[str, Any]:
+    rows = known.attempts[-1].holders if known.attempts else ()
+    return {"holder_count": len(rows), "holders": list(rows)}
 
 
 def _since(known: History) -> float | None:

@@ -136,7 +136,7 @@ def test_status_json_has_the_keys_of_ttp_status(page: LivePage, capsys: pytest.C
     served = json.loads(page.ask("/status.json").body)
     main([str(page.log_dir), "--json"])
     printed = json.loads(capsys.readouterr().out)
-    assert served.keys() - {"curve", "holders"} == printed.keys() - {"status"}
+    assert served.keys() - {"curve"} == printed.keys() - {"status"}
     assert [rank["node"] for rank in served["ranks"]] == ["n0", "n0"]
     curve = served["curve"]
     assert curve["step"][-1] == 4 and curve["step_s"][-1] == 0.5
