@@ -13,7 +13,6 @@ import pytest
 
 from tests.chaos.conftest import JOB_S, SMALL
 from tests.ports import free_port
-from tests.unit.status_page.browser import screenshot
 from tests.unit.status_page.live_page import get
 from ttp.chaos.observed.training_job import TrainingJob
 from ttp.status import page_access
@@ -66,9 +65,6 @@ def test_the_page_moves_with_the_lead_and_events_reach_the_command(
         metrics = get(address, "/metrics", **login).body
         assert 'ttp_faults_total{outcome="saved"} 1.0' in metrics and re.search(r"^ttp_step \d", metrics, re.MULTILINE)
 
-        if picture := os.environ.get("TTP_TEST_PICTURE"):  # docs/pictures/status_page.png is made so
-            assert main(["--login", str(job.output_dir)]) == 0
-            screenshot(tmp_path, capsys.readouterr().out.strip(), Path(picture))
         job.process.send_signal(signal.SIGTERM)
         job.wait(JOB_S)
         console = job.console_tail(100_000)

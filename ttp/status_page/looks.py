@@ -1,6 +1,6 @@
 """Looks at the job again and again, and leaves the answers of each look for the server.
 
-Owns how often: every PERIOD_S, and less often where a look takes long, so that neither clients nor ten thousand ranks decide how often a controller is
+Owns how often: every PERIOD_S, and less often where a look takes much of a core, so that neither clients nor ten thousand ranks decide how often a controller is
 asked. A look that fails leaves the answers of the one before.
 """
 
@@ -23,16 +23,22 @@ from ttp.status_page.http_server import Response
 
 PERIOD_S = 2.0
 MOST_SHARE = 0.1
-"""Of the time, for looks."""
+"""Of a core, for looks."""
 
 
 class Looks:
     """`answers` may be called from any thread; `run` never returns."""
 
-    def __init__(self, look: Callable[[], JobView], wait: Callable[[float], object] = time.sleep) -> None:
-        """`look()`: with all ranks and all faults. Raises ConfigError."""
+    def __init__(
+        self,
+        look: Callable[[], JobView],
+        wait: Callable[[float], object] = time.sleep,
+        busy_s: Callable[[], float] = time.process_time,
+    ) -> None:
+        """`look()`: with all ranks and all faults. Raises ConfigError. `busy_s()`: the processor time so far, which a look may not take much of."""
         self._look = look
         self._wait = wait
+        self._busy_s = busy_s
         self._curve = PaceCurve()
         self._answers: Mapping[str, Response] = {"/": page_response()}
 
@@ -44,10 +50,9 @@ class Looks:
 
     def run(self) -> None:
         while True:
-            began = time.monotonic()
+            began = self._busy_s()
             self.look_once()
-            took_s = time.monotonic() - began
-            self._wait(max(PERIOD_S, took_s / MOST_SHARE - took_s))
+            self._wait(pause_s(self._busy_s() - began))
 
     def look_once(self) -> None:
         try:
@@ -63,3 +68,8 @@ class Looks:
 
     def _fields(self, view: JobView) -> dict[str, Any]:
         return {**asdict(shortened(view)), "curve": self._curve.fields()}
+
+
+def pause_s(busy_s: float) -> float:
+    """Return how long to wait after a look that took so much of a core."""
+    return max(PERIOD_S, busy_s / MOST_SHARE)

@@ -125,6 +125,8 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
             "ttp_death_poll": "0.01; 0.02 beside accelerators",
             "sign_key": "`TTP_SIGN_KEY`",
             "verify_key": "`TTP_VERIFY_KEY`",
+            "status_port": "`TTP_STATUS_PORT`",
+            "status_token_file": "`TTP_STATUS_TOKEN_FILE`",
         }
         assert default == unset.get(action.dest, str(action.default or "none"))
 

@@ -16,6 +16,7 @@ from tests.unit.status.jobs import BEGAN, comes, incident, inputs, job_status, j
 from tests.unit.status_page.browser import PROGRAM, WITHOUT, dom, screenshot
 from tests.unit.status_page.live_page import get
 from tests.waiting import LONG_S
+from ttp.errors import ConfigError
 from ttp.identity.secret import Secret
 from ttp.status import page_access
 from ttp.status.answer import JobView
@@ -131,6 +132,29 @@ def test_the_page_loads_nothing_from_anywhere(served: Served) -> None:
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     assert policy["script-src"].startswith("'sha256-") and "unsafe" not in str(policy)
+
+
+def test_looks_take_at_most_a_tenth_of_a_core(served: Served) -> None:
+    """However often the page is asked, and however large the job is; a look that fails leaves the answers of the one before."""
+    spent, waited = iter([0.0, 0.05, 1.0, 1.5, 2.0, 2.1]), list[float]()
+    looks: list[JobView | ConfigError] = [served.view, served.view, ConfigError("no controller answers")]
+
+    def look_at() -> JobView:
+        found = looks[len(waited)]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            raise InterruptedError
+
+    made = Looks(look_at, wait, lambda: next(spent))
+    assert made.answers().keys() == {"/"}
+    with pytest.raises(InterruptedError):
+        made.run()
+    assert waited == [2.0, pytest.approx(5.0), 2.0] and made.answers().keys() == {"/", "/status.json", "/metrics"}
 
 
 def test_the_curve_has_a_bounded_number_of_points(served: Served) -> None:
