@@ -125,6 +125,10 @@ def _cut(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
+def _is_whole(head: bytes) -> bool:
+    return b"\r\n\r\n" in head or b"\n\n" in head
+
+
 class PageHandler(BaseHTTPRequestHandler):
     """One request."""
 
@@ -136,17 +140,26 @@ class PageHandler(BaseHTTPRequestHandler):
         if isinstance(self.request, ssl.SSLSocket):
             self.request.do_handshake()
         super().setup()
-        self.rfile = io.BufferedReader(io.BytesIO(self._head()))
+        self._head = self._read_head()
+        self.rfile = io.BufferedReader(io.BytesIO(self._head))
 
-    def _head(self) -> bytes:
-        """Return a request up to its empty line; what follows is never read. One that is too long is cut, and so refused."""
+    def _read_head(self) -> bytes:
+        """Return a request up to its empty line, or as much of it as is read; what follows is never read."""
         head = b""
-        while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) < MOST_REQUEST_BYTES:
+        while not _is_whole(head) and len(head) < MOST_REQUEST_BYTES:
             part = self.request.recv(MOST_REQUEST_BYTES - len(head))
             if not part:
                 break
             head += part
         return head
+
+    def parse_request(self) -> bool:
+        """Refuse a request that is too long, or of which the client has not sent all."""
+        if not _is_whole(self._head):
+            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return False
+        return super().parse_request()
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")

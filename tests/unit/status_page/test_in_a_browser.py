@@ -158,7 +158,7 @@ def test_looks_take_at_most_a_tenth_of_a_core(served: Served) -> None:
 
 
 def test_the_curve_has_a_bounded_number_of_points(served: Served) -> None:
-    """Of a long run half of them go, again and again; the first and the newest are near the ends. What no controller said has none."""
+    """Of a long run half of them go, again and again; the first and the newest are near the ends. What files alone know has none."""
     curve = PaceCurve()
     curve.add(replace(served.view, source="files", step=10**9))
     for step in range(1, 5001):

@@ -131,6 +131,16 @@ def test_a_request_that_is_none_is_refused_or_cut(request_text: bytes, page: Pag
     assert get(url(page), "/", Authorization=BEARER).body == "page"
 
 
+def test_a_request_without_an_end_is_answered_when_it_is_too_long(page: PageServer) -> None:
+    """Not read on, and not taken for a whole one, though its token is in the part that was read."""
+    with connect(page) as client:
+        client.sendall(f"GET / HTTP/1.1\r\nAuthorization: {BEARER}\r\nX: {'y' * 20_000}".encode())
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            answer = client.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.0 431 ")
+
+
 def test_what_follows_a_request_is_not_read(page: PageServer) -> None:
     with connect(page) as client:
         one = f"GET / HTTP/1.1\r\nAuthorization: {BEARER}\r\nConnection: keep-alive\r\n\r\n".encode()
