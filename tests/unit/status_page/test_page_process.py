@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ttp.controller.journal import Journal
 from ttp.controller.page_process import REFUSED, keep_page
 from ttp.controller.process import start_controller
 from ttp.status import page_access
+from ttp.status_page import certificate
 
 
 class Process:
@@ -101,6 +104,33 @@ def test_a_token_that_cannot_be_used_is_a_line_in_the_controllers_log(
     assert log.read_text().count("\n") == 1 and "expected a file with the job's page token" in log.read_text()
     request_shutdown(controller.address)
     assert controller.wait(LONG_S) == 0 and page_access.read(tmp_path / "log") is None
+
+
+def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the controller's addresses; what a scraper checks it by is beside the journals, and its fingerprint too."""
+    monkeypatch.setenv("TTP_STATUS_PORT", "0")
+    settings = ControllerSettings("run/0", 1, 2)
+    controller = start_controller(settings, tmp_path / "log" / "journal_0.jsonl", bind="0.0.0.0", advertise="127.0.0.1")
+    try:
+        until(lambda: page_access.read(tmp_path / "log"), "the page")
+        place = page_access.read(tmp_path / "log")
+        assert place is not None and place.url.startswith("https://127.0.0.1:")
+        pem = (tmp_path / "log" / "status_page.pem").read_text()
+        assert "PRIVATE" not in pem and place.fingerprint == certificate.fingerprint(pem.encode())
+        token = Path(place.token_file).read_text().strip()
+        port = int(place.url.rpartition(":")[2].strip("/"))
+        scraper = ssl.create_default_context(cadata=pem)
+        with (
+            socket.create_connection(("127.0.0.1", port), LONG_S) as plain,
+            scraper.wrap_socket(plain, server_hostname=certificate.SERVER_NAME) as client,
+        ):
+            client.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+            assert client.recv(1 << 16).startswith(b"HTTP/1.0 200 ")
+    finally:
+        request_shutdown(controller.address)
+        assert controller.wait(LONG_S) == 0
 
 
 def test_a_page_without_a_launcher_asks_over_plain_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

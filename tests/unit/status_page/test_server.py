@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,21 @@ def test_a_client_that_says_too_little_is_cut_off(
         client.sendall(said)
         assert is_closed(client)
     until(lambda: page.open_connections == 0, "its place")
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read of it ever waits long: the time of the whole request is over."""
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
+    with connect(page) as client:
+
+        def is_refused() -> bool:
+            try:
+                client.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        until(is_refused, "the end of the connection", http_server.IO_S)
 
 
 def test_a_client_that_reads_nothing_is_cut_off(page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +202,14 @@ def test_a_link_ends_and_is_of_one_page_and_one_token(page: PageServer, clock: C
 
 
 def test_two_that_use_a_link_at_once_are_not_both_let_in(clock: Clock, token_file: str) -> None:
-    access = Access(TOKEN, "started", clock)
+
+    def slow_clock() -> float:
+        time.sleep(0.002)  # so that one thread is between its look and its note when others look
+        return clock.now
+
+    access = Access(TOKEN, "started", slow_clock)
+    earlier = login_link(PagePlace("http://h/", "h", 1, "started", token_file), clock.now).partition("once=")[2]
+    assert access.takes_link(earlier)
     once = login_link(PagePlace("http://h/", "h", 1, "started", token_file), clock.now).partition("once=")[2]
     barrier, taken = threading.Barrier(8), list[bool]()
 
