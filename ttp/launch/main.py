@@ -42,7 +42,7 @@ from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.attempts.signals import without_ignored
-from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
+from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers, warn_of_taken_port
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous.choose import check_spare_node, make_rendezvous, plain_endpoint
@@ -108,6 +108,7 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         config, command, command_args = _config_of(args)
         check_host_name(settings.host, config.max_nodes)
         check_local_addr(config.local_addr, config.max_nodes)
+        warn_of_taken_port(settings.status_port)
         if fork_servers is not None:
             by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
             fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])

@@ -33,7 +33,7 @@ from ttp.status.find_job import Job
 from ttp.status.look import look
 from ttp.status.page_access import Access, PagePlace
 from ttp.status_page import certificate
-from ttp.status_page.http_server import CLOSE_S, PageServer
+from ttp.status_page.http_server import CLOSE_S, PageServer, Responses
 from ttp.status_page.looks import Looks
 
 REFUSED = 2
@@ -79,7 +79,7 @@ def serve(options: argparse.Namespace) -> None:
     be_operator(options.job_id)
     looks = Looks(partial(look, Job(log_dir), all_ranks=True, ask_at=ask_from_inside))
     started = secrets.token_hex(8)
-    server = listen(options.bind, options.port, looks, Access(token, started, time.time), context)
+    server = listen(options.bind, options.port, looks.answers, Access(token, started, time.time), context)
     host = f"[{options.advertise}]" if ":" in options.advertise else options.advertise
     place = PagePlace(
         url=f"{'https' if context is not None else 'http'}://{host}:{server.port}/",
@@ -114,11 +114,11 @@ def be_operator(job_id: str) -> None:
         own.use_agents(identity_socket(), Identity(job_id, Role.OPERATOR, node=os.uname().nodename))
 
 
-def listen(host: str, port: int, looks: Looks, access: Access, context: ssl.SSLContext | None) -> PageServer:
+def listen(host: str, port: int, answers: Responses, access: Access, context: ssl.SSLContext | None) -> PageServer:
     """Get the port, however long that takes; raises OSError for a port that no waiting frees."""
     while True:
         try:
-            return PageServer((host, port), looks.answers, access, context)
+            return PageServer((host, port), answers, access, context)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

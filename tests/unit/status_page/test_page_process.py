@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
 from ttp.controller.page_process import REFUSED, keep_page
 from ttp.controller.process import start_controller
+from ttp.launch.checks import warn_of_taken_port
 from ttp.status import page_access
+from ttp.status.page_access import Access
+from ttp.status_page import __main__ as page_main
 from ttp.status_page import certificate
 
 
@@ -131,6 +136,36 @@ def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
     finally:
         request_shutdown(controller.address)
         assert controller.wait(LONG_S) == 0
+
+
+def test_a_port_that_is_taken_is_waited_for_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the next attempt's page waits for the one before; what is no matter of waiting is an error."""
+    waits = list[float]()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with caplog.at_level(logging.WARNING, "ttp.launch"):
+            warn_of_taken_port(port)
+            warn_of_taken_port(0)
+            warn_of_taken_port(-1)
+        assert caplog.text.count("--status-port") == 1 and f"--status-port {port} cannot be had" in caplog.text
+
+        def free(seconds: float) -> None:
+            waits.append(seconds)
+            taken.close()
+
+        monkeypatch.setattr(time, "sleep", free)
+        (tmp_path / "token").write_text("x" * 32)
+        (tmp_path / "token").chmod(0o600)
+        access = Access(page_access.read_token(tmp_path / "token"), "s", time.time)
+        with page_main.listen("127.0.0.1", port, lambda: {}, access, None) as server:
+            assert server.port == port and len(waits) == 1
+        with pytest.raises(OSError, match="assign requested address"):
+            page_main.listen("192.0.2.1", 0, lambda: {}, access, None)
+    caplog.clear()
+    warn_of_taken_port(port)
+    assert caplog.text == ""
 
 
 def test_a_page_without_a_launcher_asks_over_plain_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
