@@ -239,7 +239,7 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
     since = lines[lines.index(job[0]) :] if job else [] if attempts else lines
     copied = {int(line["start"]): line["steps_lost"] for line in since if line["event"] == "copies"}
     reported = {int(line["start"]): _of_report(line, copied) for line in job if line["event"] == "fault"}
-    over = {int(line["start"]) for line in job if line["event"] == "start" and int(line["start"]) < last}
+    over = {int(line["start"]) for line in since if line["event"] == "unannounced"}
     end = next((line for line in reversed(since) if line["event"] in ("end", "start", "fault")), None)
     ended = end if end is not None and end["event"] == "end" else None
     over |= {last} if ended is not None else set()

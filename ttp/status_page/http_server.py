@@ -23,6 +23,7 @@ from urllib.parse import parse_qs
 
 from ttp.status.page_access import COOKIE_S, Access
 
+PATHS = ("/", "/status.json", "/metrics")
 MOST_CONNECTIONS = 16
 MOST_REQUEST_BYTES = 16 << 10
 IO_S = 5.0
@@ -175,8 +176,11 @@ class PageHandler(BaseHTTPRequestHandler):
             )
             return
         answer = self.server.answers().get(path)
+        if answer is None and path in PATHS:
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "the job was not looked at yet: try again", {"Retry-After": "2"})
+            return
         if answer is None:
-            self._say(HTTPStatus.NOT_FOUND, "no such page: expected /, /status.json or /metrics")
+            self._say(HTTPStatus.NOT_FOUND, f"no such page: expected {', '.join(PATHS)}")
             return
         self._send(HTTPStatus.OK, answer, {})
 

@@ -157,6 +157,11 @@ def test_a_request_without_an_end_is_answered_when_it_is_too_long(page: PageServ
     assert answer.startswith(b"HTTP/1.0 431 ")
 
 
+def test_what_is_not_known_yet_is_not_a_wrong_address(page: PageServer) -> None:
+    assert get(url(page), "/metrics", Authorization=BEARER).status == 503
+    assert get(url(page), "/metric", Authorization=BEARER).status == 404
+
+
 def test_what_follows_a_request_is_not_read(page: PageServer) -> None:
     with connect(page) as client:
         one = f"GET / HTTP/1.1\r\nAuthorization: {BEARER}\r\nConnection: keep-alive\r\n\r\n".encode()
