@@ -141,7 +141,7 @@ def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
 def test_a_port_that_is_taken_is_waited_for_and_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the next attempt's page waits for the one before; what is no matter of waiting is an error."""
+    """As the next attempt's page waits for the one before; what no waiting changes is an error."""
     waits = list[float]()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
