@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ttp.config import host_name, identity_socket, tls, tls_files
+from ttp.config import host_name, identity_socket, status_port, tls, tls_files
 from ttp.errors import ConfigError, ControllerError
 from ttp.identity import own
 from ttp.identity.role import Identity, Role
@@ -41,6 +41,7 @@ from .core.facts.events import ControllerSettings
 from .driver import Driver
 from .handler import StopIfNeverUsed, StopWhenUnused
 from .journal import Journal
+from .page_process import keep_page
 from .parent_watch import Guardians
 from .process import CANNOT_LISTEN, CANNOT_WRITE, PORT_WAIT_S
 from .server import GRACE_S, ControlService, add_service, make_server
@@ -116,13 +117,14 @@ def main(arguments: list[str] | None = None) -> int:
         elif tls():
             own.use_agents(identity_socket(), Identity(settings.job_id, Role.CONTROLLER, term=settings.term))
         own.credentials()
+        page_port = status_port()
     except (ConfigError, ControllerError) as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return NO_CERTIFICATE
     try:
         guardians = Guardians(tuple(options.guardian))
         place = (options.bind, options.port, options.journal, options.advertise)
-        asyncio.run(serve(settings, *place, guardians, options.port_wait_s))
+        asyncio.run(serve(settings, *place, guardians, options.port_wait_s, page_port))
     except ControllerError as error:
         print(f"ttp-controller: {error}", file=sys.stderr)
         return CANNOT_LISTEN
@@ -144,8 +146,9 @@ async def serve(
     advertise: str = "",
     guardians: Guardians | None = None,
     port_wait_s: float = PORT_WAIT_S,
+    page_port: int = -1,
 ) -> None:
-    """Listen, and serve until the driver has finished. Raises ControllerError, _JournalError."""
+    """Listen, and serve until the driver has finished. page_port: of the status page; 0: any free one; -1: there is none. Raises ControllerError, _JournalError."""
     loop = asyncio.get_running_loop()
     server, bound = await listen(host, port, port_wait_s)
     settings = replace(settings, address=join_address(advertise or host, bound, settings.term))
@@ -169,9 +172,17 @@ async def serve(
     await server.start()
     driver.start()
     watch = asyncio.create_task(leave_when_alone(driver, watched, settings.orphan_timeout_s))
+    page = None
+    if page_port >= 0:
+        job = (settings.job_id, journal_path.parent)
+        page = asyncio.create_task(keep_page(*job, host, advertise or host, page_port, lambda: driver.leads))
     _announce(f"ttp-controller listening on {host}:{bound} pid {os.getpid()}")
     await over.wait()
     watch.cancel()
+    if page is not None:
+        page.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await page
     service.finish_streams()
     await server.stop(GRACE_S)
     journal.close()

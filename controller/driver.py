@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from .core.facts.events import ControllerSettings
+from .core.facts.state import Stage
 from .handler import Handler, Item
 from .journal import Journal
 
@@ -45,6 +46,11 @@ class Driver:
 
     def put(self, item: Item) -> None:
         self._queue.put(item)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this controller leads ranks, or waits for the first ones of its attempt."""
+        return self._handler.state is not None and self._handler.state.stage not in (Stage.STANDBY, Stage.GATHERING)
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)

@@ -91,6 +91,9 @@ _READ = dict.fromkeys(("--nproc-per-node", "own_trainer/train.py", "--steps", "-
 _WORKER = {"train.py": "worker.py"}
 """The same, where the launcher alone is looked at."""
 
+_PAGE = "tests/chaos/test_status_page.py::test_the_page_moves_with_the_lead_and_events_reach_the_command"
+_TRAINER = {"train.py": "ttp.trainer"}
+
 PARSED: dict[str, Proof] = {
     "ttprun --help": Proof("tests/chaos/test_installed.py::test_an_installed_copy_has_its_commands", {"ttp.launch": "ttprun"}),
     "ttprun --nproc-per-node 4 train.py": Proof(f"{_COMMANDS}::test_ones_own_trainer_is_protected", _OWN),
@@ -113,6 +116,10 @@ PARSED: dict[str, Proof] = {
         ),
     "ttprun --spare-node --nnodes 3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400,node-b:29400 train.py":
         Proof("tests/chaos/test_spare_nodes.py::test_a_spare_takes_the_place_of_a_lost_node", _WORKER),
+    "ttprun --status-port 9105 train.py": Proof(_PAGE, _TRAINER),
+    "ttprun --status-port 9105 --status-token-file job.token train.py": Proof(_PAGE, _TRAINER),
+    "ttprun --on-event 'python examples/monitoring/slack.py https://hooks.slack.com/services/...' train.py":
+        Proof(_PAGE, _TRAINER),
     "ttprun [torchrun's arguments] -m ttp.trainer --config gpt_tiny [--section.key value ...]":
         Proof("tests/chaos/test_kills.py::test_kill_at_every_point_of_a_step_loses_nothing"),
     "ttprun --nproc-per-node 8 -m ttp.trainer --config gpt2_124m --dataset_config.dataset_dir corpus":
@@ -276,6 +283,10 @@ TESTED: dict[str, Proof] = {
     "python -m ttp.selftest --device cuda [--ranks N] [--kills 3] [--minutes 5] [--seed S] [--output DIR] [trainer overrides]":
         Proof("tests/device/test_selftest.py::test_selftest_passes_on_a_hostile_device"),
     "ttp status [JOB]": Proof("tests/chaos/test_status.py::test_a_job_shows_its_training_its_fault_and_its_end", {"ttp.status.main": "status"}),
+    "python -m ttp.trainer --config gpt_tiny --training_config.tensorboard output/tensorboard":
+        Proof(_PAGE),
+    "ttp status --login": Proof("tests/unit/status_page/test_live_page.py::test_status_prints_where_the_page_is_and_a_link_that_lets_one_browser_in", {"ttp.status.main": "status"}),
+    "ttp status --login output": Proof(_PAGE, {"ttp.status.main": "status"}),
     "ttp status output": Proof("tests/chaos/test_status.py::test_a_job_shows_its_training_its_fault_and_its_end", {"ttp.status.main": "status"}),
     "python -m ttp.goodput --job output --ranks 64":
         Proof("tests/unit/goodput/test_main.py::test_times_of_a_job_of_ones_own_count", {"ttp.goodput": "main"}),

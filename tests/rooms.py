@@ -60,6 +60,7 @@ ORDER = (
     "ttp.launch.links",
     "ttp.launch.report",
     "ttp.status",
+    "ttp.status_page",
     "ttp.launch.attempts",
     "ttp.launch",
     "ttp",

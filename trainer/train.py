@@ -36,6 +36,7 @@ from .parallel.optimizer import build_optimizer
 from .parallel.pipeline_stages import build_chunks, check_stages, hash_weights
 from .parallel.tensor import check_divides
 from .schedule import learning_rate
+from .tensorboard import open_board, prepare
 from .world import World, check_agreement, joined
 
 log = logging.getLogger("ttp.trainer")
@@ -63,6 +64,7 @@ def started(
     config.parallel_config.replicas(dp, config.training_config.use_distributed_optimizer)
     check_divides(config)
     check_stages(config)
+    prepare(config.training_config.tensorboard, world.rank)
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
         text = open_text(config)
@@ -140,6 +142,7 @@ class Trainer:
         self.session.regrouping.on_regroup(self._renew_groups)
         self._describe(text, replicas)
         self.step, self.consumed = self._resume()
+        self.board = open_board(config.training_config.tensorboard, self.step) if world.rank == 0 else None
 
     # --- start ---
 
@@ -293,6 +296,8 @@ class Trainer:
         )
         if self.metrics is not None:  # before anything that waits for another rank, whose death could lose the line
             self.metrics.append(metrics.line(unix_s=time.time()))
+        if self.board is not None:
+            self.board.step(metrics)
         self._on_step(metrics)
         self.run_log.step(metrics, line=step == config.training_iters or step % config.log_interval == 0)
 
@@ -334,6 +339,8 @@ class Trainer:
         self.evaluation.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self.board is not None:
+            self.board.close()
 
 
 def check_state(state: Mapping[str, Any]) -> None:

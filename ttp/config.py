@@ -35,6 +35,8 @@
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
 | TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it can cost steps |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
+| TTP_STATUS_PORT | none | port at which the leading controller's page and metrics are served; 0: any free one; not set: nowhere. ttprun sets it by --status-port |
+| TTP_STATUS_TOKEN_FILE | status_token beside the journals | the file of the token that the page asks for; ttprun sets it by --status-token-file |
 | TTP_VACANT | none | set by ttprun: this process takes a lost one's place: the fault's number, and the controller that leads the job |
 | TTP_REQUIRE_SECRET | False | True: ttprun refuses a job on several nodes that were given no secret |
 | TTP_FAULTS | none | faults to inject (ttp.chaos.faults.inject) |
@@ -65,7 +67,7 @@ VARIABLES = (
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
     "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
-    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -106,6 +108,10 @@ class Settings:
     in_place: str = ""
     """What TTP_IN_PLACE says: `off`, `on`, `cuda`; empty: nothing."""
     in_place_s: float = 5.0
+    status_port: int = -1
+    """Of the status page; 0: any free one; -1: there is no page."""
+    status_token_file: str = ""
+    """Empty: the job makes one of its own."""
     replaces: int = 0
     """The fault in which this process was started in a lost one's place; 0: it was not."""
     require_secret: bool = False
@@ -211,6 +217,8 @@ class Settings:
             rehearse_every=_rehearse(environ),
             in_place=_in_place(environ),
             in_place_s=_number(environ, "TTP_IN_PLACE_S", 5.0),
+            status_port=status_port(environ),
+            status_token_file=status_token_file(environ),
             replaces=replaces(environ),
             require_secret=_flag(environ, "TTP_REQUIRE_SECRET", False),
             job_id=_text(environ, "TORCHELASTIC_RUN_ID", "ttp"),
@@ -297,6 +305,19 @@ def warm_start(environ: Mapping[str, str] = os.environ) -> bool:
 def identity_socket(environ: Mapping[str, str] = os.environ) -> str:
     """Return where this process asks its agent for a certificate; empty: nowhere."""
     return _text(environ, "TTP_IDENTITY")
+
+
+def status_port(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the port of the status page; 0: any free one; -1: there is no page. Raises ConfigError."""
+    port = _integer(environ, "TTP_STATUS_PORT", -1)
+    if not -1 <= port < 65536 or (port < 0 and environ.get("TTP_STATUS_PORT", "").strip()):
+        raise ConfigError(f"invalid TTP_STATUS_PORT={port}: expected 0 to 65535, 0 for any free port")
+    return port
+
+
+def status_token_file(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of the status page's token; empty: the job makes one of its own."""
+    return _text(environ, "TTP_STATUS_TOKEN_FILE")
 
 
 def tls(environ: Mapping[str, str] = os.environ) -> bool:

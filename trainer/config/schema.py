@@ -72,6 +72,8 @@ class TrainingConfig:
     """Where logs, metrics and checkpoints go."""
     training_iters: int = 10
     """Optimizer updates to do in all, resumed ones included."""
+    tensorboard: str | None = None
+    """Folder for TensorBoard's event files, which rank 0 writes; null: none."""
     eval_interval: int | None = None
     """The loss on held-out text every so many steps and after the last one; null: never."""
     eval_sequences: int = 64
@@ -116,13 +118,11 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         at = "training_config."
         check(0 <= self.seed < 2**63, at + "seed", self.seed, "0 to 2**63 - 1")
-        check(
-            self.cpu_threads is None or self.cpu_threads >= 1,
-            at + "cpu_threads",
-            self.cpu_threads,
-            "1 or more, or null",
-        )
+        threads = self.cpu_threads
+        check(threads is None or threads >= 1, at + "cpu_threads", threads, "1 or more, or null")
         check(self.output_dir.strip() != "", at + "output_dir", self.output_dir, "a folder")
+        board = self.tensorboard
+        check(board is None or board.strip() != "", at + "tensorboard", board, "a folder, or null for none")
         check(self.training_iters >= 1, at + "training_iters", self.training_iters, "1 or more")
         check(self.log_interval >= 1, at + "log_interval", self.log_interval, "1 or more")
         save = self.save_interval

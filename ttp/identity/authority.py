@@ -28,7 +28,7 @@ LIFETIME_S = 86_400.0
 SKEW_S = 300.0
 """A certificate is valid for so much longer: so far another node's clock may be ahead."""
 
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of P-256's group (SEC 2, 2.4.2)."""
 _FROM = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(2124, 1, 1, tzinfo=datetime.UTC)
@@ -42,7 +42,7 @@ class Authority:
         self.job_id = job_id
         self.store_key = secret.key(f"store {job_id}")
         self._clock = clock
-        number = int.from_bytes(secret.key(f"authority {job_id}", 48)) % (_ORDER - 1) + 1
+        number = int.from_bytes(secret.key(f"authority {job_id}", 48)) % (P256_ORDER - 1) + 1
         self._key = ec.derive_private_key(number, ec.SECP256R1())
         digest = hashlib.sha256(job_id.encode(errors="surrogateescape")).hexdigest()[:16]
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"TTP job {digest}")])

@@ -58,22 +58,22 @@ def from_text(text: bytes, source: str) -> Secret:
     return Secret(value)
 
 
-def from_file(path: Path, option: str = FILE_VARIABLE) -> Secret:
-    """Read a secret. Raises ConfigError, also where other users can read the file."""
+def from_file(path: Path, option: str = FILE_VARIABLE, what: str = "secret") -> Secret:
+    """Read a secret, or another value that is as secret. `what`: its name in messages. Raises ConfigError, also where other users can read the file."""
     try:
         with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(MOST_BYTES + 64) or b""
     except OSError as error:
         raise ConfigError(
-            f"invalid {option}={str(path)!r}: {error.strerror or error}, expected a file with the job's secret. {HOW_TO_MAKE}"
+            f"invalid {option}={str(path)!r}: {error.strerror or error}, expected a file with the job's {what}. {HOW_TO_MAKE}"
         ) from None
     if mode & _EXPOSED:
         raise ConfigError(
             f"invalid {option}={str(path)!r}: got mode {stat.S_IMODE(mode):04o}, expected a file that other users cannot read and its group"
             " cannot write. Run chmod 600 on it; in Kubernetes set the volume's defaultMode to 0400"
         )
-    return from_text(content, f"secret in {str(path)!r}")
+    return from_text(content, f"{what} in {str(path)!r}")
 
 
 @dataclass(frozen=True, slots=True)

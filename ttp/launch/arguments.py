@@ -92,6 +92,29 @@ def make_parser() -> ArgumentParser:
         help="file for the job's attempts, faults and summary as JSON lines (default: story.jsonl beside the journals)",
     )
     group.add_argument(
+        "--on-event",
+        "--on_event",
+        default="",
+        metavar="COMMAND",
+        help="command that is run for each event of the job, with the event as a line of JSON on its stdin (default: none)",
+    )
+    group.add_argument(
+        "--status-port",
+        "--status_port",
+        type=whole(most=65535),
+        default=None,
+        metavar="PORT",
+        help="serve the status page and Prometheus' metrics at this port, where the controller that leads runs; 0: any free one (default: the variable TTP_STATUS_PORT, or nowhere)",
+    )
+    group.add_argument(
+        "--status-token-file",
+        "--status_token_file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="the token that the page asks for (default: the variable TTP_STATUS_TOKEN_FILE, or status_token beside the journals)",
+    )
+    group.add_argument(
         "--preload",
         type=_modules,
         default=[],

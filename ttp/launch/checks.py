@@ -6,8 +6,10 @@ torch detects some of them by an assertion, some when the workers run already, a
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,6 +26,8 @@ from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
 from ttp.inputs import checked
 from ttp.launch.rendezvous.topology import RESOLVE_S
+
+log = logging.getLogger("ttp.launch")
 
 MOST_RESTARTS = 2**31 - 1
 LEAST_MONITOR_S = 1e-3
@@ -84,6 +88,21 @@ def _check_gloo_transport() -> None:
             f"invalid GLOO_DEVICE_TRANSPORT: got {transport!r}, which torch {torch.__version__} refuses ({str(error).splitlines()[0]}). Install a build of"
             " torch that has it, or unset the variable: gloo's traffic is plain then"
         ) from None
+
+
+def warn_of_taken_port(port: int) -> None:
+    """Warn where another process of this node listens at the status page's port: the page waits until it is free."""
+    if port <= 0:
+        return
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", port))
+        except OSError as error:
+            log.warning(
+                "--status-port %d cannot be had on this node now (%s): the status page is served here once it is free, or choose another port",
+                port, error.strerror or error,
+            )  # fmt: skip
 
 
 def check_node_rank(args: Namespace) -> None:

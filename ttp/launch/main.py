@@ -16,6 +16,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -41,16 +42,18 @@ from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.attempts.signals import without_ignored
-from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers
+from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers, warn_of_taken_port
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous.choose import check_spare_node, make_rendezvous, plain_endpoint
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
+from ttp.launch.report.event_command import EventCommand, split_command
 from ttp.launch.report.exit_status import summarize
 from ttp.launch.report.reporter import Reporter
 from ttp.mirror.url import check_url as check_mirror
 from ttp.nccl import set_nccl
+from ttp.status import page_access
 
 log = logging.getLogger("ttp.launch")
 
@@ -59,14 +62,20 @@ log = logging.getLogger("ttp.launch")
 def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
     """Run a job on this node, as `torchrun` does: return when it has succeeded, raise ChildFailedError (exit code 1) when it has failed.
     `fork_servers`: fork the workers; they were started before torch was imported here."""
-    identities = copies = None
+    identities = copies = events = None
     try:
         use_ttp = enabled()
         parser = make_parser()
         args = parser.parse_args(argv)
         if use_ttp and args.ttp_ot is not None:
             os.environ["TTP_OT"] = str(args.ttp_ot)  # the workers have the same deadline
-        for name, file in (("TTP_SIGN_KEY", args.sign_key), ("TTP_VERIFY_KEY", args.verify_key)):
+        if args.status_port is not None:
+            os.environ["TTP_STATUS_PORT"] = str(args.status_port)
+        for name, file in (
+            ("TTP_SIGN_KEY", args.sign_key),
+            ("TTP_VERIFY_KEY", args.verify_key),
+            ("TTP_STATUS_TOKEN_FILE", args.status_token_file),
+        ):
             if file is not None:
                 os.environ[name] = str(file.absolute())  # the workers read it
         settings = Settings.from_env()
@@ -74,6 +83,9 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if args.secret_file:
             source = SecretSource(file=args.secret_file)
         read_keys(settings)
+        if settings.status_token_file:
+            page_access.read_token(Path(settings.status_token_file))
+        event_words = split_command(args.on_event) if args.on_event and use_ttp else []
         if settings.mirror:
             check_mirror(settings.mirror)
         _log_to_stderr()
@@ -96,13 +108,15 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         config, command, command_args = _config_of(args)
         check_host_name(settings.host, config.max_nodes)
         check_local_addr(config.local_addr, config.max_nodes)
+        warn_of_taken_port(settings.status_port)
         if fork_servers is not None:
             by_program = BY_PROGRAM.get(args.training_script, ()) if args.module else ()
             fork_servers.begin_controllers(os.environ, [*args.preload, *by_program])
         identities = make_identities(settings)
         copies = make_copies()
+        events = EventCommand(event_words) if event_words else None
         launching = replace(
-            make_launching(settings, args, config.run_id, fork_servers),
+            make_launching(settings, args, config.run_id, fork_servers, events),
             identities=identities,
             copies=copies,
             secret=source.read if settings.tls else None,
@@ -113,6 +127,8 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
+        if events is not None:
+            events.close()
         if copies is not None:
             copies.close()
         if identities is not None:
@@ -173,7 +189,11 @@ def _warn_of_unknown_variables() -> None:
 
 
 def make_launching(
-    settings: Settings, args: Namespace, run_id: str, fork_servers: ForkServers | None = None
+    settings: Settings,
+    args: Namespace,
+    run_id: str,
+    fork_servers: ForkServers | None = None,
+    events: EventCommand | None = None,
 ) -> LaunchContext:
     """Bind the agent to the real controller; gRPC is loaded when the first controller is found."""
     launch_name = f"{run_id}_{uuid.uuid4().hex[:8]}"  # as torch names its folder of logs
@@ -190,7 +210,8 @@ def make_launching(
 
         agent_link.request_shutdown(address, reason="the agent ends this attempt")
 
-    reporter = Reporter(args.ttp_story.resolve() if args.ttp_story is not None else None, launch=launch_name)
+    story = args.ttp_story.resolve() if args.ttp_story is not None else None
+    reporter = Reporter(story, launch=launch_name, on_event=events.put if events is not None else None)
     return LaunchContext(
         total_timeout_s=settings.total_timeout_s,
         poll_s=death_poll_s(args),

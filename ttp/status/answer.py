@@ -77,6 +77,20 @@ class FaultRow:
     """Finished steps that have to be trained again; null: not known."""
     took_s: float | None
     """From its first sign until the ranks were ordered to exit or to continue."""
+    stages_s: dict[str, float] = field(default_factory=dict)
+    """What of it each stage took, in their order: those of `ttp.proto.incident.STAGES` that there were."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRow:
+    """What a rank, or a node of a large job, held when the attempt began."""
+
+    ranks: str
+    node: str
+    shards: list[str]
+    """Empty: the row is a node's."""
+    also_on: list[str]
+    """Who else holds them: of a rank's row for each shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +163,13 @@ class JobView:
     fault_count: int
     faults: list[FaultRow]
     """The newest first."""
+    holder_count: int
+    holders: list[HolderRow]
+    """All of them, or the first."""
     checkpoints: list[CheckpointRow]
     """The newest of each directory."""
     end: End | None
+    page: str = ""
+    """The address of the status page, if one is served now."""
     notes: list[str] = field(default_factory=list)
     """What could not be asked or read, one line each."""

@@ -7,7 +7,7 @@ looking. So a process of the job on this node is looked for, in whose variables 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,11 +72,15 @@ def local_processes() -> Iterator[LocalProcess]:
                 yield LocalProcess(job_id, environ)
 
 
-def ask(controllers: Sequence[KnownController]) -> Reply:
+AskAt = Callable[[str, str], Reply]
+"""`ask_at(address, job_id)`: ask one controller."""
+
+
+def ask(controllers: Sequence[KnownController], by: AskAt | None = None) -> Reply:
     """Ask those of an attempt, the ones of later terms first, until one leads the ranks; else return a standby's answer, or why there is none."""
     errors, waiting = [], None
     for known in controllers:
-        reply = ask_at(known.address, known.job_id)
+        reply = (by or ask_at)(known.address, known.job_id)
         if reply.status is not None and reply.status.role == "active":
             return reply
         waiting = waiting or reply.status
@@ -84,6 +88,14 @@ def ask(controllers: Sequence[KnownController]) -> Reply:
     if waiting is not None:
         return Reply(waiting, next(filter(None, errors), ""))
     return Reply(None, errors[-1] if errors else "")
+
+
+def ask_from_inside(address: str, job_id: str) -> Reply:
+    """Ask one controller from a process that belongs to its job, with the credentials that this process has set."""
+    try:
+        return Reply(request_status(address, job_id=job_id, timeout_s=ANSWER_S))
+    except ControllerError as error:
+        return Reply(None, " ".join(str(error).split()))
 
 
 def ask_at(address: str, job_id: str = "") -> Reply:
@@ -128,9 +140,7 @@ def _as_operator(address: str, process: LocalProcess) -> Reply:
 
 def _request(address: str, job_id: str) -> Reply:
     try:
-        return Reply(request_status(address, job_id=job_id, timeout_s=ANSWER_S))
-    except ControllerError as error:
-        return Reply(None, " ".join(str(error).split()))
+        return ask_from_inside(address, job_id)
     finally:
         own.use(None)
 

@@ -28,8 +28,8 @@ from ttp.launch.report.time_use import (
     with_repeats,
     without_fault,
 )
-from ttp.proto.incident import EVENT, read_incident
-from ttp.status.answer import End, FaultRow
+from ttp.proto.incident import EVENT, STAGES, read_incident
+from ttp.status.answer import End, FaultRow, HolderRow
 from ttp.status.find_job import journals
 
 FALSE_ALARM, IN_PLACE = "false alarm", "in place"
@@ -58,6 +58,7 @@ class PastAttempt:
     """(host, pid) of each rank that came."""
     faults: tuple[FaultRow, ...]
     """In order of time."""
+    holders: tuple[HolderRow, ...]
     finished: bool
     """All ranks have finished training."""
     time: AttemptTime
@@ -172,9 +173,14 @@ def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
         directories=tuple(dict.fromkeys(directories)),
         processes={int(fields["rank"]): (str(fields["host"]), int(fields["pid"])) for fields in registered},
         faults=tuple(_faults(number, lines)),
+        holders=tuple(_holder(row) for row in whole.get("rows", ())),
         finished=any(line["event"] == "finished" for line in lines),
         time=times,
     )
+
+
+def _holder(row: Mapping[str, Any]) -> HolderRow:
+    return HolderRow(str(row["ranks"]), str(row["host"]), list(row["shards"]), list(row["also_on"]))
 
 
 def _faults(number: int, lines: Sequence[Line]) -> Iterator[FaultRow]:
@@ -204,6 +210,7 @@ def _of_journal(number: int, unix_s: float, fields: Mapping[str, Any]) -> FaultR
     incident = read_incident(fields)
     took_s = round((incident.took_ms or {}).get("total", 0.0) / 1e3, 3)
     named = {
+        "took_ms": incident.took_ms,
         "culprits": [{"rank": each.rank, "cause": each.cause} for each in incident.culprits],
         "saved": fields["saved"],
         "not_saved": incident.not_saved,
@@ -228,6 +235,9 @@ def _row(number: int, began_unix_s: float, took_s: float | None, fields: Mapping
         step=int(saved["step"]) if saved is not None else None,
         steps_lost=None if fields["steps_lost"] is None else int(fields["steps_lost"]),
         took_s=took_s,
+        stages_s={
+            stage: round(fields["took_ms"][stage] / 1e3, 3) for stage in STAGES if stage in (fields["took_ms"] or ())
+        },
     )
 
 
@@ -245,7 +255,7 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
     since = lines[lines.index(job[0]) :] if job else [] if attempts else lines
     copied = {int(line["start"]): line["steps_lost"] for line in since if line["event"] == "copies"}
     reported = {int(line["start"]): _of_report(line, copied) for line in job if line["event"] == "fault"}
-    over = {int(line["start"]) for line in job if line["event"] == "start" and int(line["start"]) < last}
+    over = {int(line["start"]) for line in since if line["event"] == "unannounced"}
     end = next((line for line in reversed(since) if line["event"] in ("end", "start", "fault")), None)
     ended = end if end is not None and end["event"] == "end" else None
     over |= {last} if ended is not None else set()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.manifest import read_manifest
@@ -17,7 +18,7 @@ from ttp.errors import CheckpointError
 from ttp.proto.address import split_address
 from ttp.proto.messages import CauseKind, Phase
 from ttp.proto.status import JobStatus, RankStatus
-from ttp.status import ask, find_job, history
+from ttp.status import ask, find_job, history, page_access
 from ttp.status.answer import CheckpointRow, CoverageNow, FaultRow, JobView, Leader, RankLine
 from ttp.status.find_job import Job
 from ttp.status.goodput import job_time
@@ -27,6 +28,7 @@ FEW_RANKS = 16
 """Up to so many have a line each, of more the first of those that need a look."""
 FEW_CHECKPOINTS = 3
 FEW_FAULTS = 10
+FEW_HOLDERS = 64
 FRESH_HEARTBEATS = 3
 """A rank that has sent none for so long may do something else by now."""
 PHASES = {
@@ -46,34 +48,45 @@ PHASES = {
 STANDSTILL, PAUSED, BETWEEN, ENDED, UNKNOWN = "standstill", "paused", "between attempts", "ended", "unknown"
 
 
-def look(job: Job, *, all_ranks: bool = False, clock: Callable[[], float] = time.time) -> JobView:
-    """Return what a job does now. Raises ConfigError: there is nothing to show, as no controller answers and no file is known."""
+def look(
+    job: Job, *, all_ranks: bool = False, clock: Callable[[], float] = time.time, ask_at: ask.AskAt | None = None
+) -> JobView:
+    """Return what a job does now. `ask_at`: asks one controller (default: as an operator). Raises ConfigError: there is nothing to show, as no
+    controller answers and no file is known."""
+    ask_at = ask_at or ask.ask_at
     if job.log_dir is None:
-        reply = ask.ask_at(job.address)
+        reply = ask_at(job.address, "")
         log_dir = _log_dir_of(reply.status)
         known = history.read(log_dir) if log_dir is not None else History()
     else:
         log_dir, known, reply = job.log_dir, history.read(job.log_dir), ask.Reply(None)
         if known.end is None:
-            reply, notes = _ask(log_dir, known)
+            reply, notes = _ask(log_dir, known, ask_at)
             known = replace(known, notes=(*known.notes, *notes))
     if reply.status is None and log_dir is None:
         raise find_job.no_answer(job.address, reply.error)
     now = clock()
     found = _of_controller(reply.status, known, now) if reply.status is not None else _of_files(known, now)
-    ranks = sorted(found.ranks, key=_concern) if not all_ranks and len(found.ranks) > FEW_RANKS else found.ranks
     checkpoints, unread = _checkpoints(_directories(reply.status, known, log_dir))
-    return replace(
+    place = page_access.read(log_dir) if log_dir is not None and found.end is None else None
+    found = replace(
         found,
         log_dir=str(log_dir or ""),
-        ranks=ranks if all_ranks else ranks[:FEW_RANKS],
-        faults=[*reversed(found.faults)][: None if all_ranks else FEW_FAULTS],
+        faults=[*reversed(found.faults)],
         checkpoints=checkpoints,
+        page=place.url if place is not None else "",
         notes=[*known.notes, *([reply.error] if reply.error else []), *unread],
     )
+    return found if all_ranks else shortened(found)
 
 
-def _ask(log_dir: Path, known: History) -> tuple[ask.Reply, list[str]]:
+def shortened(found: JobView) -> JobView:
+    """Return it with the ranks to look at first, the newest faults and the first holders alone."""
+    ranks = found.ranks if len(found.ranks) <= FEW_RANKS else sorted(found.ranks, key=_concern)[:FEW_RANKS]
+    return replace(found, ranks=ranks, faults=found.faults[:FEW_FAULTS], holders=found.holders[:FEW_HOLDERS])
+
+
+def _ask(log_dir: Path, known: History, ask_at: ask.AskAt) -> tuple[ask.Reply, list[str]]:
     newest = known.attempts[-1].number if known.attempts else 0
     try:
         numbers = [attempt for _, attempt, _ in find_job.journals(log_dir)]
@@ -82,7 +95,7 @@ def _ask(log_dir: Path, known: History) -> tuple[ask.Reply, list[str]]:
         return ask.Reply(None), [f"the controllers' addresses in {log_dir} cannot be read: {error}"]
     if not controllers:
         return ask.Reply(None), [f"no controller is known: no journal in {log_dir} says where one listens"]
-    return ask.ask(controllers), []
+    return ask.ask(controllers, ask_at), []
 
 
 def _log_dir_of(status: JobStatus | None) -> Path | None:
@@ -131,6 +144,7 @@ def _of_controller(status: JobStatus, known: History, now: float) -> JobView:
         ranks=[_rank_row(rank) for rank in status.ranks],
         fault_count=len(faults),
         faults=faults,
+        **_held(known),
         checkpoints=[],
         end=None,
     )  # fmt: skip
@@ -149,7 +163,8 @@ def _phase(status: JobStatus) -> str:
 
 def _finished(status: JobStatus) -> int | None:
     """Return the newest step that a rank has finished by its last heartbeat; None: none has."""
-    return max((rank.step if rank.phase is Phase.DONE else rank.step - 1 for rank in status.ranks), default=0) or None
+    newest = max((rank.step if rank.phase is Phase.DONE else rank.step - 1 for rank in status.ranks), default=0)
+    return newest if newest > 0 else None
 
 
 def _leader(status: JobStatus) -> Leader | None:
@@ -241,9 +256,15 @@ def _of_files(known: History, now: float) -> JobView:
         ranks=rows if end is None else [],
         fault_count=len(known.faults),
         faults=list(known.faults),
+        **_held(known),
         checkpoints=[],
         end=end,
     )
+
+
+def _held(known: History) -> dict[str, Any]:
+    rows = known.attempts[-1].holders if known.attempts else ()
+    return {"holder_count": len(rows), "holders": list(rows)}
 
 
 def _since(known: History) -> float | None:

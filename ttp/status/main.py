@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +19,7 @@ from rich.live import Live
 
 from ttp.errors import ConfigError
 from ttp.inputs.options import above_zero
+from ttp.status import page_access
 from ttp.status.answer import JobView
 from ttp.status.find_job import Job, find
 from ttp.status.look import ENDED, look
@@ -52,6 +54,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--watch", nargs="?", type=above_zero("seconds", 1e6), const=WATCH_S, metavar="SECONDS",
         help=f"look again after so long, until Ctrl-C or the job's end (default: {WATCH_S:g})",
     )  # fmt: skip
+    parser.add_argument(
+        "--login",
+        action="store_true",
+        help="a link instead, which lets one browser into the status page, within five minutes",
+    )
     parser.add_argument("--ranks", action="store_true", help="every rank and every fault, not the first to look at")
     return parser.parse_args(arguments)
 
@@ -62,6 +69,9 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None, paus
     console = console or open_console(soft_wrap=False)
     try:
         job = find(given.job)
+        if given.login:
+            print(_login_link(job))
+            return GOOD
         if given.watch is None:
             status = look(job, all_ranks=given.ranks)
             _print(status, console, as_json=given.json, indent=1)
@@ -75,6 +85,17 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None, paus
         return USAGE
     except KeyboardInterrupt:
         return GOOD  # --watch is ended so
+
+
+def _login_link(job: Job) -> str:
+    """Raises ConfigError."""
+    place = page_access.read(job.log_dir) if job.log_dir is not None else None
+    if place is None:
+        raise ConfigError(
+            f"no status page found: got {job.log_dir or job.address}, expected the folder of a job that serves one, on a node that has its files."
+            " Start the job with --status-port"
+        )
+    return page_access.login_link(place, time.time())
 
 
 def exit_status(status: JobView) -> int:

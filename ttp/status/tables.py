@@ -68,6 +68,7 @@ def _lines(status: JobView) -> Iterable[tuple[str, str | Text]]:
         yield "leads", f"controller of term {leader.term} ({which}), pid {leader.pid} at {leader.address}"
     if status.source == "controller":
         yield "standbys", ", ".join(status.standbys) or "none"
+    yield "page", status.page
     yield "survives", status.survives
     if status.coverage is not None:
         yield "coverage", coverage_text(status.coverage)

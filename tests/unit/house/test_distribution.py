@@ -54,6 +54,6 @@ def test_it_says_whose_it_is_and_who_may_use_it(distribution: Path) -> None:
         said = Parser().parsestr(member.read().decode())
     assert (said["Author"], said["License-Expression"]) == ("The TTP authors", "Apache-2.0")
     assert set(said.get_all("Provides-Extra") or ()) == {
-        "plots", "transformers", "accelerate", "lightning", "megatron", "s3", "dev",
+        "plots", "transformers", "accelerate", "lightning", "megatron", "s3", "tensorboard", "dev",
     }  # fmt: skip
     assert "Home-page" not in said and "Project-URL" not in said

@@ -84,6 +84,7 @@ _INTERNAL = {
     "ttp.launch.rendezvous.multi_endpoint": "`ttp.launch.stores`",
     "ttp.selftest.blocked_step": "started by `ttp.selftest`",
     "ttp.selftest.device_probe": "started by `ttp.selftest`",
+    "ttp.status_page.__main__": "started by a controller",
     "ttp.trainer.data.prepare": "`ttp.trainer.prepare`",
 }
 

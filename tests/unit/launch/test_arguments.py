@@ -27,6 +27,8 @@ from ttp.launch.rendezvous.choose import store_host
 from ttp.launch.rendezvous.topology import choose_rendezvous
 
 OWN_FLAGS = [
+    "--on-event",
+    "--on_event",
     "--preload",
     "--rank-table-file",
     "--rank_table_file",
@@ -36,6 +38,10 @@ OWN_FLAGS = [
     "--sign_key",
     "--spare-node",
     "--spare_node",
+    "--status-port",
+    "--status-token-file",
+    "--status_port",
+    "--status_token_file",
     "--ttp-death-poll",
     "--ttp-futile-starts",
     "--ttp-ot",
@@ -55,6 +61,9 @@ OWN_DEFAULTS: dict[str, object] = {
     "ttp_death_poll": None,
     "ttp_futile_starts": 3,
     "ttp_story": None,
+    "on_event": "",
+    "status_port": None,
+    "status_token_file": None,
     "preload": [],
     "secret_file": "",
     "spare_node": False,
@@ -116,6 +125,8 @@ def test_the_documents_table_is_that_of_the_parser() -> None:
             "ttp_death_poll": "0.01; 0.02 beside accelerators",
             "sign_key": "`TTP_SIGN_KEY`",
             "verify_key": "`TTP_VERIFY_KEY`",
+            "status_port": "`TTP_STATUS_PORT`",
+            "status_token_file": "`TTP_STATUS_TOKEN_FILE`",
         }
         assert default == unset.get(action.dest, str(action.default or "none"))
 
@@ -276,6 +287,12 @@ def test_the_workers_store_has_an_address_that_all_nodes_reach(line: list[str], 
             "invalid TTP_SIGN_KEY: got /nosuch (No such file or directory), expected an Ed25519",
         ),
         (("--verify-key", "/dev/null"), "invalid TTP_VERIFY_KEY: got /dev/null (expected a regular file), expected an"),
+        (("--on-event", "no-such-program x"), "invalid --on-event: got 'no-such-program x', expected a command"),
+        (("--status-port", "70000"), "got '70000', expected an integer from 0 to 65535"),
+        (
+            ("--status-token-file", "/nosuch"),
+            "invalid TTP_STATUS_TOKEN_FILE='/nosuch': No such file or directory, expected",
+        ),
         (("--ttp-ot", "1e10"), "got '1e10', expected seconds above 0, at most 1e+09"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -288,7 +305,7 @@ def test_values_that_torchs_parser_lets_through_are_refused_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exit status 2, nothing started, no traceback: the last line says it all, and is the only one of its kind."""
-    for name in ("TTP_OT", "TTP_SIGN_KEY", "TTP_VERIFY_KEY"):
+    for name in ("TTP_OT", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE"):
         monkeypatch.setenv(name, "")  # so that what an option sets is taken back
     with pytest.raises(SystemExit) as ended:
         main([*given, str(tmp_path / "train.py")])

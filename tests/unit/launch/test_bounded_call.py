@@ -57,6 +57,7 @@ def test_every_thread_of_the_launcher_is_known_to_hang_or_to_wait_only() -> None
         "ttp-controller-file",
         "ttp-copies",
         "ttp-mirror",
+        "ttp-on-event",
         "ttp-replacements",
     } - {"RendezvousKeepAlive"}
 

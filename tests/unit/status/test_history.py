@@ -32,6 +32,17 @@ def test_a_fault_is_as_the_launcher_reports_it_and_there_once(tmp_path: Path) ->
     assert known.end is None and known.next == "" and known.notes == () and known.last_step == 40
 
 
+def test_a_fault_whose_agent_was_lost_with_it_is_as_the_journal_has_it(tmp_path: Path) -> None:
+    """Rank 0's node was lost and came back: no launcher reports that attempt's end. One that a launcher judged to be none is none."""
+    killed_once(tmp_path)
+    report(tmp_path, start(0, 1.0), start(1, 21.0))
+    (found,) = history.read(tmp_path).faults
+    assert (found.attempt, found.kind, found.step) == (0, "exited", 40)
+    (tmp_path / "story.jsonl").unlink()
+    report(tmp_path, start(0, 1.0), (12.5, "unannounced", {"start": 0, "ranks": [1]}), start(1, 21.0))
+    assert history.read(tmp_path).faults == ()
+
+
 def test_a_fault_that_is_not_reported_yet_is_as_the_journal_has_it(tmp_path: Path) -> None:
     journal(tmp_path, 0, *comes(0.0), incident(12.0, 1.0, None, None))
     report(tmp_path, start(0, 1.0))

@@ -294,3 +294,8 @@ def test_durations_are_short() -> None:
         -1.0: "0.0 s",
     }
     assert {seconds: duration_text(seconds) for seconds in texts} == texts
+
+
+def test_before_a_rank_has_come_no_step_is_finished(tmp_path: Path, answers: list[JobStatus]) -> None:
+    answers.append(job_status([rank_status(0, pid=0, step=0)], stage="assembling", pace=PaceStatus()))
+    assert looked(job_at(tmp_path)).step is None

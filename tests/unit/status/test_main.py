@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from ttp.controller.agent_link import request_shutdown
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import start_controller
 from ttp.proto.status import JobStatus
-from ttp.status import ask, find_job, main
+from ttp.status import ask, find_job, main, page_access
 from ttp.status.ask import LocalProcess, Reply
 from ttp.status.find_job import KnownController
+from ttp.status.page_access import PagePlace
 
 
 def ended_job(log_dir: Path) -> Path:
@@ -93,6 +95,21 @@ def test_a_broken_report_of_a_job_makes_the_answer_one_in_part(
     assert main.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "all ranks have finished" in out and out.count("note: ") == 1 and "is broken" in out
+
+
+def test_a_link_to_a_page_that_is_not_served_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There never was one, or its process has ended; of a job that has ended none is shown."""
+    ended_job(tmp_path)
+    place = PagePlace("http://127.0.0.1:9/", os.uname().nodename, 2**22 + 1, "s", str(tmp_path / "token"))
+    for _ in range(2):
+        assert main.main(["--login", str(tmp_path)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and "no status page found: got" in printed.err
+        page_access.write(tmp_path, place)
+    assert main.main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["page"] == ""
 
 
 def test_watching_ends_with_the_job(

@@ -79,14 +79,19 @@ class Reporter:
     """Reports one job. `watch` runs on the thread of an attempt's controller client, the rest on the agent's."""
 
     def __init__(
-        self, report_path: Path | None = None, clock: Callable[[], float] = time.time, *, launch: str = ""
+        self,
+        report_path: Path | None = None,
+        clock: Callable[[], float] = time.time,
+        *,
+        launch: str = "",
+        on_event: Callable[[str], None] | None = None,
     ) -> None:
-        """`report_path`: the file of the JSON lines (default: `story.jsonl` beside the journals of the first attempt; once that is not writable,
+        """`on_event(line)`: is given each event as its line; must return at once. `report_path`: the file of the JSON lines (default: `story.jsonl` beside the journals of the first attempt; once that is not writable,
         beside those of a later one). `launch`: names this agent in each line: other agents append to the same file."""
         self._clock = clock
         self._begun_unix_s = clock()
         self._lock = threading.Lock()  # guards all below
-        self._file = ReportFile(report_path, self._lock, launch)
+        self._file = ReportFile(report_path, self._lock, launch, on_event)
         self._here = False
         self._starts = 0
         self._first = 0

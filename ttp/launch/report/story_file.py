@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from ttp.launch.report.journals import Line
 log = logging.getLogger("ttp.launch")
 
 REPORT_NAME = "story.jsonl"
+FREQUENT = frozenset({"mirror"})
+"""Lines that say how far something has come: no events."""
 WRITE_S = 1.0
 """How long the agent waits for a line to be written while ranks save."""
 
@@ -30,9 +32,16 @@ WRITE_S = 1.0
 class ReportFile:
     """One agent's lines in a story.jsonl; other agents may append to the same file."""
 
-    def __init__(self, path: Path | None, lock: threading.Lock, launch: str) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        lock: threading.Lock,
+        launch: str,
+        on_event: Callable[[str], None] | None = None,
+    ) -> None:
         """`path`: None: beside the journals, once there are any. `lock`: held by the caller of `write`. `launch`: names this agent in each
-        line."""
+        line. `on_event(line)`: is given each line, before it is written; must return at once."""
+        self._on_event = on_event
         self.path = path
         self._next_path: Path | None = None
         self._lock = lock
@@ -65,7 +74,11 @@ class ReportFile:
             BoundedCall(write).wait(WRITE_S)
 
     def _text(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> str:
-        return json.dumps({"unix_s": unix_s, "event": event, "launch": self._launch, **fields}) + "\n"
+        """Return an event's line, which is to be written."""
+        text = json.dumps({"unix_s": unix_s, "event": event, "launch": self._launch, **fields}) + "\n"
+        if self._on_event is not None and event not in FREQUENT:
+            self._on_event(text)
+        return text
 
     def _write_out(self) -> None:
         if self.path is None:

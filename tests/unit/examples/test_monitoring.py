@@ -1,0 +1,111 @@
+"""The monitoring examples: rules and dashboard are what Prometheus and Grafana take, and the command posts what happened.
+
+That every metric that they name is in a scrape is in `tests/unit/status_page/test_live_page.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.waiting import LONG_S
+from ttp.launch.report.event_command import EventCommand, split_command
+
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
+FAULT = {
+    "unix_s": 1.0, "event": "fault", "launch": "l", "start": 0, "kind": "exited", "steps_lost": 0, "next": "restart 1 of 3",
+    "culprits": [{"rank": 3, "host": "n1", "cause": "signal SIGKILL"}], "saved": {"step": 42, "path": "/c"}, "not_saved": "",
+}  # fmt: skip
+
+
+@pytest.fixture
+def channel() -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
+    """Return the address of a server that takes messages, and what it has taken."""
+    taken: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    class Taker(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Taker) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/services/x", taken
+        server.shutdown()
+        thread.join(LONG_S)
+
+
+def test_faults_and_the_end_are_posted_and_starts_are_not(channel: tuple[str, queue.Queue[dict[str, Any]]]) -> None:
+    url, taken = channel
+    command = EventCommand(split_command(f"{sys.executable} {FOLDER / 'slack.py'} {url}"))
+    lost = {"saved": None, "not_saved": "all ranks are dead", "steps_lost": None}
+    recovered = {**FAULT, "event": "recovered", "saved": None, "not_saved": ""}
+    del recovered["next"]
+    for event in (
+        {"event": "start", "start": 0},
+        FAULT,
+        {**FAULT, **lost},
+        recovered,
+        {"event": "end", "result": "succeeded", "starts": 2, "why": ""},
+    ):
+        command.put(json.dumps(event) + "\n")
+    command.close(LONG_S)
+    texts = [taken.get_nowait()["text"] for _ in range(taken.qsize())]
+    assert len(texts) == 4
+    assert "rank 3 on n1: signal SIGKILL; step 42 was saved, 0 steps lost. Next: restart 1 of 3" in texts[0]
+    assert "all ranks are dead, an unknown number of steps lost" in texts[1]
+    assert "training continued in place, 0 steps lost" in texts[2]
+    assert "the job succeeded (after 2 attempts)" in texts[3]
+
+
+def test_the_rules_are_rules() -> None:
+    (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names) == 8
+    for rule in group["rules"]:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"} and "summary" in rule["annotations"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+    scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    assert (
+        scrape["rule_files"] == ["alerts.yaml"]
+        and scrape["scrape_configs"][0]["tls_config"]["server_name"] == "page.ttp"
+    )
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus has promtool")
+def test_prometheus_takes_the_rules_and_the_configuration(tmp_path: Path) -> None:
+    for path in FOLDER.glob("*.y*ml"):
+        text = path.read_text().replace("/etc/prometheus/", f"{tmp_path}/")
+        (tmp_path / path.name).write_text(text)
+    for name in ("job.token", "status_page.pem"):
+        (tmp_path / name).write_text("x")
+    for words in (("check", "rules", "alerts.yaml"), ("check", "config", "--syntax-only", "prometheus.yml")):
+        done = subprocess.run(
+            ["promtool", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_asks_for_something_in_every_panel() -> None:
+    dashboard = json.loads((FOLDER / "grafana_dashboard.json").read_text())
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids) == 14
+    for panel in dashboard["panels"]:
+        assert panel["title"] and panel["targets"] and all("ttp_" in target["expr"] for target in panel["targets"])
+        assert panel["datasource"]["uid"] == "${datasource}"

@@ -1,0 +1,183 @@
+"""When a controller starts the page's process: while it leads, and again when the process has died of something else than its arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.status_page.live_page import get
+from tests.waiting import LONG_S, until
+from ttp.controller import page_process
+from ttp.controller.agent_link import request_shutdown
+from ttp.controller.core.facts.events import ControllerSettings
+from ttp.controller.driver import Driver
+from ttp.controller.journal import Journal
+from ttp.controller.page_process import REFUSED, keep_page
+from ttp.controller.process import start_controller
+from ttp.launch.checks import warn_of_taken_port
+from ttp.status import page_access
+from ttp.status.page_access import Access
+from ttp.status_page import __main__ as page_main
+from ttp.status_page import certificate
+
+
+class Process:
+    """One that ends with a status, or never."""
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
+        self.killed = False
+
+    async def wait(self) -> int:
+        while self.status is None and not self.killed:
+            await asyncio.sleep(0)
+        return self.status or 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def kept(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[int | None], leads: list[bool]
+) -> tuple[list[Process], list[bool]]:
+    """Run it until it returns, or until its last process runs; return the processes and what remains of `leads`."""
+    started: list[Process] = []
+
+    async def start(*command: str, **_: Any) -> Process:
+        assert "ttp.status_page" in command
+        started.append(Process(statuses[len(started)]))
+        return started[-1]
+
+    async def run() -> None:
+        task = asyncio.create_task(
+            keep_page("j", Path("/log"), "127.0.0.1", "h", 1, lambda: leads.pop(0) if leads else True)
+        )
+        while not task.done() and not (len(started) == len(statuses) and started[-1].status is None):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(page_process, "LEADS_POLL_S", 0.0)
+    monkeypatch.setattr(page_process, "AGAIN_S", 0.0)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+    return started, leads
+
+
+def test_it_is_started_when_the_controller_leads_and_again_when_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, leads = kept(monkeypatch, [-9, 1, None], [False, False, False])
+    assert len(started) == 3 and leads == [] and started[-1].killed
+
+
+def test_what_cannot_be_served_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, _ = kept(monkeypatch, [REFUSED, None], [])
+    assert len(started) == 1
+
+
+def test_a_standby_leads_nothing_until_ranks_come(tmp_path: Path) -> None:
+    def driver(standby: int) -> Driver:
+        settings = ControllerSettings("j", 1, 2, standby=standby)
+        return Driver(settings, Journal(tmp_path / f"{standby}.jsonl", settings), lambda reason: None)
+
+    first, standby = driver(0), driver(1)
+    assert not first.leads  # it has not begun
+    for each in (first, standby):
+        each.start()
+    until(lambda: first.leads, "its first state")
+    until(lambda: standby._handler.state is not None, "the same")
+    assert not standby.leads
+
+
+def test_a_token_that_cannot_be_used_is_a_line_in_the_controllers_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes its way without a page."""
+    monkeypatch.setenv("TTP_STATUS_PORT", "0")
+    monkeypatch.setenv("TTP_STATUS_TOKEN_FILE", str(tmp_path / "missing"))
+    controller = start_controller(ControllerSettings("run/0", 1, 2), tmp_path / "log" / "journal_0.jsonl")
+    log = tmp_path / "log" / "journal_0.log"
+    until(lambda: "ttp-status-page: " in log.read_text(), "its line")
+    assert log.read_text().count("\n") == 1 and "expected a file with the job's page token" in log.read_text()
+    request_shutdown(controller.address)
+    assert controller.wait(LONG_S) == 0 and page_access.read(tmp_path / "log") is None
+
+
+def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the controller's addresses; what a scraper checks it by is beside the journals, and its fingerprint too."""
+    monkeypatch.setenv("TTP_STATUS_PORT", "0")
+    settings = ControllerSettings("run/0", 1, 2)
+    controller = start_controller(settings, tmp_path / "log" / "journal_0.jsonl", bind="0.0.0.0", advertise="127.0.0.1")
+    try:
+        until(lambda: page_access.read(tmp_path / "log"), "the page")
+        place = page_access.read(tmp_path / "log")
+        assert place is not None and place.url.startswith("https://127.0.0.1:")
+        pem = (tmp_path / "log" / "status_page.pem").read_text()
+        assert "PRIVATE" not in pem and place.fingerprint == certificate.fingerprint(pem.encode())
+        token = Path(place.token_file).read_text().strip()
+        port = int(place.url.rpartition(":")[2].strip("/"))
+        scraper = ssl.create_default_context(cadata=pem)
+        with (
+            socket.create_connection(("127.0.0.1", port), LONG_S) as plain,
+            scraper.wrap_socket(plain, server_hostname=certificate.SERVER_NAME) as client,
+        ):
+            client.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+            assert client.recv(1 << 16).startswith(b"HTTP/1.0 200 ")
+    finally:
+        request_shutdown(controller.address)
+        assert controller.wait(LONG_S) == 0
+
+
+def test_a_port_that_is_taken_is_waited_for_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the next attempt's page waits for the one before; what no waiting changes is an error."""
+    waits = list[float]()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with caplog.at_level(logging.WARNING, "ttp.launch"):
+            warn_of_taken_port(port)
+            warn_of_taken_port(0)
+            warn_of_taken_port(-1)
+        assert caplog.text.count("--status-port") == 1 and f"--status-port {port} cannot be had" in caplog.text
+
+        def free(seconds: float) -> None:
+            waits.append(seconds)
+            taken.close()
+
+        monkeypatch.setattr(time, "sleep", free)
+        (tmp_path / "token").write_text("x" * 32)
+        (tmp_path / "token").chmod(0o600)
+        access = Access(page_access.read_token(tmp_path / "token"), "s", time.time)
+        with page_main.listen("127.0.0.1", port, lambda: {}, access, None) as server:
+            assert server.port == port and len(waits) == 1
+        with pytest.raises(OSError, match="assign requested address"):
+            page_main.listen("192.0.2.1", 0, lambda: {}, access, None)
+    caplog.clear()
+    warn_of_taken_port(port)
+    assert caplog.text == ""
+
+
+def test_a_page_without_a_launcher_asks_over_plain_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun's jobs have them: there is no agent to ask for a certificate."""
+    monkeypatch.setenv("TTP_STATUS_PORT", "0")
+    controller = start_controller(ControllerSettings("run/0", 1, 2), tmp_path / "log" / "journal_0.jsonl")
+    try:
+        until(lambda: page_access.read(tmp_path / "log"), "the page")
+        place = page_access.read(tmp_path / "log")
+        assert place is not None
+        login = {"Authorization": f"Bearer {Path(place.token_file).read_text().strip()}"}
+        until(lambda: "ttp_controller_answers 1.0" in get(place, "/metrics", **login).body, "its first look")
+    finally:
+        request_shutdown(controller.address)
+        assert controller.wait(LONG_S) == 0

@@ -1,0 +1,94 @@
+"""TensorBoard's files of a run: each step once, over restarts too, and a missing package is one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lone_process import lone_process
+from ttp.trainer.__main__ import main
+from ttp.trainer.metrics import account, read_lines
+
+NAMES = {
+    "train/loss", "train/grad_norm", "train/learning_rate", "train/loss_scale", "speed/tokens_per_second", "speed/step_seconds",
+}  # fmt: skip
+Run = Callable[[dict[str, Any]], int]
+
+
+@pytest.fixture
+def run(tmp_path: Path, small_keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    def train(changes: dict[str, Any]) -> int:
+        keys = {**small_keys, "training_config.output_dir": tmp_path / "output", **changes}
+        return main(["--config", "gpt_tiny", *(f"--{key}={value}" for key, value in keys.items())])
+
+    with lone_process(monkeypatch):
+        yield train
+
+
+def points(folder: Path) -> dict[str, dict[int, float]]:
+    """Return what TensorBoard shows: of steps that are there twice the newer ones."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        for event in EventFileLoader(str(path)).Load():
+            if event.HasField("session_log"):  # what purge_step writes
+                for steps in found.values():
+                    for step in [step for step in steps if step >= event.step]:
+                        del steps[step]
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = float(make_ndarray(value.tensor))
+    return found
+
+
+def single(value: float) -> float:
+    """Round as the files do."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_step_is_there_once_over_a_restart(run: Run, tmp_path: Path) -> None:
+    """The second run begins again after step 2, though the first one had come to step 5: what it does not do again is gone."""
+    board = tmp_path / "board"
+    given = {"training_config.tensorboard": board, "training_config.save_interval": 2}
+    assert run({**given, "training_config.training_iters": 5}) == 0
+    (tmp_path / "output/checkpoints/latest_checkpointed_iteration.txt").unlink()
+    for step in (4, 5):
+        (tmp_path / f"output/checkpoints/iter_{step:07}").rename(tmp_path / f"gone_{step}")
+    assert run({**given, "training_config.training_iters": 4}) == 0
+    lines = account(read_lines(tmp_path / "output/metrics.jsonl"))
+    found = points(board)
+    assert found.keys() == NAMES and len(list(board.iterdir())) == 2
+    for steps in found.values():
+        assert list(steps) == [1, 2, 3, 4]
+    assert found["train/loss"] == {step: single(float.fromhex(line["loss"])) for step, line in lines.items()}
+
+
+def test_without_the_key_nothing_is_loaded_or_written(run: Run, tmp_path: Path) -> None:
+    assert run({"training_config.training_iters": 1}) == 0
+    assert not list((tmp_path / "output").rglob("events.out*"))
+
+
+def test_a_missing_package_is_one_line_before_anything_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name))
+    assert run({"training_config.tensorboard": tmp_path / "board"}) == 2
+    printed = capsys.readouterr().err
+    assert "the package tensorboard is not installed; run pip install" in printed and "Traceback" not in printed
+    assert not (tmp_path / "output").exists() and not (tmp_path / "board").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run({"training_config.tensorboard": tmp_path / "file"}) == 2
+    assert "name a folder that this user can write" in capsys.readouterr().err
