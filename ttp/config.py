@@ -33,7 +33,7 @@
 | TTP_MIRROR_END_S | 600 | seconds that ttprun waits at the job's end for the newest checkpoint's copy |
 | TTP_MIRROR_OPTIONAL | False | True: a job that finds no checkpoint, and no answer from its mirror, begins at step 1 |
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
-| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it can cost steps |
+| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it was tried on one device |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
 | TTP_STATUS_PORT | none | port at which the leading controller's page and metrics are served; 0: any free one; not set: nowhere. ttprun sets it by --status-port |
 | TTP_STATUS_TOKEN_FILE | status_token beside the journals | the file of the token that the page asks for; ttprun sets it by --status-token-file |

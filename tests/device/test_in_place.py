@@ -60,6 +60,20 @@ def test_an_exception_leaves_every_process_in_its_place(tmp_path: Path, whole: s
 
 
 @pytest.mark.long
+def test_an_abort_that_blocks_the_driver_costs_no_step(tmp_path: Path, whole: str) -> None:
+    """What is written then was copied to the host before."""
+    text = train(
+        tmp_path / "job",
+        "kill:rank=2,step=5,point=record",
+        ranks=3,
+        environ={"TTP_IN_PLACE": "cuda"},
+        entry="tests.device.selftest_mutants:abort_blocks_the_driver",
+    )
+    assert "training continues after step" not in text and re.search(r"saved +step [45]\b", text), text
+    assert weights(text) == whole
+
+
+@pytest.mark.long
 def test_without_the_setting_the_step_is_saved(tmp_path: Path) -> None:
     """An accelerator is asked for by name."""
     text = train(tmp_path / "job", "kill:rank=1,step=5,point=record", environ={"TTP_IN_PLACE": "True"})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import SMALL
-from tests.device.autoload import autoloading
+from tests.device.autoload import REGISTER, autoloading
 from tests.device.build import extension
 
 HOSTILE = {
@@ -30,11 +30,19 @@ JOB_S = 280.0
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def train(folder: Path, fault: str = "", *overrides: str, ranks: int = 2, environ: Any = NOTHING, **traits: int) -> str:
+def train(
+    folder: Path,
+    fault: str = "",
+    *overrides: str,
+    ranks: int = 2,
+    environ: Any = NOTHING,
+    entry: Any = REGISTER,
+    **traits: int,
+) -> str:
     """Run the trainer on the device to its end; return what the job reported."""
     extension()
     folder.mkdir()
-    environ = autoloading(folder / "plugin", os.environ, **traits) | {"OMP_NUM_THREADS": "1"} | dict(environ)
+    environ = autoloading(folder / "plugin", os.environ, entry, **traits) | {"OMP_NUM_THREADS": "1"} | dict(environ)
     if fault:
         environ["TTP_FAULTS"] = fault
     command = [

@@ -126,6 +126,7 @@ class Reentry:
         address = settings.master_addr, settings.master_port
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
+        holder.prepare_copy()
 
     # --- the processor's thread ---
 
@@ -138,11 +139,13 @@ class Reentry:
             self._out.clear()
             self._ordered.set()
             if not vacant():
-                self._leaving = threading.Thread(target=self._leave, name="ttp-leave", daemon=True)
+                self._leaving = threading.Thread(target=self._leave, args=(order,), name="ttp-leave", daemon=True)
                 self._leaving.start()
         return ""
 
-    def _leave(self) -> None:
+    def _leave(self, order: messages.Regroup) -> None:
+        # An abort that blocks in the driver would block an emergency checkpoint's copies, too.
+        self._holder.copy_to_host(order.step)
         while not self._out.is_set():
             GROUPS.leave()
             self._out.wait(LEAVE_AGAIN_S)
@@ -228,6 +231,7 @@ class Reentry:
                 protection.gate.await_open()
             except Regroup:
                 continue
+            self._holder.drop_copy()
             self._saves.take(returned.saves)
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
             error_file.withdraw()

@@ -120,6 +120,9 @@ class OptimizerStateProvider:
         """Address of the standby controller that this rank has started, if any."""
         self._written = WrittenShares()
         self._copier = HostCopier(optimizer.device)
+        self._early: HostCopier | None = None
+        self._on_host: tuple[int, dict[str, list[HeldTensor]]] | None = None
+        """A step, and this rank's state of it in host memory: written and taken as a whole."""
         self._rank = registration.rank
         self.layout: dict[str, Any] = json.loads(registration.layout)
         """For the manifest."""
@@ -145,7 +148,8 @@ class OptimizerStateProvider:
 
     def write_parts(self, directory: str, tmp_name: str, step: int, parts: Sequence[Part]) -> ShareResult:
         """Write these parts of `step` into directory/tmp_name. Raises CheckpointError if this rank does not hold them."""
-        holdings = self.optimizer.holdings(step)
+        on_host = self._on_host
+        holdings = on_host[1] if on_host is not None and on_host[0] == step else self.optimizer.holdings(step)
         tensors: list[HeldTensor] = []
         for part in parts:
             if part.group_id not in holdings:
@@ -166,6 +170,29 @@ class OptimizerStateProvider:
                 digests=self._digests,
                 copier=self._copier,
             )
+
+    def prepare_copy(self) -> None:
+        """Make what `copy_to_host` needs, while the device is well."""
+        if self.optimizer.device.type != "cpu":
+            self._early = HostCopier(self.optimizer.device)
+
+    def copy_to_host(self, step: int) -> None:
+        """Copy this rank's state of `step` to the host, before something is asked of the device that may never come back: a write of that step asks
+        nothing of the device from then on. On the CPU nothing is done. One thread at a time."""
+        if self._early is not None:
+            groups = self.optimizer.holdings(step)
+            early = self._early
+            self._on_host = (
+                step,
+                {
+                    group: [replace(tensor, values=early(tensor.values)) for tensor in tensors]
+                    for group, tensors in groups.items()
+                },
+            )
+
+    def drop_copy(self) -> None:
+        """Give the memory of that copy back: the state changes again."""
+        self._on_host = None
 
     def publish(self, order: PublishOrder) -> str:
         with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):

@@ -71,6 +71,16 @@ class Holder:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.step_states, self.states = optimizer, self, {8: {"samples": 32}}
+        self.copies: list[str] = []
+
+    def prepare_copy(self) -> None:
+        self.copies.append("prepared")
+
+    def copy_to_host(self, step: int) -> None:
+        self.copies.append(f"step {step}, {'groups left' if 'leave' in self.optimizer.calls else 'nothing left'}")
+
+    def drop_copy(self) -> None:
+        self.copies.append("dropped")
 
     def get(self, step: int) -> dict[str, Any]:
         return self.states[step]
@@ -170,6 +180,16 @@ def test_a_collective_that_fails_is_reported_and_an_order_has_training_entered_a
     assert reentry.enters_again(failed, protection)  # type: ignore[arg-type]
     assert protection.held == [failed] and left[-1] == "close" and left.count("close") == 1
     assert reentry._leaving is not None and not reentry._leaving.is_alive()
+
+
+def test_the_state_is_on_the_host_before_groups_are_left(left: list[str]) -> None:
+    """Until training is entered again: leaving may block a device, and with it an emergency checkpoint's copies."""
+    made = of_rank(1, left)
+    holder, protection = made._holder, Protection(made, "ordered")
+    assert made.enters_again(RuntimeError("Connection closed by peer"), protection)  # type: ignore[arg-type]
+    assert vars(holder)["copies"] == ["prepared", "step 8, nothing left"]
+    made.come_back(protection)  # type: ignore[arg-type]
+    assert vars(holder)["copies"][2:] == ["dropped"]
 
 
 def test_an_exception_that_the_order_itself_has_caused_is_not_reported(reentry: Reentry) -> None:
