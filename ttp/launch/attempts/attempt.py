@@ -45,8 +45,8 @@ UNLED_S = 10.0
 within two leases when it was only silent."""
 
 UNPROTECTED_S = 3.0
-"""How long the agent waits for workers that never had a controller: nothing can be saved, but peers with the same failure exit soon. Where one
-has rejected its command line they have UNLED_S: a restart is known to be useless only when all reject it."""
+"""How long the agent waits for workers that never had a controller: nothing can be saved, but peers with the same failure exit soon. Where one has
+rejected its command line they have UNLED_S: a restart is known to be useless only when all reject it. Without a worker it waits so long for a controller."""
 
 SHUTDOWN_S = 30.0
 """torchrun's time between SIGTERM and SIGKILL, for workers without a controller: their script may save at a signal."""
