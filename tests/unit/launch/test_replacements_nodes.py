@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.launch.attempts import RunningAttempt
 from tests.waiting import until
+from ttp.exchange.first_step import progress_key
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.links import peer_agents
@@ -121,23 +122,49 @@ def test_a_node_without_a_worker_waits_for_the_order_of_a_controller_that_leads_
         assert running.attempt.living() == [0, 1] and running.attempt.fault is None and running.line.refusals == []
 
 
-@pytest.mark.parametrize("how", ["ordered to exit", "no controller"])
+def finish_a_step(running: RunningAttempt) -> None:
+    running.store.set(progress_key(0), "1 ")
+    until(lambda: running.attempt._controller.first_step == 1, "the first step to be known")
+
+
+@pytest.mark.parametrize("how", ["ordered to exit", "no controller", "no controller before the first step"])
 def test_a_node_without_a_worker_waits_no_longer_than_another_process_may_come(
     on_two_nodes: tuple[RunningAttempt, PeerAgents], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Without a controller less long than where ranks run, which could save. The other nodes learn when the fault began: it ends the attempt."""
+    """Without a controller less long than where ranks run, which could save, and not at all where nothing is trained so far. The other nodes learn
+    when the fault began: it ends the attempt."""
     running, other = on_two_nodes
     monkeypatch.setattr(attempt_module, "UNLED_S", 600.0)
-    monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 0.3)
-    kill(running, 0)
+    monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 0.3 if how == "no controller" else 600.0)
     if how == "no controller":
-        running.line.attached = False
-    else:
+        finish_a_step(running)
+    kill(running, 0)
+    if how == "ordered to exit":
         running.line.sent_away_monotonic_s = 1.0
+    else:
+        running.line.attached = False
     running.held.join(30.0)
     assert not running.held.is_alive() and running.attempt.fault is not None
     running.attempt.end_workers(signal.SIGKILL, 0.0)
     until(lambda: other.fault_begun_monotonic_s is not None, "the begin of the fault")
+
+
+def test_a_node_without_a_worker_waits_for_a_standby_to_take_over(
+    on_two_nodes: tuple[RunningAttempt, PeerAgents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was its only one, and has died with its controller."""
+    running, _ = on_two_nodes
+    monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 600.0)
+    finish_a_step(running)
+    running.line.attached = False
+    kill(running, 0)
+    looks = running.line.looks
+    until(lambda: running.line.looks > looks + 2, "the hold to look for a controller")
+    running.line.attached = True
+    for rank in (0, 1):
+        running.agent.take(Replace(rank, 0, 1))
+    running.held.join(30.0)
+    assert running.attempt.living() == [0, 1] and running.attempt.fault is None
 
 
 @pytest.mark.parametrize(

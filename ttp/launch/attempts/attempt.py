@@ -336,8 +336,7 @@ class Attempt:
                 led_s = time.monotonic()
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
                 return f"the ranks had no controller for {unled_s:.0f} s"
-        left_s = self._faults.left_s(fault)
-        grace_s = min(LEAVE_GRACE_S, left_s)
+        grace_s = min(LEAVE_GRACE_S, left_s := self._faults.left_s(fault))
         if self._leftovers.wait_or_kill(grace_s, left_s) if persisted(self.deaths()) else self._watch.wait_all(grace_s):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
@@ -351,10 +350,11 @@ class Attempt:
         return left_s if self.had_controller else min(left_s, self._unled_s())
 
     def _unled_s(self) -> float:
-        """Return how long to wait for workers without a controller, or for a controller where none runs."""
+        """Return how long to wait for workers without a controller, or for a controller where none runs: not before the first step."""
+        if not self.living():
+            return UNPROTECTED_S if self._controller.first_step is not None else 0.0
         refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
-        known = self.had_controller or refused or self._controller.unanswered
-        return UNLED_S if known and self.living() else min(UNLED_S, UNPROTECTED_S)
+        return UNLED_S if self.had_controller or refused or self._controller.unanswered else min(UNLED_S, UNPROTECTED_S)
 
     def grace_s(self) -> float:
         """Return the time between SIGTERM and SIGKILL for workers that still run after a hold."""
