@@ -249,8 +249,8 @@ class Attempt:
         return refusal(statuses, self.raised, first_start=self._start.number == 0)
 
     def hold(self, why: str = "") -> bool:
-        """Wait for the survivors: return when every worker here has ended, or when waiting longer saves nothing. Return whether the attempt
-        continues: every process that had failed was replaced. It stops waiting in three other cases:
+        """Wait for the survivors: return when every worker here has ended and none can be replaced, or when waiting saves nothing. Return whether the
+        attempt continues: every process that had failed was replaced. It stops waiting in three other cases:
 
         - the fault's deadline has passed, which the first call sets;
         - a worker has exited with its state saved, no connected controller is undecided, and the others have not followed within
