@@ -236,6 +236,24 @@ def test_a_slow_cable_and_a_lost_node_are_survived(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.long
+@pytest.mark.nodes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
+def test_ranks_of_two_nodes_are_replaced_and_a_lost_node_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Judged from outside: only the lost ranks have other processes, the next step is the next one, nothing is published but for the node."""
+    output, scenario = tmp_path / "out", tmp_path / "scenario.yaml"
+    faults = "{fault: kill, rank: 1}, {fault: raise, rank: 0, point: updating}, {fault: lose_node, rank: 1}, {fault: kill, rank: 0, point: done}"
+    scenario.write_text(f"{{seed: 5, nodes: 2, growth_mib: 64, faults: [{faults}]}}")
+    words = ["run", str(scenario), "--in-place", "--output", str(output)]
+    assert main([*words, "--", *on_nodes("2", 400)]) == 0, capsys.readouterr().out[-6000:]
+    content = json.loads((output / "result.json").read_text())
+    outcomes = [(one["outcome"], one["lost"]) for one in content["incidents"]]
+    assert outcomes == [("in_place", 0), ("in_place", 0), ("saved", 0), ("in_place", 0)]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was(tmp_path: Path) -> None:
     """Two cells, then two more: none twice."""

@@ -35,7 +35,7 @@ class Training:
         arguments = ["--config", "gpt_tiny", *SMALL, "--training_config.device=cpu"]
         arguments += [f"--training_config.output_dir={self.output}", "--training_config.training_iters=1000000"]
         asked = ["--gpus-per-node=1", "--cpus-per-task=1", "--time=30", f"--output={self.log}", *options]
-        self.job = slurm.submit(*asked, str(SCRIPT), *arguments, GPUS_PER_NODE="1")
+        self.job = slurm.submit(*asked, str(SCRIPT), *arguments, GPUS_PER_NODE="1", TTP_IN_PLACE="False")
 
     @property
     def text(self) -> str:

@@ -139,10 +139,6 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
     scenario = load_scenario(args.scenario)
     if args.seed is not None:
         scenario = dataclasses.replace(scenario, seed=args.seed)
-    if args.in_place and scenario.nodes:
-        raise ConfigError(
-            f"--in-place: got a scenario with nodes: {scenario.nodes}, expected one node; leave one of them out"
-        )
     scenario = dataclasses.replace(scenario, in_place=args.in_place)
     soak = _soak(args)
     output: Path = args.output.resolve()
@@ -220,7 +216,7 @@ def _check(console: Console, path: Path) -> int:
 def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard) -> int:
     if args.nodes and args.in_place:
         raise ConfigError(
-            "--in-place: got it with --nodes, expected one of them: ranks are replaced in jobs on one node"
+            "--in-place: got it with --nodes, expected one of them: the cells of --nodes are about nodes that are lost or cut off"
         )
     which = "nodes" if args.nodes else "in-place" if args.in_place else "matrix"
     output = (args.output or Path(f"output/chaos-{which}")).resolve()

@@ -46,7 +46,7 @@ class Agreements:
                     f"this process takes a lost one's place, and {name} is not in the job's store: {error}"
                 ) from error
         value = make()
-        needed = settings.launched and settings.one_node and settings.in_place != "off"
+        needed = settings.launched and settings.in_place != "off"
         if needed and settings.master_port and dist.is_initialized() and dist.get_rank(group) == 0:
             self._open(settings).set(key, json.dumps(value))
         return value

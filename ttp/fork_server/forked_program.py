@@ -24,6 +24,13 @@ ENDED = "ended with exit status "
 CANNOT_OPEN = 2
 """Exit status of an interpreter whose script cannot be read."""
 
+_forked = False
+
+
+def is_forked() -> bool:
+    """Return whether this process, or one that it was forked from, is a fork server's."""
+    return _forked
+
 
 @dataclass(frozen=True, slots=True)
 class ForkedProgram:
@@ -43,6 +50,8 @@ class ForkedProgram:
         own: its stdin, stdout and stderr. others: descriptors that are not its own. held: a pipe with a byte for this process once its
         server has answered. agent: the one that has adopted it by then.
         """
+        global _forked
+        _forked = True
         os.setsid()
         for descriptor in others:
             os.close(descriptor)

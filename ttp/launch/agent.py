@@ -268,7 +268,7 @@ class HoldAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)  # as below: another node causes this restart
         elif self._drained_for_node(attempt) or self._lost_a_node(attempt):
             return RunResult(state=WorkerState.HEALTHY)  # torch sees the waiting node and restarts without counting
-        elif attempt.living() and (not self._always_ask_torch or attempt.settling()):
+        elif (attempt.living() and not self._always_ask_torch) or attempt.settling():
             return RunResult(state=WorkerState.HEALTHY)  # torch would reap the exiting worker and end its peers
         if attempt.failed() or not attempt.living():
             attempt.end_workers(signal.SIGTERM, attempt.grace_s())

@@ -25,6 +25,7 @@ from ttp.config import Settings
 from ttp.errors import STAY_WRONG, CheckpointError, Regroup
 from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
+from ttp.fork_server.forked_program import is_forked
 from ttp.groups.process_groups import GROUPS, Successor, recipes
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
@@ -83,7 +84,10 @@ def why_not_in_place(
         (settings.in_place == "off", "TTP_IN_PLACE=False"),
         (not (asked or settings.in_place), "the program has not asked for more (in_place=True)"),
         (not settings.launched, "the job was not started by ttprun"),
-        (not settings.one_node, "the job is on several nodes"),
+        (
+            not is_forked(),
+            "this process was executed, not forked, so that no other one is started in its place (docs/warm_starts.md)",
+        ),
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
         (copies, "copies='memory'"),
         (GROUPS.meeting is not None, "this process had a session before"),

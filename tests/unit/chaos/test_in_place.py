@@ -6,7 +6,6 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -185,7 +184,7 @@ def test_what_is_to_end_in_place_is_one_rank_that_ends_or_raises_in_training() -
     for fault, expected in cases:
         assert scenario.in_place_due(fault) == expected, fault
         assert not replace(scenario, in_place=False).in_place_due(fault)
-        assert not replace(scenario, nodes=2).in_place_due(fault)
+        assert replace(scenario, nodes=2).in_place_due(fault) == expected
     assert scenario.outcomes(kill) == ("saved", "in_place") and replace(scenario, in_place=False).outcomes(kill) == (
         "saved",
     )
@@ -219,11 +218,7 @@ def test_the_memory_of_a_process_that_was_replaced_is_kept() -> None:
     assert recorder.record.memory[KEY, 1].pid == 81
 
 
-@pytest.mark.parametrize(
-    "words", [["matrix", "--in-place", "--nodes"], ["run", "SCENARIO", "--in-place", "--", "true"]]
-)
-def test_several_nodes_are_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scenario: Any = tmp_path / "s.yaml"
-    scenario.write_text("{nodes: 2, faults: [{fault: lose_node}]}")
-    assert main([str(scenario) if word == "SCENARIO" else word for word in words]) == 2
+def test_the_cells_of_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """They lose nodes, which is never in place."""
+    assert main(["matrix", "--in-place", "--nodes"]) == 2
     assert "--in-place: got" in capsys.readouterr().out

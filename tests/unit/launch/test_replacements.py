@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,20 +15,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from tests.unit.launch.agent_jobs import RunningJob, running_job
-from tests.unit.launch.attempts import RunningAttempt
 from tests.waiting import until
 from ttp.exchange.discovery import log_dir_key
 from ttp.fork_server.client import Program
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.launch.agent import HoldAgent
 from ttp.launch.attempts.copies import Copies
-from ttp.launch.links import peer_agents
-from ttp.launch.links.peer_agents import PeerAgents
-from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import LOOKS, Reporter
 from ttp.launch.watch.processes import LOST, exit_status, read_stat
 from ttp.launch.watch.shell_ranks import _Rank
-from ttp.proto.messages import Replace, Thaw
+from ttp.proto.messages import Thaw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_io.FileIO.*log", "ignore:unclosed file.*log:ResourceWarning")
 
@@ -100,18 +95,6 @@ def test_an_order_does_not_wait_for_the_agents_main_thread(tmp_path: Path, monke
         assert job.attempt.pids[1] == pid and job.attempt.fault is None
 
 
-def test_an_attempt_whose_last_worker_has_ended_on_this_node_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent's main thread has torch end it in the same moment."""
-    with asleep(monkeypatch, tmp_path) as job:
-        job.kill(0)
-        job.kill(1)
-        job.order(1)
-        until(lambda: job.line.refusals, "an answer")
-        assert job.line.refusals == [(1, 1, "no other worker on this node runs: the attempt ends here")]
-
-
 class Certificates:
     """Records when certificates wait for a worker, and which workers they are for."""
 
@@ -175,6 +158,42 @@ def test_a_process_that_has_lost_its_state_is_killed_first_without_a_failure(
     job.succeed()
     assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
     assert "holding" not in caplog.text
+
+
+def test_an_attempt_goes_on_while_its_only_running_worker_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the end of the first process and the fork of the other one no worker runs, and none has failed."""
+    begun, go_on = threading.Event(), threading.Event()
+    with running_job(tmp_path, monkeypatch, max_restarts=0) as job:
+        fork, first = job.servers.workers.fork_one, job.pids[1]
+
+        def slow(program: Program) -> ForkedChild:
+            begun.set()
+            assert go_on.wait(30.0)
+            return fork(program)
+
+        monkeypatch.setattr(job.servers.workers, "fork_one", slow)
+        job.exit(job.pids[0], 0)
+        until(lambda: job.attempt.living() == [1], "rank 0's end")
+        job.order(1, pid=first)
+        assert begun.wait(30.0)
+        looks = iter(range(3))
+        monitor = HoldAgent._monitor_workers
+        seen = threading.Event()
+
+        def count(self: HoldAgent, group: object) -> RunResult:
+            if next(looks, None) is None:
+                seen.set()
+            return monitor(self, group)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(HoldAgent, "_monitor_workers", count)
+        until(lambda: seen.is_set() or job.attempt._replacements._stopped, "the agent to look")
+        assert job.attempt.living() == [] and job.attempt.settling() and not job.attempt._replacements._stopped
+        go_on.set()
+        job.exit(job.process(1, first), 0)
+        job.thread.join(30.0)
+        assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
 
 
 def test_an_order_that_is_repeated_is_carried_out_once(job: RunningJob) -> None:
@@ -382,82 +401,3 @@ def test_the_reporter_learns_that_the_gates_have_opened(tmp_path: Path, monkeypa
         client.set(log_dir_key(store.round_number), str(tmp_path))
         until(lambda: len(followed) > 1, "a second look into the journals")
         job.succeed()
-
-
-class Sleepers:
-    """Starts a program that sleeps in a rank's place."""
-
-    def __init__(self) -> None:
-        self.workers: list[subprocess.Popen[bytes]] = []
-
-    def fork_again(self, rank: int, variables: Mapping[str, str]) -> tuple[ForkedChild, ForkedChild]:
-        first = self.workers[-1]
-        self.workers.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
-        return ForkedChild(self.workers[-1].pid, ["sleep"]), ForkedChild(first.pid, [])
-
-
-@pytest.fixture
-def on_two_nodes(short_times: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunningAttempt, PeerAgents]]:
-    """An attempt whose rank 1 has just been killed, in its hold, and the other node's agent."""
-    monkeypatch.setattr(peer_agents, "LOOK_S", 0.02)
-    sleepers = Sleepers()
-    running = RunningAttempt(60.0, controller=True, nodes=2, forker=sleepers)
-    sleepers.workers.append(running.workers[1])
-    other = PeerAgents(JobStore("127.0.0.1", running.store.port, 0), 1, 2)
-    other.start()
-    running.fail_one()
-    until(lambda: running.attempt.fault is not None, "the hold")
-    yield running, other
-    other.close()
-    for worker in sleepers.workers:
-        worker.kill()
-    running.close()
-    for worker in sleepers.workers[1:]:
-        with worker:
-            worker.wait()
-
-
-def test_other_nodes_do_not_learn_of_a_fault_that_was_recovered_from(
-    on_two_nodes: tuple[RunningAttempt, PeerAgents],
-) -> None:
-    """Its deadline would be that of their next one, hours later."""
-    running, other = on_two_nodes
-    running.agent.take(Replace(1, 0, 1))
-    running.held.join(30.0)
-    assert running.attempt.living() == [0, 1] and running.attempt.fault is None and running.line.refusals == []
-    assert running.attempt.peers is not None
-    running.attempt.peers.publish_restart("what is published next")
-    until(lambda: other.restarts, "what is published next")
-    assert other.fault_begun_monotonic_s is None
-
-
-@pytest.mark.parametrize("how", ["ordered to exit", "no controller"])
-def test_other_nodes_learn_when_a_fault_began_once_it_ends_the_attempt(
-    on_two_nodes: tuple[RunningAttempt, PeerAgents], how: str
-) -> None:
-    """No process is replaced from then on, also if a later controller orders it."""
-    running, other = on_two_nodes
-    if how == "no controller":
-        running.line.attached = False
-    else:
-        running.line.sent_away_monotonic_s = 1.0
-    until(lambda: other.fault_begun_monotonic_s is not None, "the begin of the fault")
-    begun_s = running.attempt.deaths()[1].seen_monotonic_s
-    assert other.fault_begun_monotonic_s == pytest.approx(begun_s, abs=5.0)
-    running.line.attached, running.line.sent_away_monotonic_s = True, None
-    running.agent.take(Replace(1, 0, 1))
-    until(lambda: running.line.refusals, "an answer")
-    assert running.line.refusals == [(1, 1, "the other nodes know that this fault ends the attempt")]
-
-
-def test_other_nodes_learn_when_a_fault_began_at_the_latest_at_the_end_of_the_attempt(
-    on_two_nodes: tuple[RunningAttempt, PeerAgents],
-) -> None:
-    """Here where all workers of this node have ended, while a controller leads the others and has ordered nothing."""
-    running, other = on_two_nodes
-    running.workers[0].kill()
-    running.held.join(30.0)
-    assert running.attempt.living() == []
-    running.attempt.end_workers(signal.SIGKILL, 0.0)
-    until(lambda: other.fault_begun_monotonic_s is not None, "the begin of the fault")
-    assert running.attempt.has_controller

@@ -283,6 +283,12 @@ def test_groups_that_stay_in_use_are_answered(reentry: Reentry, monkeypatch: pyt
     assert protection.calls == ["WorkFailed", "hold"] and "in use" in protection.answers[0].error
 
 
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process counts as one that ttprun has forked."""
+    monkeypatch.setattr(module, "is_forked", lambda: True)
+
+
 def in_place(**settings: Any) -> Settings:
     return Settings(**{"launched": True, "one_node": True, **settings})
 
@@ -295,13 +301,20 @@ def in_place(**settings: Any) -> Settings:
         ({}, False, "the program has not asked"),
         ({"in_place": "off"}, True, "TTP_IN_PLACE=False"),
         ({"launched": False}, True, "not started by ttprun"),
-        ({"one_node": False}, True, "several nodes"),
+        ({"one_node": False, "nodes": 2}, True, ""),
         ({"shared_dirs": False}, True, "TTP_SHARED_DIRS=False"),
     ],
 )
 def test_where_it_is_off_the_reason_is_named(settings: dict[str, Any], asked: bool, why: str) -> None:
     said = why_not_in_place(in_place(**settings), Optimizer([]), asked, copies=False, own_form=False)  # type: ignore[arg-type]
     assert (why in said) if why else said == ""
+
+
+def test_a_process_that_was_executed_says_at_its_start_that_it_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent could start no other one: the first fault would be refused."""
+    monkeypatch.undo()
+    said = why_not_in_place(in_place(), Optimizer([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
+    assert "was executed, not forked" in said
 
 
 def test_an_accelerator_has_to_be_asked_for_by_name() -> None:

@@ -61,7 +61,7 @@ def test_the_copy_is_written_of_its_step_until_it_is_dropped(
 def test_where_nothing_was_prepared_nothing_is_copied(
     provider: OptimizerStateProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU: state lies on the host."""
+    """On the CPU: state is there already."""
     provider.optimizer.device = torch.device("cpu")
     provider.prepare_copy()
     provider.copy_to_host(4)

@@ -202,7 +202,7 @@ class Scenario:
     def in_place_due(self, fault: FaultSpec) -> bool:
         """Say whether a fault is to end in place, if replicas cover what one rank held: one rank ends, or raises, in training, and nothing follows."""
         alone = max(len(fault.ranks), fault.count) == 1 and not fault.then
-        return self.in_place and not self.nodes and alone and fault.kind in _SEEN_AT_ONCE
+        return self.in_place and alone and fault.kind in _SEEN_AT_ONCE
 
     @property
     def variables(self) -> Mapping[str, str]:

@@ -45,8 +45,8 @@ UNLED_S = 10.0
 within two leases when it was only silent."""
 
 UNPROTECTED_S = 3.0
-"""How long the agent waits for workers that never had a controller: nothing can be saved, but peers with the same failure exit soon. Where one
-has rejected its command line they have UNLED_S: a restart is known to be useless only when all reject it."""
+"""How long the agent waits for workers that never had a controller: nothing can be saved, but peers with the same failure exit soon. Where one has
+rejected its command line they have UNLED_S: a restart is known to be useless only when all reject it. Without a worker it waits so long for a controller."""
 
 SHUTDOWN_S = 30.0
 """torchrun's time between SIGTERM and SIGKILL, for workers without a controller: their script may save at a signal."""
@@ -204,9 +204,10 @@ class Attempt:
         return (first.seen_monotonic_s if first is not None else time.monotonic()) - self._begun_monotonic_s
 
     def settling(self) -> bool:
-        """Return whether a worker is exiting, its status not known yet. One that takes longer than SETTLE_S does not count."""
+        """Return whether a worker is exiting, its status not known yet, or being replaced. One that takes longer than SETTLE_S does not count."""
         deaths, late_s = self.deaths(), time.monotonic() - SETTLE_S
-        return any(rank not in deaths or deaths[rank].seen_monotonic_s > late_s for rank in self._watch.begun())
+        ending = self._replacements.ending().union(self._watch.begun())
+        return any(rank not in deaths or deaths[rank].seen_monotonic_s > late_s for rank in ending)
 
     def learn(self, statuses: Mapping[int, int], failed: bool) -> None:
         """Take over torch's exit statuses of workers that it reaped before the death watch saw them. `failed` is False: they succeeded."""
@@ -248,8 +249,8 @@ class Attempt:
         return refusal(statuses, self.raised, first_start=self._start.number == 0)
 
     def hold(self, why: str = "") -> bool:
-        """Wait for the survivors: return when every worker here has ended, or when waiting longer saves nothing. Return whether the attempt
-        continues: every process that had failed was replaced. It stops waiting in three other cases:
+        """Wait for the survivors: return when every worker here has ended and none can be replaced, or when waiting saves nothing. Return whether the
+        attempt continues: every process that had failed was replaced. It stops waiting in three other cases:
 
         - the fault's deadline has passed, which the first call sets;
         - a worker has exited with its state saved, no connected controller is undecided, and the others have not followed within
@@ -272,9 +273,10 @@ class Attempt:
                     "no rank called ttp.start()%s; this attempt is unprotected and no emergency checkpoint will be written",
                     " so far" if self.lasted_s() < SHORT_START_S else "",
                 )
-        if self._watch.wait_all(0.0):
+        if self._watch.wait_all(0.0) and (why or not self._replacements.possible()):
             return False
-        log.warning("%s; holding %s for up to %.0f s", fault.cause, ranks_text(self.living()), self._patience_s(fault))
+        what = f"holding {ranks_text(living)}" if (living := self.living()) else "waiting for the controller's order"
+        log.warning("%s; %s for up to %.0f s", fault.cause, what, self._patience_s(fault))
         reason = self._persist(fault, replaceable=not why)
         held_s = time.monotonic() - fault.begun_monotonic_s
         if reason is None:
@@ -317,7 +319,7 @@ class Attempt:
             return all(rank in deaths and (deaths[rank].settled or rank in shells) for rank in self.pids)
 
         def decided(deaths: Mapping[int, Death]) -> bool:
-            return persisted(deaths) or only_shells(deaths)
+            return persisted(deaths) or (only_shells(deaths) and not (replaceable and self._replacements.possible()))
 
         led_s = time.monotonic()
         while (left_s := self._faults.left_s(fault)) > 0:
@@ -334,12 +336,8 @@ class Attempt:
                 led_s = time.monotonic()
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
                 return f"the ranks had no controller for {unled_s:.0f} s"
-        grace_s = min(LEAVE_GRACE_S, self._faults.left_s(fault))
-        if (
-            self._leftovers.wait_or_kill(grace_s, self._faults.left_s(fault))
-            if persisted(self.deaths())
-            else self._watch.wait_all(grace_s)
-        ):
+        grace_s = min(LEAVE_GRACE_S, left_s := self._faults.left_s(fault))
+        if self._leftovers.wait_or_kill(grace_s, left_s) if persisted(self.deaths()) else self._watch.wait_all(grace_s):
             return ""
         if not persisted(self.deaths()) and only_shells(self.deaths()):
             return f"the ranks exited {LEAVE_GRACE_S:.0f} s ago, but not the shells that started them"
@@ -352,7 +350,9 @@ class Attempt:
         return left_s if self.had_controller else min(left_s, self._unled_s())
 
     def _unled_s(self) -> float:
-        """Return how long to wait for workers without a controller."""
+        """Return how long to wait for workers without a controller, or for a controller where none runs: not before the first step."""
+        if not self.living():
+            return UNPROTECTED_S if self._controller.first_step is not None else 0.0
         refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
         return UNLED_S if self.had_controller or refused or self._controller.unanswered else min(UNLED_S, UNPROTECTED_S)
 

@@ -147,14 +147,20 @@ class Replacements:
         with self._changed:
             return {rank for rank, answered in self._answered.items() if answered.open and answered.pid}
 
+    def possible(self) -> bool:
+        """Return whether processes may still take the places of all workers of this node: a controller may lead ranks of other nodes, and has ordered
+        none to exit."""
+        with self._changed:
+            led = self._controller.entry is not None and self._controller.sent_away_monotonic_s is None
+            return self._nodes > 1 and led and self._forker is not None and not self._stopped
+
     def settle(self) -> None:
-        """Publish the fault to the other nodes as soon as no process can be replaced in it: the ranks were ordered to exit, or no controller
-        leads them. None is from then on."""
-        if self._nodes == 1:
+        """Publish the fault to the other nodes as soon as no process can be replaced in it, and replace none from then on. That no controller is
+        connected does not settle it: a standby may take over."""
+        if self._nodes == 1 or self.possible():
             return
         with self._changed:
-            ordered = self._controller.connected and self._controller.sent_away_monotonic_s is None
-            if self._busy or (ordered and self._forker is not None and not self._stopped):
+            if self._busy:
                 return
             self._stopped = self._stopped or "the other nodes know that this fault ends the attempt"
         self._faults.publish()
@@ -232,8 +238,6 @@ class Replacements:
             )
         if self._controller.sent_away_monotonic_s is not None:
             raise _Refused("the ranks were ordered to exit")
-        if not [living for living in self._watch.living() if living != rank]:
-            raise _Refused("no other worker on this node runs: the attempt ends here")
         begun_s = self._end_first(order)
         try:
             if self._identities is not None:
