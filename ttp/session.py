@@ -224,6 +224,9 @@ class Session:
         self.warns_unsaved = publisher is None
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
         self._saves_itself = publisher is not None
+        self.enters_again_after = ""
+        """What has to come before training can be entered again, beside its begin; empty: nothing. Its owner then calls `reentry.begin()`."""
+        self._took_place = False
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
@@ -231,7 +234,16 @@ class Session:
         self.reentry: Reentry | None = None
         if not why_not:
             renew, refillable = (lambda new: self.regrouping.renew(new)), cast(Refillable, optimizer)
-            self.reentry = Reentry(refillable, self.holder, self._saves, settings, self.rank, renew, self.pause)
+            self.reentry = Reentry(
+                refillable,
+                self.holder,
+                self._saves,
+                settings,
+                self.rank,
+                renew,
+                self.pause,
+                lambda: self.regrouping.step_back(),
+            )
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -300,7 +312,8 @@ class Session:
         assert self.reentry is not None and self._protection is not None
         self.reentry.wait_ordered()
         given = self.reentry.come_back(self._protection)
-        self._first_step = given.step
+        self.reentry.begin(self.enters_again_after)
+        self._first_step, self._took_place = given.step, True
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
     def _skipped(self, path: Path) -> None:
@@ -397,7 +410,9 @@ class Session:
         self.regrouping.begin_train()
         if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
-            self.reentry.begin()
+            self.reentry.begin(self.enters_again_after)
+        elif GROUPS.recovery and self._took_place:
+            self.regrouping.enter_again()
 
     def enters_again(self, exc: BaseException) -> bool:
         """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
@@ -410,8 +425,10 @@ class Session:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
         if self.reentry is not None and self.reentry.ordered and self._protection is not None:
             self.reentry.come_back(self._protection)
+            self.regrouping.enter_again()
         else:
             self.regrouping.make_again()
+            self.regrouping.step_back()
 
     def hold_after(self, exc: BaseException) -> None:
         """Keep this rank as a holder after training raised; returns when the exception may go on, at once where it is decided already

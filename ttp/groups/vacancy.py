@@ -23,6 +23,7 @@ def vacant() -> int:
 def init_process_group(backend: str | None = None, **arguments: Any) -> None:
     """Do what `torch.distributed.init_process_group` does. In a process that takes a lost one's place the groups have no peers until
     `session.resume()`."""
+    GROUPS.replaceable = True
     if not vacant():
         dist.init_process_group(backend, **arguments)
         return

@@ -6,7 +6,8 @@ Owns the ways to give each of them the groups that have taken the place of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,74 @@ def renew_attributes(holder: object, successor: Successor) -> None:
     for name, value in list(vars(holder).items()):
         if isinstance(value, dist.ProcessGroup):
             setattr(holder, name, successor(value))
+
+
+def why_not_replaced(model: Module) -> str:
+    """Return why a process that begins anew could not take part in this model's passes; empty: it could."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and (why := _why_not_ddp(module)):
+            return f"DistributedDataParallel with {why}"
+        if hasattr(module, "_get_fsdp_state"):
+            return "the model's parameters are split over ranks (fully_shard)"
+    if getattr(sys.modules.get("accelerate.state"), "PartialState", None) is not None and _accelerate_is_used():
+        return "accelerate counts batches by itself, outside of train()"
+    return ""
+
+
+def _why_not_ddp(ddp: Any) -> str:
+    cases = (
+        (ddp.static_graph, "static_graph=True"),
+        (ddp.mixed_precision is not None, "mixed_precision"),
+        (bool(ddp._comm_hooks) or bool(ddp._get_ddp_logging_data().get("comm_hook")), "a communication hook"),
+        (bool(ddp._delay_all_reduce_params), "delay_all_reduce_named_params"),
+        (ddp._use_python_reducer, "torch.compile's Python reducer"),
+        (any(ddp._build_params_for_reducer()[1]), "sparse gradients"),
+    )
+    return next((why for applies, why in cases if applies), "")
+
+
+def _accelerate_is_used() -> bool:
+    return bool(sys.modules["accelerate.state"].PartialState._shared_state)
+
+
+def buckets(model: Module) -> list[list[list[int]]]:
+    """Return how each DistributedDataParallel of a model has its parameters in buckets: their numbers, in the buckets' order. It forms them anew after its
+    first step; sums over three ranks or more are rounded as the buckets lie."""
+    return [_buckets_of(module) for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def take_buckets(model: Module, layouts: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Have each DistributedDataParallel, which has made no step yet, use the buckets of a rank that has made some. Raises ValueError: it has other
+    parameters."""
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    for ddp, layout in zip(wrapped, layouts, strict=True):
+        if layout != _buckets_of(ddp):
+            _build_reducer(ddp, layout)
+
+
+def _buckets_of(ddp: Any) -> list[list[int]]:
+    params, _ = ddp._build_params_for_reducer()
+    places = {id(param): place for place, param in enumerate(params)}
+    return [
+        [places[id(param)] for param in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()
+    ]
+
+
+def _build_reducer(ddp: Any, layout: Sequence[Sequence[int]]) -> None:
+    """Build the reducer as torch does, with other buckets than it would begin with (it reverses those that it computes)."""
+    params, sparse = ddp._build_params_for_reducer()
+    if sorted(place for bucket in layout for place in bucket) != list(range(len(params))):
+        raise ValueError(f"buckets {layout}: expected each of {len(params)} parameters in one of them")
+    reversed_buckets = [list(bucket) for bucket in reversed(layout)]
+    names = ddp._build_debug_param_to_name_mapping(params)
+    ddp.reducer._remove_autograd_hooks()
+    assigned = reversed_buckets, [ddp.bucket_bytes_cap] * len(reversed_buckets)
+    torchs_own: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    dist._compute_bucket_assignment_by_size = lambda *arguments: assigned  # type: ignore[attr-defined]
+    try:
+        ddp._ddp_init_helper(params, sparse, names, static_graph=False)
+    finally:
+        dist._compute_bucket_assignment_by_size = torchs_own  # type: ignore[attr-defined]
 
 
 def _mesh_infos(module: Module) -> Iterator[Any]:

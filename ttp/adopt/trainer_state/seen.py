@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttp.adopt.trainer_state.fingerprint import Fingerprint
-from ttp.errors import DataMismatch
+from ttp.errors import DataMismatch, NotAsBefore
 from ttp.inputs import checked
 from ttp.runtime.rank_runtime import show
 
@@ -50,6 +50,8 @@ class SeenBatches:
         self._expected_passes: dict[int, tuple[str, list[float]]] = {}
         self._newest_expected = ""
         self._begun = False
+        self.recovered = False
+        """This process has entered its training again in place of a restart, which may give the batches that this does not."""
 
     def batch(self, epoch: int, index: int, batch: object, *, from_state: bool = False) -> None:
         """A batch was fetched. Raises DataMismatch if the run had another one there. `from_state`: the loader goes on from its own state_dict."""
@@ -133,6 +135,8 @@ class SeenBatches:
             )
 
     def _differs(self, text: str) -> None:
+        if self.recovered:
+            raise NotAsBefore(text)
         if self._on_mismatch == "error":
             raise DataMismatch(f"{text}; or continue with other data by on_data_mismatch='warn'")
         show(logging.WARNING, text)

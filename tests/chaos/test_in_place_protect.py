@@ -1,0 +1,163 @@
+"""Trainers that ttp.protect protects: a rank dies and the others keep running, with the losses, learning rates and weights of a job without a fault. What cannot
+be done in place is named, and costs a checkpoint and a restart."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.launching import Launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
+
+STEPS = 24
+LOOP = """
+import torch
+import torch.distributed as dist
+import ttp
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+options = set(sys.argv[2].split(","))
+torch.set_num_threads(1)
+ttp.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(
+    torch.nn.Linear(8, 300), torch.nn.BatchNorm1d(300), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(300, 300), torch.nn.Linear(300, 3)
+)
+view = {"gradient_as_bucket_view": True} if "view" in options else {}
+model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.2, **view)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
+samples = TensorDataset(x, (x.norm(dim=1) > 2.7).long())
+sampler = DistributedSampler(samples, shuffle=True, seed=3)
+loader = DataLoader(samples, batch_size=8, sampler=sampler, drop_last=True)
+MICRO = 2 if "accumulate" in options else 1
+schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in options)
+averages = {"ema": torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))}
+guard = ttp.protect(
+    model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {}, in_place=True,
+    save_dirs=[str(out / "checkpoints")], clip=ttp.ClipNorm(1.0) if "clip" in options else None,
+    save_interval=4 if "save" in options else 0, save_wait="quick" not in options,
+)
+for group in optimizer.param_groups:
+    group["weight_decay"] = 0.2
+
+def line(step, loss):
+    with open(out / f"losses-{rank}", "a") as file:
+        file.write(f"{step} {os.getpid()} {loss.item().hex()} {optimizer.param_groups[0]['lr'].hex()} {optimizer.param_groups[0]['weight_decay']}\\n")
+
+def evaluate():
+    with guard.pause(), torch.no_grad():
+        model.eval()
+        torch.randn(3)
+        if os.environ.get("TTP_TAKES_PLACE_TEST") is None and "dies in an evaluation" in options and rank == 1 and not (out / "died").exists():
+            (out / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(3))
+        model.train()
+
+@ttp.ttp_to_persist
+def train():
+    losses = []
+    for epoch in guard.epochs(3):
+        sampler.set_epoch(epoch)
+        for index, (inputs, targets) in guard.enumerate(loader):
+            last = (index + 1) % MICRO == 0
+            if index % MICRO == 0:
+                optimizer.zero_grad()
+            model.require_backward_grad_sync = last
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            scaler.scale(loss).backward()
+            if not last:
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+            schedules[0].step()
+            line(guard.step, loss)
+            if "evaluation" in options and guard.step % 5 == 0:
+                evaluate()
+    guard.save()
+
+train()
+weights = torch.cat([value.double().view(-1) for each in (net, *averages.values()) for value in each.state_dict().values()])
+note("final", f"{weights.norm().item().hex()} {guard.step} {scaler.get_scale()}")
+guard.close()
+dist.destroy_process_group()
+"""
+
+Job = Callable[..., "Ended"]
+
+
+class Ended:
+    """A job that has ended well: what it said, and what its ranks noted."""
+
+    def __init__(self, out: Path, ranks: int, options: str, faults: str, script: str) -> None:
+        out.mkdir()
+        environ = {"TTP_FAULTS": faults}
+        with Launch(out, script, "--nproc-per-node", str(ranks), environ=environ, arguments=(options,)) as job:
+            assert job.wait() == 0, job.text
+            self.text = job.text
+            finals = job.notes("final")
+            self.attempts = {name.rsplit("-", 1)[1] for name in finals}
+            self.finals = [job.read(name) for name in finals]
+            job.assert_nothing_left()
+        self.lines = [
+            [line.split() for line in (out / f"losses-{rank}").read_text().splitlines()] for rank in range(ranks)
+        ]
+        self.checkpoints = sorted(path.name for path in (out / "checkpoints").glob("iter_*"))
+
+    def steps(self, rank: int) -> dict[str, set[tuple[str, ...]]]:
+        """Return what the rank noted of each step, in all its processes."""
+        found: dict[str, set[tuple[str, ...]]] = {}
+        for step, _, *rest in self.lines[rank]:
+            found.setdefault(step, set()).add(tuple(rest))
+        return found
+
+    def pids(self, rank: int) -> int:
+        return len({line[1] for line in self.lines[rank]})
+
+
+@pytest.fixture(scope="session")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return a function that runs a job to its end; those without faults once a session."""
+    done: dict[tuple[int, str, str], Ended] = {}
+
+    def run(ranks: int, options: str = "", faults: str = "", script: str = LOOP) -> Ended:
+        if faults or "dies" in options:
+            return Ended(tmp_path_factory.mktemp("job") / "job", ranks, options, faults, script)
+        key = ranks, options, script
+        if key not in done:
+            done[key] = Ended(tmp_path_factory.mktemp("whole") / "job", ranks, options, "", script)
+        return done[key]
+
+    return run
+
+
+def assert_equal(job: Ended, whole: Ended, ranks: int) -> None:
+    """Every step of every rank has the baseline's numbers, however often it was computed, and the final weights do."""
+    assert set(job.finals) == set(whole.finals) and len(job.finals) == ranks
+    for rank in range(ranks):
+        expected, got = whole.steps(rank), job.steps(rank)
+        missing = set(expected) - set(got)
+        assert len(missing) <= 1 + job.text.count("training continues after step"), "a step that was in flight at a fault has no line"
+        assert {step: expected[step] for step in got} == got
+
+
+def assert_in_place(job: Ended, victims: tuple[int, ...], ranks: int, times: int = 1) -> None:
+    assert len(re.findall("training continues after step", job.text)) == times, job.text[-4000:]
+    assert job.attempts == {"0"} and "restarting" not in job.text
+    for rank in range(ranks):
+        assert job.pids(rank) == 1 + victims.count(rank), f"processes of rank {rank}"
+
+
+def test_a_killed_rank_of_ddp_is_replaced(ended: Job) -> None:
+    """With batch norm, dropout, averages, a schedule that recurs, gradients that are accumulated, and settings that were changed behind ttp.protect."""
+    job = ended(2, "accumulate,save", "kill:rank=0,step=9,point=record")
+    assert_in_place(job, (0,), 2)
+    assert_equal(job, ended(2, "accumulate,save"), 2)
+    assert job.checkpoints == ended(2, "accumulate,save").checkpoints
