@@ -233,17 +233,9 @@ class Session:
         self.regrouping: Regrouping
         self.reentry: Reentry | None = None
         if not why_not:
-            renew, refillable = (lambda new: self.regrouping.renew(new)), cast(Refillable, optimizer)
-            self.reentry = Reentry(
-                refillable,
-                self.holder,
-                self._saves,
-                settings,
-                self.rank,
-                renew,
-                self.pause,
-                lambda: self.regrouping.step_back(),
-            )
+            renew, back = (lambda new: self.regrouping.renew(new)), (lambda: self.regrouping.step_back())
+            refillable = cast(Refillable, optimizer)
+            self.reentry = Reentry(refillable, self.holder, self._saves, settings, self.rank, renew, self.pause, back)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (

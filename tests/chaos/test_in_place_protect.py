@@ -51,13 +51,16 @@ def line(step, loss):
     with open(out / f"losses-{rank}", "a") as file:
         file.write(f"{step} {os.getpid()} {loss.item().hex()} {optimizer.param_groups[0]['lr'].hex()} {optimizer.param_groups[0]['weight_decay']}\\n")
 
+def die_once(where):
+    if where in options and rank == 1 and not (out / "died").exists():
+        (out / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
 def evaluate():
     with guard.pause(), torch.no_grad():
         model.eval()
         torch.randn(3)
-        if os.environ.get("TTP_TAKES_PLACE_TEST") is None and "dies in an evaluation" in options and rank == 1 and not (out / "died").exists():
-            (out / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_once("dies in an evaluation")
         dist.all_reduce(torch.ones(3))
         model.train()
 
@@ -67,11 +70,14 @@ def train():
     for epoch in guard.epochs(3):
         sampler.set_epoch(epoch)
         for index, (inputs, targets) in guard.enumerate(loader):
+            COUNTED
             last = (index + 1) % MICRO == 0
             if index % MICRO == 0:
                 optimizer.zero_grad()
             model.require_backward_grad_sync = last
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            if not last and guard.step == 8:
+                die_once("dies within a step")
             scaler.scale(loss).backward()
             if not last:
                 continue
@@ -89,6 +95,14 @@ note("final", f"{weights.norm().item().hex()} {guard.step} {scaler.get_scale()}"
 guard.close()
 dist.destroy_process_group()
 """
+
+LOOP, COUNTS = (
+    LOOP.replace("COUNTED", ""),
+    LOOP.replace("COUNTED", "index = counted[0]")
+    .replace("@ttp.ttp_to", "counted = [0]\n@ttp.ttp_to")
+    .replace("if not last:", "counted[0] += 1\n            if not last:"),
+)
+"""The second counts its micro-steps outside of train."""
 
 Job = Callable[..., "Ended"]
 
@@ -109,6 +123,7 @@ class Ended:
         self.lines = [
             [line.split() for line in (out / f"losses-{rank}").read_text().splitlines()] for rank in range(ranks)
         ]
+        self.journals = "".join(path.read_text() for path in (out / "checkpoints" / "ttp_log").glob("journal_*.jsonl"))
         self.checkpoints = sorted(path.name for path in (out / "checkpoints").glob("iter_*"))
 
     def steps(self, rank: int) -> dict[str, set[tuple[str, ...]]]:
@@ -144,7 +159,9 @@ def assert_equal(job: Ended, whole: Ended, ranks: int) -> None:
     for rank in range(ranks):
         expected, got = whole.steps(rank), job.steps(rank)
         missing = set(expected) - set(got)
-        assert len(missing) <= 1 + job.text.count("training continues after step"), "a step that was in flight at a fault has no line"
+        assert len(missing) <= 1 + job.text.count("training continues after step"), (
+            "a step that was in flight at a fault has no line"
+        )
         assert {step: expected[step] for step in got} == got
 
 
@@ -161,3 +178,111 @@ def test_a_killed_rank_of_ddp_is_replaced(ended: Job) -> None:
     assert_in_place(job, (0,), 2)
     assert_equal(job, ended(2, "accumulate,save"), 2)
     assert job.checkpoints == ended(2, "accumulate,save").checkpoints
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["backward", "ready", "record", "updating", "done"])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (3, 0), (4, 2)])
+def test_a_death_at_every_point_of_a_step(ended: Job, ranks: int, victim: int, point: str) -> None:
+    """On three ranks and more a sum's last bit depends on how DDP has the gradients in buckets."""
+    job = ended(ranks, "", f"kill:rank={victim},step=9,point={point}")
+    assert_in_place(job, (victim,), ranks)
+    assert_equal(job, ended(ranks), ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["clip", "view", "accumulate,clip", "save", "evaluation", "scaler"])
+@pytest.mark.parametrize("point", ["backward", "done"])
+def test_a_loops_parts_are_as_they_were(ended: Job, options: str, point: str) -> None:
+    job = ended(3, options, f"kill:rank=1,step=13,point={point}")
+    assert_in_place(job, (1,), 3)
+    assert_equal(job, ended(3, options), 3)
+
+
+@pytest.mark.long
+def test_several_deaths_one_after_the_other_and_at_once(ended: Job) -> None:
+    faults = "kill:rank=0,step=9,point=backward;kill:rank=1,step=9,point=backward;kill:rank=2,step=15,point=ready"
+    job = ended(3, "", faults)
+    assert job.attempts == {"0"}
+    assert_equal(job, ended(3), 3)
+
+
+@pytest.mark.long
+def test_an_evaluation_in_which_a_rank_dies_leaves_nothing(ended: Job) -> None:
+    """Of the ranks that stay: the model in evaluation mode, random numbers that were drawn."""
+    job = ended(2, "evaluation,dies in an evaluation")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, ended(2, "evaluation"), 2)
+
+
+@pytest.mark.long
+def test_a_periodic_save_in_which_a_rank_dies_is_made_again(ended: Job) -> None:
+    whole = ended(2, "save")
+    job = ended(2, "save", "kill:rank=1,step=8,point=write,call=1")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, whole, 2)
+    assert job.checkpoints == whole.checkpoints
+
+
+def test_a_new_process_that_has_made_no_step_of_its_own_leaves_the_checkpoint_and_a_restart(ended: Job) -> None:
+    """What its program has set is in no step's state yet."""
+    job = ended(2, "accumulate,save", "kill:rank=1,step=9,point=backward;kill:rank=0,step=9,point=ready")
+    assert len(re.findall("training continues after step", job.text)) == 1 and job.attempts == {"1"}
+    assert "it has not finished a step of its own yet" in job.journals and "no step lost" in job.text
+    assert_equal(job, ended(2, "accumulate,save"), 2)
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_within_a_step_of_several_passes(ended: Job) -> None:
+    job = ended(2, "accumulate,save,dies within a step")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, ended(2, "accumulate,save"), 2)
+
+
+@pytest.mark.long
+def test_a_loop_that_counts_outside_of_train_is_restarted(ended: Job) -> None:
+    """The rank that stays would make one pass for the step and the new one two. A restart begins the count anew on both."""
+    job = ended(2, "accumulate,dies within a step", script=COUNTS)
+    assert "forward passes on ranks 0 to 1 after a recovery in place" in job.text
+    assert job.attempts == {"1"} and "no step lost" in job.text
+    assert_equal(job, ended(2, "accumulate"), 2)
+
+
+DATA_OUTSIDE = """
+import torch
+import torch.distributed as dist
+import ttp
+
+torch.set_num_threads(1)
+ttp.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+guard = ttp.protect(model, optimizer, in_place=True, on_data_mismatch=sys.argv[2], save_dirs=[str(out / "checkpoints")])
+batches = iter([torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(guard.step, 60)])
+
+@ttp.ttp_to_persist
+def train():
+    for step in range(guard.step + 1, 13):
+        optimizer.zero_grad()
+        loss = model(next(batches)).square().mean()
+        loss.backward()
+        optimizer.step()
+        with open(out / f"losses-{rank}", "a") as file:
+            file.write(f"{step} {os.getpid()} {loss.item().hex()}\\n")
+    guard.save()
+
+train()
+note("final", sum(p.double().sum() for p in model.parameters()).item().hex())
+guard.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("choice", ["error", "warn"])
+def test_data_from_outside_of_train_ends_in_a_restart_which_has_it(ended: Job, choice: str) -> None:
+    """The iterator has gone on. In a restart that would be the job's end (`error`), or other data (`warn`)."""
+    job = ended(2, choice, "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
+    assert "NotAsBefore" in job.text and job.attempts == {"1"} and "no step lost" in job.text
+    assert_equal(job, ended(2, choice, script=DATA_OUTSIDE), 2)

@@ -200,6 +200,8 @@ class Guard:
         """The step in flight has had a forward pass within its backward pass."""
         self._modes: list[tuple[torch.nn.Module, bool]] = []
         """Every module, and whether it is in training mode in the first step of this process: an evaluation that a fault ends leaves others."""
+        self._can_be_replaced = False
+        """A step was finished in this process."""
         self._recovered = False
         """The step in flight is the first one since a recovery in place."""
         if not options.save_wait:
@@ -355,10 +357,16 @@ class Guard:
     def _looks_at(self, loader: object) -> None:
         """The trainer takes its batches from this loader."""
         self._usage.asks_for_batches()
-        if self.session.reentry is not None and any(
-            getattr(part, "persistent_workers", False) for _, part in parts(loader)
-        ):
-            self.session.reentry.close("a loader's workers are persistent: they do not begin an epoch again")
+        if any(getattr(part, "persistent_workers", False) for _, part in parts(loader)):
+            self._end_in_place("a loader's workers are persistent")
+
+    def _end_in_place(self, why: str) -> None:
+        """From now on a rank that dies costs a checkpoint and a restart."""
+        reentry = self.session.reentry
+        if reentry is not None and not reentry.closed:
+            reentry.close(why)
+            if self.session.rank == 0:
+                show(logging.INFO, f"a rank that dies costs a checkpoint and a restart from now on: {why}")
 
     def _renew(self, successor: Successor) -> None:
         """The process groups were made again."""
@@ -424,8 +432,12 @@ class Guard:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
         if self._options.save_interval and step % self._options.save_interval == 0:
             self._save_periodically()
-        if self.session.reentry is not None:
-            self.session.reentry.begin()
+        reentry = self.session.reentry
+        if reentry is not None and not self._can_be_replaced:
+            self._can_be_replaced = True
+            if why := self._adopted.why_not_filled():  # what was done to the model behind ttp.protect
+                self._end_in_place(why)
+            reentry.begin()
 
     def _save_periodically(self) -> None:
         try:

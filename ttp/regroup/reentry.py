@@ -160,6 +160,11 @@ class Reentry:
     # --- any thread ---
 
     @property
+    def closed(self) -> bool:
+        """Training is not entered again, whatever comes."""
+        return bool(self._closed)
+
+    @property
     def ordered(self) -> bool:
         """There is an order that is not answered."""
         return self._ordered.is_set()
