@@ -43,7 +43,7 @@ from ttp.exchange.json_collectives import check_joined
 from ttp.groups.process_groups import Successor
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
-from ttp.regroup.wrappers import renew_attributes, renew_model
+from ttp.regroup.wrappers import leave_pass, renew_attributes, renew_model, switches
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
@@ -198,8 +198,8 @@ class Guard:
         """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
-        self._modes: list[tuple[torch.nn.Module, bool]] = []
-        """Every module, and whether it is in training mode in the first step of this process: an evaluation that a fault ends leaves others."""
+        self._switches: list[tuple[Any, str, Any]] = []
+        """Those of the model in the first pass of this process: an evaluation or a pass that a fault ends leaves others."""
         self._can_be_replaced = False
         """A step was finished in this process."""
         self._recovered = False
@@ -378,8 +378,9 @@ class Guard:
         self._adopted.step_back()
         self._host.step_back()
         self._passes, self._recomputed = 0, False
-        for module, training in self._modes:
-            module.training = training
+        leave_pass(self._model)
+        for holder, name, value in self._switches:
+            setattr(holder, name, value)
         step = self._adopted.current_step
         self._give_back(step, self.session.holder.step_states.get(step))
 
@@ -413,7 +414,7 @@ class Guard:
             self._host.begin_pass()
             self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
-                self._modes = self._modes or [(each, each.training) for each in self._model.modules()]
+                self._switches = self._switches or switches(self._model)
                 self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)
         self._seeds.seed_pass(step, self._passes - 1)
 

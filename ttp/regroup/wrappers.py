@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.groups.process_groups import Successor
+
+_FSDP_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 def renew_model(model: Module, successor: Successor) -> None:
@@ -38,8 +41,8 @@ def why_not_replaced(model: Module) -> str:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and (why := _why_not_ddp(module)):
             return f"DistributedDataParallel with {why}"
-        if hasattr(module, "_get_fsdp_state"):
-            return "the model's parameters are split over ranks (fully_shard)"
+    if why := _why_not_fsdp(model):
+        return why
     if getattr(sys.modules.get("accelerate.state"), "PartialState", None) is not None and _accelerate_is_used():
         return "accelerate counts batches by itself, outside of train()"
     return ""
@@ -55,6 +58,51 @@ def _why_not_ddp(ddp: Any) -> str:
         (any(ddp._build_params_for_reducer()[1]), "sparse gradients"),
     )
     return next((why for applies, why in cases if applies), "")
+
+
+def _why_not_fsdp(model: Module) -> str:
+    """Of FSDP2, and of parameters that anything else has split over ranks."""
+    groups = [group for module in model.modules() for group in _fsdp_groups(module)]
+    if any(group._all_reduce_hook is not None for group in groups):
+        return "fully_shard with a hook of its all-reduces"
+    comms = [comm for group in groups for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
+    if any(not type(comm).__name__.startswith("Default") for comm in comms):
+        return "fully_shard with collectives of its own"
+    split = {id(each.sharded_param): group for group in groups for each in group.fsdp_params}
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            group = split.get(id(param))
+            if group is None or group.mesh_info.mesh.ndim != param.device_mesh.ndim:
+                return f"{name} is split over ranks by other means than fully_shard"
+    return ""
+
+
+def switches(model: Module) -> list[tuple[Any, str, Any]]:
+    """Return what a trainer switches on a model for an evaluation or a part of a step, as (holder, attribute, value)."""
+    found: list[tuple[Any, str, Any]] = []
+    for module in model.modules():
+        found.append((module, "training", module.training))
+        if isinstance(module, DistributedDataParallel):
+            found.append((module, "require_backward_grad_sync", module.require_backward_grad_sync))
+        for group in _fsdp_groups(module):
+            found += [(group, name, getattr(group, name)) for name in _FSDP_SWITCHES]
+    return found
+
+
+def leave_pass(model: Module) -> None:
+    """A forward or backward pass was left by an exception: what FSDP2 keeps of it goes. torch leaves gradients that were not reduced yet, which the next
+    pass would count twice, and waits for a gather that nothing answers."""
+    for module in model.modules():
+        for group in _fsdp_groups(module):
+            group._all_gather_result = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        if state is not None and state._is_root:
+            module.reset_iter_state()  # type: ignore[operator]
 
 
 def _accelerate_is_used() -> bool:
@@ -101,10 +149,14 @@ def _build_reducer(ddp: Any, layout: Sequence[Sequence[int]]) -> None:
         dist._compute_bucket_assignment_by_size = torchs_own  # type: ignore[attr-defined]
 
 
+def _fsdp_groups(module: Module) -> Sequence[Any]:
+    """Return FSDP2's groups of a module's own parameters."""
+    return getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_groups", ())
+
+
 def _mesh_infos(module: Module) -> Iterator[Any]:
     """Yield what FSDP2 knows of the groups that a module's parameters are sharded over."""
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    for group in getattr(state, "_fsdp_param_groups", ()):
+    for group in _fsdp_groups(module):
         yield group.mesh_info
         if group.post_forward_mesh_info is not None:
             yield group.post_forward_mesh_info

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adopt.filling import why_not_filled
@@ -46,6 +49,19 @@ def with_torchs_own_hook() -> DistributedDataParallel:
     return model
 
 
+def with_all_reduce_hook() -> Any:
+    model: Any = fully_shard(torch.nn.Linear(2, 2))
+    model.set_all_reduce_hook(lambda gradients: None)
+    return model
+
+
+def split_by_hand() -> Any:
+    model = torch.nn.Linear(2, 2)
+    split: Any = distribute_tensor(model.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+    model.weight = torch.nn.Parameter(split)
+    return model
+
+
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize(
     ("make", "why"),
@@ -57,7 +73,9 @@ def with_torchs_own_hook() -> DistributedDataParallel:
         (with_hook, "a communication hook"),
         (with_torchs_own_hook, "a communication hook"),
         (lambda: DistributedDataParallel(torch.nn.EmbeddingBag(3, 2, sparse=True)), "sparse gradients"),
-        (lambda: fully_shard(torch.nn.Linear(2, 2)), "fully_shard"),
+        (lambda: fully_shard(torch.nn.Linear(2, 2)), ""),
+        (with_all_reduce_hook, "a hook of its all-reduces"),
+        (split_by_hand, "weight is split over ranks by other means"),
     ],
 )
 def test_models_that_a_new_process_could_not_join_are_named(make: Any, why: str) -> None:
