@@ -155,7 +155,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def assert_equal(job: Ended, whole: Ended, ranks: int) -> None:
     """Every step of every rank has the baseline's numbers, however often it was computed, and the final weights do."""
-    assert set(job.finals) == set(whole.finals) and len(job.finals) == ranks
+    assert sorted(job.finals) == sorted(whole.finals) and len(job.finals) == ranks
     for rank in range(ranks):
         expected, got = whole.steps(rank), job.steps(rank)
         missing = set(expected) - set(got)
@@ -246,6 +246,80 @@ def test_a_loop_that_counts_outside_of_train_is_restarted(ended: Job) -> None:
     assert "forward passes on ranks 0 to 1 after a recovery in place" in job.text
     assert job.attempts == {"1"} and "no step lost" in job.text
     assert_equal(job, ended(2, "accumulate"), 2)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+import ttp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+options = set(sys.argv[2].split(","))
+torch.set_num_threads(1)
+(dist if "joins by itself" in options else ttp).init_process_group("gloo")
+torch.manual_seed(0)
+world = dist.get_world_size()
+shape = (1, world) if "plain" in options else (2, world // 2)
+mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.LayerNorm(64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)} if "mixed" in options else {}
+for layer in model:
+    if not isinstance(layer, torch.nn.Dropout):
+        fully_shard(layer, mesh=mesh, **mixed)
+fully_shard(model, mesh=mesh, **mixed)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+MICRO = 2 if "accumulate" in options else 1
+guard = ttp.protect(
+    model, optimizer, schedulers=[schedule], in_place=True, save_dirs=[str(out / "checkpoints")],
+    clip=ttp.ClipNorm(1.0) if "clip" in options else None,
+)
+
+@ttp.ttp_to_persist
+def train():
+    for step in range(guard.step + 1, 25):
+        optimizer.zero_grad()
+        for micro in range(MICRO):
+            model.set_requires_gradient_sync(micro == MICRO - 1)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * micro + 100 * rank + step))
+            loss = torch.nn.functional.cross_entropy(model(x).float(), (x.norm(dim=1) > 2.7).long())
+            loss.backward()
+        optimizer.step()
+        schedule.step()
+        with open(out / f"losses-{rank}", "a") as file:
+            file.write(f"{step} {os.getpid()} {loss.item().hex()} {optimizer.param_groups[0]['lr'].hex()}\\n")
+    guard.save()
+
+train()
+note("final", sum(p.to_local().double().sum() for p in model.parameters()).item().hex())
+guard.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["backward", "ready", "record", "updating", "done"])
+@pytest.mark.parametrize(("options", "victim"), [("", 1), ("clip,accumulate", 2), ("mixed,accumulate", 0)])
+def test_fsdp2_with_replicas(ended: Job, options: str, victim: int, point: str) -> None:
+    job = ended(4, options, f"kill:rank={victim},step=9,point={point}", SHARDED)
+    assert_in_place(job, (victim,), 4)
+    assert_equal(job, ended(4, options, script=SHARDED), 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("plain", "no other rank holds the same as ranks 0-1"),
+        ("joins by itself", "the program has joined by torch.distributed.init_process_group"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_the_start(ended: Job, options: str, why: str) -> None:
+    job = ended(2, options, "raise:rank=1,step=9,point=backward", SHARDED)
+    assert f"a rank that dies costs a checkpoint and a restart: {why}" in job.text
+    assert job.attempts == {"1"} and "no step lost" in job.text
+    assert_equal(job, ended(2, options, script=SHARDED), 2)
 
 
 DATA_OUTSIDE = """

@@ -30,7 +30,7 @@ def why_not_filled(model: torch.nn.Module, state: AdoptedState, unsaved: Collect
     if alone := [rank for rank, twins in enumerate(state.twins) if len(twins) == 1]:
         return f"no other rank holds the same as {ranks_text(alone)}"
     if unsaved:
-        return f"settings of param groups that are no plain values: {', '.join(sorted(unsaved))}"
+        return f"settings of param groups that are not plain values: {', '.join(sorted(unsaved))}"
     return why_not_replaced(model)
 
 

@@ -90,7 +90,7 @@ def switches(model: Module) -> list[tuple[Any, str, Any]]:
 
 
 def leave_pass(model: Module) -> None:
-    """A forward or backward pass was left by an exception: what FSDP2 keeps of it goes. torch leaves gradients that were not reduced yet, which the next
+    """An exception has ended a forward or backward pass: what FSDP2 keeps of it goes. torch leaves gradients that were not reduced yet, which the next
     pass would count twice, and waits for a gather that nothing answers."""
     for module in model.modules():
         for group in _fsdp_groups(module):

@@ -98,7 +98,7 @@ def test_states_that_no_other_rank_has_are_named() -> None:
     assert why_not_filled(model, state, ()) == "no other rank holds the same as ranks 1, 3"
     state.twins = [[0, 1], [0, 1]]
     assert why_not_filled(model, state, ()) == ""
-    assert "no plain values: foo, lr" in why_not_filled(model, state, {"lr", "foo"})
+    assert "not plain values: foo, lr" in why_not_filled(model, state, {"lr", "foo"})
     state.device = torch.device("cuda")
     assert "never tried on cuda" in why_not_filled(model, state, ())
     assert "Megatron-Core" in why_not_filled(model, object.__new__(MegatronState), ())
@@ -113,11 +113,11 @@ def test_a_setting_that_no_checkpoint_has_is_named_and_a_tensor_is_none() -> Non
     adopted.not_filled = "reseed=False"
     assert adopted.why_not_filled() == "reseed=False"
     adopted.not_filled, optimizer.param_groups[0]["decay"] = "", object()
-    assert "no plain values: decay" in adopted.why_not_filled()
+    assert "not plain values: decay" in adopted.why_not_filled()
     adopted.close()
 
 
-def test_another_batch_after_a_recovery_is_no_jobs_end_and_not_what_a_restart_expects() -> None:
+def test_another_batch_after_a_recovery_leads_to_a_restart_that_expects_the_right_one() -> None:
     """Neither with on_data_mismatch="warn": the restart may have the right one."""
     first, wrong = torch.ones(2), torch.zeros(2)
     seen = SeenBatches(0, 2, "warn")
