@@ -112,7 +112,7 @@ class Ended:
 
     def __init__(self, out: Path, ranks: int, options: str, faults: str, script: str) -> None:
         out.mkdir()
-        environ = {"TTP_FAULTS": faults}
+        environ = {"TTP_FAULTS": faults, "TTP_IN_PLACE_S": "30"}  # a loaded machine
         with Launch(out, script, "--nproc-per-node", str(ranks), environ=environ, arguments=(options,)) as job:
             assert job.wait() == 0, job.text
             self.text = job.text
