@@ -225,8 +225,7 @@ class Session:
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
         self._saves_itself = publisher is not None
         self.enters_again_after = ""
-        """What has to come before training can be entered again, beside its begin; empty: nothing. Its owner then calls `reentry.begin()`."""
-        self._took_place = False
+        """What else has to come before training can be entered again; who sets this then calls `reentry.begin()`."""
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
@@ -234,8 +233,8 @@ class Session:
         self.reentry: Reentry | None = None
         if not why_not:
             renew, back = (lambda new: self.regrouping.renew(new)), (lambda: self.regrouping.step_back())
-            refillable = cast(Refillable, optimizer)
-            self.reentry = Reentry(refillable, self.holder, self._saves, settings, self.rank, renew, self.pause, back)
+            filled = cast(Refillable, optimizer)
+            self.reentry = Reentry(filled, self.holder, self._saves, settings, self.rank, renew, self.pause, back)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -305,7 +304,7 @@ class Session:
         self.reentry.wait_ordered()
         given = self.reentry.come_back(self._protection)
         self.reentry.begin(self.enters_again_after)
-        self._first_step, self._took_place = given.step, True
+        self._first_step, self.regrouping.recovered = given.step, True
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
     def _skipped(self, path: Path) -> None:
@@ -403,8 +402,6 @@ class Session:
         if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
             self.reentry.begin(self.enters_again_after)
-        elif GROUPS.recovery and self._took_place:
-            self.regrouping.enter_again()
 
     def enters_again(self, exc: BaseException) -> bool:
         """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
@@ -417,7 +414,7 @@ class Session:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
         if self.reentry is not None and self.reentry.ordered and self._protection is not None:
             self.reentry.come_back(self._protection)
-            self.regrouping.enter_again()
+            self.regrouping.recovered = True
         else:
             self.regrouping.make_again()
             self.regrouping.step_back()

@@ -60,6 +60,8 @@ def evaluate():
     with guard.pause(), torch.no_grad():
         model.eval()
         torch.randn(3)
+        (out / f"evaluates-{rank}").touch()
+        await_file("evaluates-0")
         die_once("dies in an evaluation")
         dist.all_reduce(torch.ones(3))
         model.train()

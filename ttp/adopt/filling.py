@@ -31,7 +31,7 @@ def why_not_filled(model: torch.nn.Module, state: AdoptedState, unsaved: Collect
         return f"no other rank holds the same as {ranks_text(alone)}"
     if unsaved:
         return f"settings of param groups that are not plain values: {', '.join(sorted(unsaved))}"
-    return why_not_replaced(model)
+    return str(getattr(model, "why_not_in_place", "")) or why_not_replaced(model)
 
 
 def fill(model: torch.nn.Module, state: AdoptedState, replaced: Collection[int]) -> None:

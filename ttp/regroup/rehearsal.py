@@ -51,6 +51,8 @@ class Regrouping:
         self._callbacks: list[OnRegroup] = []
         self._step_backs: list[Callable[[], None]] = []
         self._enterings: list[Callable[[], None]] = []
+        self.recovered = False
+        """The job was recovered in place, and `train` was not entered since."""
         self._first: CommitRecord | None = None
         self._took_s = 0.0
         self._rehearsed = 0
@@ -72,10 +74,12 @@ class Regrouping:
         for callback in self._step_backs:
             callback()
 
-    def enter_again(self) -> None:
-        """All ranks are about to enter `train` after a recovery."""
-        for callback in self._enterings:
-            callback()
+    def enter(self) -> None:
+        """`train` is entered: after a recovery on all ranks."""
+        if self.recovered:
+            self.recovered = False
+            for callback in self._enterings:
+                callback()
 
     def begin_train(self) -> None:
         """`train` is entered under `ttp_to_persist`, after the session began: it can be exited and entered again until `end_train`. Raises ConfigError."""
