@@ -34,7 +34,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
 samples = TensorDataset(x, (x.norm(dim=1) > 2.7).long())
 sampler = DistributedSampler(samples, shuffle=True, seed=3)
-loader = DataLoader(samples, batch_size=8, sampler=sampler, drop_last=True)
+workers = {"num_workers": 1, "persistent_workers": True} if "persistent" in options else {}
+loader = DataLoader(samples, batch_size=8, sampler=sampler, drop_last=True, **workers)
 MICRO = 2 if "accumulate" in options else 1
 schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in options)
@@ -46,6 +47,9 @@ guard = ttp.protect(
 )
 for group in optimizer.param_groups:
     group["weight_decay"] = 0.2
+if "hook" in options:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    model.register_comm_hook(None, allreduce_hook)
 
 def line(step, loss):
     with open(out / f"losses-{rank}", "a") as file:
@@ -307,6 +311,22 @@ def test_fsdp2_with_replicas(ended: Job, options: str, victim: int, point: str) 
     job = ended(4, options, f"kill:rank={victim},step=9,point={point}", SHARDED)
     assert_in_place(job, (victim,), 4)
     assert_equal(job, ended(4, options, script=SHARDED), 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("quick,save", "restart: save_wait=False"),
+        ("hook", "restart from now on: DistributedDataParallel with a communication hook"),
+        ("persistent", "restart from now on: a loader's workers are persistent"),
+    ],
+)
+def test_what_a_loop_has_that_cannot_be_done_is_said(ended: Job, options: str, why: str) -> None:
+    job = ended(2, options, "kill:rank=1,step=9,point=backward")
+    assert f"a rank that dies costs a checkpoint and a {why}" in job.text
+    assert job.attempts == {"1"} and "no step lost" in job.text
+    assert_equal(job, ended(2, options), 2)
 
 
 @pytest.mark.long

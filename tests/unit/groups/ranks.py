@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ttp.adopt.optimizer import AdoptedOptimizer
-from ttp.errors import AbortedCollective, CheckpointError, ConfigError, ControllerError
+from ttp.errors import AbortedCollective, CheckpointError, ConfigError, ControllerError, ProtocolError
 from ttp.exchange import agreed as agreed_module
 from ttp.exchange.agreed import Agreements
 from ttp.groups.polled_wait import wait_for
 from ttp.groups.process_groups import GROUPS, ProcessGroups, recipes
 from ttp.groups.vacancy import init_process_group, vacant
+from ttp.proto.messages import CommitRecord
 from ttp.regroup.wrappers import buckets, renew_model
 
 c10d: Any = distributed_c10d
@@ -242,8 +243,14 @@ def a_new_process_is_given_what_the_others_hold(store: Any) -> None:
         assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[1])
         assert fresh.compare_replicas() == ()
     else:
+        adopted._steps._ready = 4  # its gradients of a step that is given up
         adopted.fill({1})
         adopted.keep(3, adopted.last_record)
+        try:
+            adopted._steps.expect(CommitRecord(4, 1.0, 1.0, False, 1.0, (0.1,), ()))
+            raise AssertionError("expected that the step is given up")
+        except ProtocolError as error:
+            assert "not ready" in str(error)
         assert bits(adopted) == before and adopted.compare_replicas() == ()
     mine = (fresh_model, fresh, fresh_optimizer) if rank == 1 else (model, adopted, optimizer)
     step(3, mine[0], mine[2])
