@@ -84,6 +84,10 @@ def train():
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)
             if not last and guard.step == 8:
                 die_once("dies within a step")
+            if "two die" in options and guard.step == 8 and rank < 2 and not (out / f"dies-{rank}").exists():
+                (out / f"dies-{rank}").touch()
+                await_file(f"dies-{1 - rank}")
+                os.kill(os.getpid(), signal.SIGKILL)
             scaler.scale(loss).backward()
             if not last:
                 continue
@@ -207,9 +211,8 @@ def test_a_loops_parts_are_as_they_were(ended: Job, options: str, point: str) ->
 
 @pytest.mark.long
 def test_several_deaths_one_after_the_other_and_at_once(ended: Job) -> None:
-    faults = "kill:rank=0,step=9,point=backward;kill:rank=1,step=9,point=backward;kill:rank=2,step=15,point=ready"
-    job = ended(3, "", faults)
-    assert job.attempts == {"0"}
+    job = ended(3, "two die", "kill:rank=2,step=15,point=ready")
+    assert_in_place(job, (0, 1, 2), 3, times=2)
     assert_equal(job, ended(3), 3)
 
 
