@@ -15,6 +15,7 @@
     ├── AbortedCollective  a collective's result lacks some rank's contribution; another rank failed
     ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
     ├── NotRepeatable      a step has another result when the training function is entered again (also a ValueError)
+    ├── NotAsBefore        training that was entered again, after a recovery in place, does something else than before: the job restarts
     └── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
     Regroup                training leaves its function, and enters it again with new process groups (a BaseException)
 
@@ -87,6 +88,11 @@ class NonFinite(TTPError):
 
 class NotRepeatable(TTPError, ValueError):
     """A step has another result when the training function is entered again: it does not begin from the session's state alone."""
+
+
+class NotAsBefore(TTPError):
+    """After a recovery in place, training that was entered again has other batches or learning rates than before. A restart begins the program anew, and may have the
+    same."""
 
 
 STAY_WRONG = (ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite, NotRepeatable)

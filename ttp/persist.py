@@ -59,6 +59,8 @@ def _called(train: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Any
     from ttp.session import find_session
 
     try:
+        if (session := find_session()) is not None:
+            session.regrouping.enter()
         return train(*args, **kwargs)
     except BaseException as exc:
         session = find_session()

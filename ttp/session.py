@@ -225,14 +225,17 @@ class Session:
         self.warns_unsaved = publisher is None
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
         self._saves_itself = publisher is not None
+        self.enters_again_after = ""
+        """What else has to come before training can be entered again; who sets this then calls `reentry.begin()`."""
         self._over = False
         self.raised = False
         """Training has raised on this rank."""
         self.regrouping: Regrouping
         self.reentry: Reentry | None = None
         if not why_not:
-            renew, refillable = (lambda new: self.regrouping.renew(new)), cast(Refillable, optimizer)
-            self.reentry = Reentry(refillable, self.holder, self._saves, settings, self.rank, renew, self.pause)
+            renew, back = (lambda new: self.regrouping.renew(new)), (lambda: self.regrouping.step_back())
+            filled = cast(Refillable, optimizer)
+            self.reentry = Reentry(filled, self.holder, self._saves, settings, self.rank, renew, self.pause, back)
         account = saved_alone.path_of(self.log_dir, settings.round_number)
         save_alone = BoundarySave(self._saves.together, self.holder, self.save_dirs, self.rank, account)
         self._protection = (
@@ -301,7 +304,8 @@ class Session:
         assert self.reentry is not None and self._protection is not None
         self.reentry.wait_ordered()
         given = self.reentry.come_back(self._protection)
-        self._first_step = given.step
+        self.reentry.begin(self.enters_again_after)
+        self._first_step, self.regrouping.recovered = given.step, True
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None
 
     def _skipped(self, path: Path) -> None:
@@ -402,7 +406,7 @@ class Session:
         self.regrouping.begin_train()
         if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
-            self.reentry.begin()
+            self.reentry.begin(self.enters_again_after)
 
     def enters_again(self, exc: BaseException) -> bool:
         """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
@@ -415,8 +419,10 @@ class Session:
         """Make the process groups again, in a recovery or a rehearsal, before `train` is entered again."""
         if self.reentry is not None and self.reentry.ordered and self._protection is not None:
             self.reentry.come_back(self._protection)
+            self.regrouping.recovered = True
         else:
             self.regrouping.make_again()
+            self.regrouping.step_back()
 
     def hold_after(self, exc: BaseException) -> None:
         """Keep this rank as a holder after training raised; returns when the exception may go on, at once where it is decided already

@@ -24,7 +24,9 @@ from ttp.checkpoint.format.block import Block
 from ttp.checkpoint.format.keys import model_key, optim_state_key
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import ConfigError, LayoutError
+from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json, world
+from ttp.groups.polled_wait import wait_for
 from ttp.optim.base_state import make_state
 from ttp.optim.shard_layout.split import block_of, local_of
 from ttp.optim.sums import mixed, sums_of
@@ -149,6 +151,12 @@ class AdoptedState:
                     " ttp.protect was called: build the optimizer, and move the model to its device, before ttp.protect"
                 )
 
+    # --- a process in a lost one's place ---
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Return all that belongs to a step on this rank, by key, flat: views of its live memory."""
+        return {entry.key: _local(entry.tensor).detach().view(-1) for entry in self._entries()}
+
     # --- buffers ---
 
     def share_buffers(self) -> None:
@@ -159,7 +167,7 @@ class AdoptedState:
         _copy_all(self._next, live)
         if live and dist.is_initialized() and dist.get_world_size() > 1:
             flat = torch.cat([_bytes_of(buffer).to(self.device) for buffer in self._next.values()])
-            dist.broadcast(flat, src=0)
+            wait_for([dist.broadcast(flat, src=0, async_op=True)])
             place = 0
             for buffer in self._next.values():
                 size = buffer.numel() * buffer.element_size()
@@ -301,8 +309,12 @@ class AdoptedState:
         self._group_ids = {place: tiling.address_hash(tensors) for place, tensors in held.items()}
         shapes = {entry.key: list(self._address(entry).shape) for entry in self._entries()}
         names = [[self._names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
-        gathered = exchange_json([sorted(self._group_ids.values()), shapes, names], self.device)
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        mine = [sorted(self._group_ids.values()), shapes, names]
+        gathered = agree("what ranks hold", lambda: exchange_json(mine, self.device))
+        rank, size = world()
+        held_by = [groups for groups, _, _ in gathered]
+        self.twins = [[other for other in range(size) if held_by[other] == held_by[each]] for each in range(size)]
+        """By rank: those that hold the same as it, itself too."""
         self._counted = {
             group
             for group in self._group_ids.values()

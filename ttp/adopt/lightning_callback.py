@@ -132,6 +132,8 @@ class _TrainingStep(torch.nn.Module):
     """What `ttp.protect` takes for the model: a pass is a call of `training_step`. Not every strategy calls the module itself for that, and DDP's wrapper stays in
     evaluation mode after Lightning's first evaluation."""
 
+    why_not_in_place = "Lightning's loop cannot be entered again"
+
     def __init__(self, model: torch.nn.Module, training_step: Any) -> None:
         super().__init__()
         self._orig_mod = model  # the name by which torch.compile's wrapper has it, so that parameters have the names of the model within

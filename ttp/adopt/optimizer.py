@@ -20,7 +20,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from ttp.adopt.adopted_state import AdoptedState, check_optimizer
 from ttp.adopt.averages import Average
+from ttp.adopt.filling import fill, why_not_filled
 from ttp.adopt.megatron import MegatronState, distributed_optimizer
 from ttp.adopt.numbers import PassNumbers
 from ttp.checkpoint.format.types import HeldTensor
@@ -67,6 +68,9 @@ class AdoptedOptimizer:
             optimizer = distributed.optimizer
         check_optimizer(optimizer, any(hasattr(param, "device_mesh") for param in model.parameters()), copied)
         self.optimizer = optimizer
+        self._model = model
+        self.not_filled = ""
+        """Why `why_not_filled`, beside its own reasons: set before the session begins."""
         self.clip = clip
         self._on_nonfinite = on_nonfinite
         self._numbers = PassNumbers()
@@ -403,16 +407,39 @@ class AdoptedOptimizer:
         self._steps.tear("a load")
         return self.load_targets()
 
-    def load_end(self, step: int, host_state: dict[str, Any]) -> None:
+    def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
         saved = host_state["param_groups"]
         groups = self.optimizer.param_groups
         restore_hyper_parameters(groups, saved, step)
         for group, old in zip(groups, saved, strict=True):  # what an optimizer writes into its groups in its first step
             group.update({key: value for key, value in old.items() if key not in group})
         self._state.loaded()
-        self._steps.restart(step)
+        self._steps.restart(step, record)
         self._steps.host_state = self._describe()
         self.lane.mark_updated()  # a dump may come before the first update
+
+    # --- a process in a lost one's place ---
+
+    def why_not_filled(self) -> str:
+        """Return why no process could be given this state in a lost one's place; empty: one could."""
+        kept = self._describe()["param_groups"]
+        lost = {
+            key for known, group in zip(kept, self._hyper_parameters(), strict=True) for key in group.keys() - known
+        }
+        return self.not_filled or why_not_filled(self._model, self._state, lost)
+
+    def fill(self, replaced: Collection[int]) -> None:
+        """Give the ranks in `replaced`, which hold nothing, what others hold that hold the same; a step that was under way is given up (a collective
+        of all ranks, whose groups were made again; `load_end` follows on those ranks, `keep` on the others). Raises CheckpointError."""
+        fill(self._model, self._state, replaced)
+
+    def keep(self, step: int, record: CommitRecord | None) -> None:
+        """Take the state as it is, that of `step`, whose record is `record`: a step that was under way is given up, and `step_back` follows."""
+        self._steps.restart(step, record)
+
+    def compare_replicas(self) -> tuple[str, ...]:
+        """Return what differs between those that hold the same (a collective)."""
+        return tuple(self.differing())
 
     # --- inside ---
 

@@ -31,18 +31,19 @@ from ttp.adopt.megatron import distributed_optimizer
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.trainer_state.feed import Feed
 from ttp.adopt.trainer_state.host_objects import HostObjects, Stateful, check_taken
+from ttp.adopt.trainer_state.loader_parts import parts
 from ttp.adopt.trainer_state.loader_states import LoaderStates, check_kept
 from ttp.adopt.trainer_state.position import DataPosition
 from ttp.adopt.trainer_state.seeds import Seeds
 from ttp.adopt.trainer_state.seen import CHOICES, SeenBatches, check_record
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
-from ttp.errors import CheckpointError, ConfigError
+from ttp.errors import CheckpointError, ConfigError, NotAsBefore
 from ttp.exchange.json_collectives import check_joined
 from ttp.groups.process_groups import Successor
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
-from ttp.regroup.wrappers import renew_attributes, renew_model
+from ttp.regroup.wrappers import leave_pass, renew_attributes, renew_model, switches
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
@@ -83,6 +84,7 @@ def protect(
     layout: Mapping[str, Any] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
+    in_place: bool = False,
 ) -> Guard:
     """Protect this rank and load the newest checkpoint (all ranks call, after `init_process_group`, `fully_shard` and the
     building of the optimizer; DDP's wrapper or the model within).
@@ -101,6 +103,8 @@ def protect(
     copies: "memory" keeps copies of what each rank holds in its node's memory and, of what has no replica on another node, in the next node's: a
     fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many
     steps; None: as often as the budget lets. copy_budget: copies take at most this part of the steps' time.
+    in_place: a rank that dies is replaced by another process and the others keep running, as `docs/how_in_place_works.md` has it: the loop is in a
+    function that `ttp_to_persist` decorates, and the program joins by `ttp.init_process_group`.
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
@@ -127,10 +131,19 @@ def protect(
     adopted = AdoptedOptimizer(
         model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite, copied=copy_options.enabled
     )
+    adopted.not_filled = (
+        "" if options.reseed and options.save_wait else "reseed=False" if options.save_wait else "save_wait=False"
+    )
     try:
         host = HostObjects(schedulers, state or {})
         session = start(
-            adopted, save_dirs=save_dirs, layout=layout, log_dir=log_dir, settings=settings, copies=copy_options
+            adopted,
+            save_dirs=save_dirs,
+            layout=layout,
+            log_dir=log_dir,
+            settings=settings,
+            copies=copy_options,
+            in_place=in_place,
         )
         try:
             return Guard(model, adopted, host, session, options)
@@ -185,6 +198,12 @@ class Guard:
         """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
+        self._switches: list[tuple[Any, str, Any]] = []
+        """Those of the model in the first pass of this process: an evaluation or a pass that a fault ends leaves others."""
+        self._can_be_replaced = False
+        """A step was finished in this process."""
+        self._recovered = False
+        """The step in flight is the first one since a recovery in place."""
         if not options.save_wait:
             session.prepare_saves()
         self._seeds = seeds = Seeds(adopted.device, enabled=options.reseed)
@@ -201,6 +220,11 @@ class Guard:
             if _rounds_anew(model, self.session.world_size):
                 show(logging.INFO, _ROUNDS_ANEW)
         self._take(0)
+        session.enters_again_after = (
+            "it has not finished a step of its own yet"  # what the program sets before is in no step's state
+        )
+        session.regrouping.on_regroup(self._renew)
+        session.regrouping.on_enter_again(self._entered_again)
         self._resumed = point = self.session.resume(options.resume, check=_check_state)
         if point is not None:
             self._give_back(point.step, point.state)
@@ -210,7 +234,7 @@ class Guard:
             raise ConfigError(
                 f"before the first step, {different[0]}, expected the same weights on replicas; seed all ranks alike"
             )
-        session.regrouping.on_regroup(self._regroup)
+        session.regrouping.on_step_back(self._step_back)
         adopted.on_ready = self._take
         adopted.on_step_end = self._step_ended
         # torch.compile would trace hooks of a module that it compiles, and compile anew at every step.
@@ -263,13 +287,13 @@ class Guard:
         run (a function of seed and epoch, as DistributedSampler is). A loader with a `state_dict` of its own goes on from it, unless it
         has workers, whose random numbers no state has. `refetch`: True fetches its batches again from the epoch's first, as those of any other; False
         goes on from the state with workers, too."""
-        self._usage.asks_for_batches()
+        self._looks_at(loader)
         return (batch for _, batch in self._position.batches(loader, refetch=refetch))
 
     def enumerate(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch with their numbers in it, from 0: in place of `enumerate(loader)`. For what
         depends on that number, as gradient accumulation does: in an epoch that is gone on with it does not begin at 0."""
-        self._usage.asks_for_batches()
+        self._looks_at(loader)
         return self._position.batches(loader, refetch=refetch)
 
     # --- beside the steps ---
@@ -309,6 +333,8 @@ class Guard:
 
     def _take(self, step: int) -> None:
         """Keep what the run needs to go on after `step`."""
+        if self._recovered:
+            self._check_recovered()
         if self._recomputed:  # as if the pass had not been repeated
             self._seeds.seed_after(step, self._passes - 1)
         if step:
@@ -328,15 +354,54 @@ class Guard:
         if step and not self._feed.used:  # what is drawn next is the next step's batch, as before the restart
             self._seeds.seed_after(step, int(state.get("passes", 0)) - 1)
 
-    def _regroup(self, successor: Successor) -> None:
-        """`train` is entered again: all is as it was after the newest step."""
+    def _looks_at(self, loader: object) -> None:
+        """The trainer takes its batches from this loader."""
+        self._usage.asks_for_batches()
+        if any(getattr(part, "persistent_workers", False) for _, part in parts(loader)):
+            self._end_in_place("a loader's workers are persistent")
+
+    def _end_in_place(self, why: str) -> None:
+        """From now on a rank that dies costs a checkpoint and a restart."""
+        reentry = self.session.reentry
+        if reentry is not None and not reentry.closed:
+            reentry.close(why)
+            if self.session.rank == 0:
+                show(logging.INFO, f"a rank that dies costs a checkpoint and a restart from now on: {why}")
+
+    def _renew(self, successor: Successor) -> None:
+        """The process groups were made again."""
         renew_model(self._model, successor)
         renew_attributes(self._adopted.optimizer, successor)
+
+    def _step_back(self) -> None:
+        """`train` is entered again: all is as it was after the newest step."""
         self._adopted.step_back()
         self._host.step_back()
         self._passes, self._recomputed = 0, False
+        leave_pass(self._model)
+        for holder, name, value in self._switches:
+            setattr(holder, name, value)
         step = self._adopted.current_step
         self._give_back(step, self.session.holder.step_states.get(step))
+
+    def _entered_again(self) -> None:
+        """All ranks are about to enter `train` after a recovery (a collective, where a periodic save is due that the fault has ended)."""
+        self._recovered = True
+        self._seen.recovered = True
+        self._loader_states.ask_again()
+        step, every = self._adopted.current_step, self._options.save_interval
+        if every and step % every == 0 and self.session.newest_saved < step:
+            self._save_periodically()
+
+    def _check_recovered(self) -> None:
+        """The first step since a recovery is about to be READY: every rank is to have made as many passes for it (a collective)."""
+        self._recovered = False
+        passes = self._adopted.exchange(self._passes)
+        if len(set(passes)) > 1:
+            raise NotAsBefore(
+                f"step {self._adopted.current_step + 1} has {passes} forward passes on ranks 0 to {len(passes) - 1} after a recovery in place,"
+                " expected as many on each. Have train() count its batches from its beginning"
+            )
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training:
@@ -349,6 +414,7 @@ class Guard:
             self._host.begin_pass()
             self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
+                self._switches = self._switches or switches(self._model)
                 self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)
         self._seeds.seed_pass(step, self._passes - 1)
 
@@ -366,11 +432,20 @@ class Guard:
                 if self.session.rank == 0:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
         if self._options.save_interval and step % self._options.save_interval == 0:
-            try:
-                self.session.save(periodic=True, wait=self._options.save_wait)
-            except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
-                if self.session.rank == 0:
-                    show(logging.ERROR, f"{error}; training continues without this checkpoint")
+            self._save_periodically()
+        reentry = self.session.reentry
+        if reentry is not None and not self._can_be_replaced:
+            self._can_be_replaced = True
+            if why := self._adopted.why_not_filled():  # what was done to the model behind ttp.protect
+                self._end_in_place(why)
+            reentry.begin()
+
+    def _save_periodically(self) -> None:
+        try:
+            self.session.save(periodic=True, wait=self._options.save_wait)
+        except CheckpointError as error:  # on every rank: a disk that refuses does not end a healthy training
+            if self.session.rank == 0:
+                show(logging.ERROR, f"{error}; training continues without this checkpoint")
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

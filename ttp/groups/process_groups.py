@@ -68,6 +68,8 @@ class ProcessGroups:
         """Of all groups that are made next, in place of the one that each has; empty: each its own."""
         self.timeout: timedelta | None = None
         """Of those groups, in place of their own; None: each its own."""
+        self.replaceable = False
+        """The program joins in a way in which a process in a lost one's place joins, too (`ttp.groups.vacancy`)."""
         self.pollable = False
         """Whoever waits for their operations looks again and again whether they are to be left (`ttp.groups.polled_wait`)."""
         self._store: Any = None

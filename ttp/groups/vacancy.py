@@ -23,6 +23,7 @@ def vacant() -> int:
 def init_process_group(backend: str | None = None, **arguments: Any) -> None:
     """Do what `torch.distributed.init_process_group` does. In a process that takes a lost one's place the groups have no peers until
     `session.resume()`. With TTP_IN_PLACE=cuda it leaves out `device_id`: groups that are bound to a device cannot be made again."""
+    GROUPS.replaceable = True
     if in_place_on_devices():
         arguments.pop("device_id", None)
     if not vacant():

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ttp.config import Settings
-from ttp.errors import STAY_WRONG, CheckpointError, Regroup
+from ttp.errors import STAY_WRONG, CheckpointError, NotAsBefore, Regroup
 from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
 from ttp.fork_server.forked_program import is_forked
@@ -48,7 +48,8 @@ MAKE_AGAIN_AT_MOST_S = 120.0
 
 
 class Refillable(ProtectedOptimizer, Protocol):
-    """An optimizer whose state can be given to a process that has none."""
+    """An optimizer whose state can be given to a process that has none. One that has `why_not_filled()` says by it why this cannot be done here, the same
+    on all ranks; empty: it can."""
 
     def fill(self, replaced: Collection[int]) -> None:
         """Give the ranks in `replaced`, which hold nothing, what their replicas hold (a collective). Raises LayoutError, CheckpointError."""
@@ -92,15 +93,20 @@ def why_not_in_place(
         (copies, "copies='memory'"),
         (GROUPS.meeting is not None, "this process had a session before"),
         (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
-        (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process yet"),
+        (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process"),
+        (
+            settings.launched and not GROUPS.replaceable,
+            "the program has joined by torch.distributed.init_process_group (ttp.init_process_group)",
+        ),
         (
             optimizer.device.type != "cpu" and settings.in_place != "cuda",
             f"on {optimizer.device.type} it is not on by itself (TTP_IN_PLACE=cuda)",
         ),
     )
     why = next((why for applies, why in cases if applies), "")
-    bound = not why and any(recipe.device is not None for recipe in recipes())
-    return "process groups are bound to a device (init_process_group(device_id=...))" if bound else why
+    if not why and any(recipe.device is not None for recipe in recipes()):
+        return "process groups are bound to a device (init_process_group(device_id=...))"
+    return why or getattr(optimizer, "why_not_filled", str)()
 
 
 class Reentry:
@@ -115,14 +121,18 @@ class Reentry:
         rank: int,
         renew: Callable[[Successor], None],
         pause: Callable[[float], AbstractContextManager[None]],
+        step_back: Callable[[], None] = lambda: None,
     ) -> None:
         """`renew(successor)`: gives all that holds process groups the ones in their places. `pause`: says within its block that this rank does
-        something else than steps."""
+        something else than steps. `step_back`: of a rank that stays, has what surrounds the optimizer be as it was after the newest step."""
         self._optimizer, self._holder, self._saves, self._rank = optimizer, holder, saves, rank
-        self._renew, self._pause = renew, pause
-        self._lock = threading.Lock()  # guards the two below
+        self._renew, self._pause, self._step_back = renew, pause, step_back
+        self._lock = threading.Lock()  # guards the three below
         self._order: messages.Regroup | None = None
-        self._closed = "" if vacant() else f"rank {rank}: training has not begun"
+        self._not_yet = "" if vacant() else "training has not begun"
+        """Why an order cannot be carried out now; empty: it can."""
+        self._closed = ""
+        """Why none can be any more; empty: one can."""
         self._ordered = threading.Event()
         self._out = threading.Event()
         """The training thread has come out."""
@@ -137,8 +147,8 @@ class Reentry:
     def order(self, order: messages.Regroup) -> str:
         """Have the training thread leave its step for this order; return why it cannot, empty: it does."""
         with self._lock:
-            if self._closed:
-                return self._closed
+            if why := self._closed or self._not_yet:
+                return f"rank {self._rank}: {why}"
             self._order = order
             self._out.clear()
             self._ordered.set()
@@ -157,6 +167,11 @@ class Reentry:
     # --- any thread ---
 
     @property
+    def closed(self) -> bool:
+        """Training is not entered again, whatever comes."""
+        return bool(self._closed)
+
+    @property
     def ordered(self) -> bool:
         """There is an order that is not answered."""
         return self._ordered.is_set()
@@ -166,7 +181,7 @@ class Reentry:
     def enters_again(self, exc: BaseException, protection: Protection) -> bool:
         """Training ended with `exc`: say whether it is to be entered again. Without an order the exception is reported, and what
         becomes of the job is waited for."""
-        if not isinstance(exc, Exception | Regroup) or isinstance(exc, STAY_WRONG):
+        if not isinstance(exc, Exception | Regroup) or isinstance(exc, (*STAY_WRONG, NotAsBefore)):
             self.close(f"training has ended with {type(exc).__name__}")
             return False
         if not self.ordered and not protection.released:
@@ -191,16 +206,16 @@ class Reentry:
         if leaving is not None:
             leaving.join()
 
-    def begin(self) -> None:
-        """Training is entered: from now on it can be entered again."""
+    def begin(self, not_yet: str = "") -> None:
+        """Training can be entered again from now on; `not_yet`: why it still cannot."""
         with self._lock:
-            self._closed = ""
+            self._not_yet = not_yet
 
     def close(self, why: str) -> None:
         """Training is not entered again: it has returned, or ended with an exception that would come again. An order that has come stays without an
         answer: this rank reports its end."""
         with self._lock:
-            self._closed = self._closed or f"rank {self._rank}: {why}"
+            self._closed = self._closed or why
         self._end_leaving()
 
     def wait_ordered(self) -> None:
@@ -257,6 +272,7 @@ class Reentry:
             optimizer.load_end(order.step, returned.optimizer, order.record)
         else:
             optimizer.keep(order.step, order.record)
+            self._step_back()
         if differing := optimizer.compare_replicas():
             raise CheckpointError(f"replicas differ after they were filled: {differing}")
         return returned
@@ -267,7 +283,9 @@ class Reentry:
         speaker = min(set(range(dist.get_world_size())) - set(order.replaced))
         mine: dict[str, Any] = {"saves": astuple(self._saves.marks)}
         if speaker == self._rank:
-            mine["trainer"] = holder.step_states.get(step) if step else {}
+            mine["trainer"] = (
+                holder.step_states.get(step) if step else {}
+            )  # before step 1 the program has what it began with
             mine["optimizer"] = holder.optimizer.host_state(step)
         everyone = exchange_json(mine, holder.optimizer.device)
         marks = [

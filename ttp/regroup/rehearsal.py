@@ -49,6 +49,10 @@ class Regrouping:
             )
         self._optimizer, self._gate, self._every, self._rank, self._pause = optimizer, gate, every, rank, pause
         self._callbacks: list[OnRegroup] = []
+        self._step_backs: list[Callable[[], None]] = []
+        self._enterings: list[Callable[[], None]] = []
+        self.recovered = False
+        """The job was recovered in place, and `train` was not entered since."""
         self._first: CommitRecord | None = None
         self._took_s = 0.0
         self._rehearsed = 0
@@ -56,6 +60,26 @@ class Regrouping:
     def on_regroup(self, callback: OnRegroup) -> None:
         """Have `callback` called whenever the groups were made again, with the function that returns a group's successor."""
         self._callbacks.append(callback)
+
+    def on_step_back(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when `train` is to be entered again, behind those of `on_regroup`: all is to be as it was after the newest step."""
+        self._step_backs.append(callback)
+
+    def on_enter_again(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called on every rank just before `train` is entered after a recovery, in a new process too: it may be a collective."""
+        self._enterings.append(callback)
+
+    def step_back(self) -> None:
+        """The newest step is the one from which `train` is entered again."""
+        for callback in self._step_backs:
+            callback()
+
+    def enter(self) -> None:
+        """`train` is entered: after a recovery on all ranks."""
+        if self.recovered:
+            self.recovered = False
+            for callback in self._enterings:
+                callback()
 
     def begin_train(self) -> None:
         """`train` is entered under `ttp_to_persist`, after the session began: it can be exited and entered again until `end_train`. Raises ConfigError."""
@@ -76,7 +100,7 @@ class Regrouping:
             )
 
     def make_again(self) -> None:
-        """`train` was exited: make the groups again, and give them to whatever holds one (every rank calls)."""
+        """Make the groups again, and give them to whatever holds one (every rank calls)."""
         began = time.perf_counter()
         with self._pause(MAKE_AGAIN_AT_MOST_S):
             successor = GROUPS.make_again()

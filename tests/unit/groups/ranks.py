@@ -25,13 +25,15 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ttp.errors import AbortedCollective, ConfigError, ControllerError
+from ttp.adopt.optimizer import AdoptedOptimizer
+from ttp.errors import AbortedCollective, CheckpointError, ConfigError, ControllerError, ProtocolError
 from ttp.exchange import agreed as agreed_module
 from ttp.exchange.agreed import Agreements
 from ttp.groups.polled_wait import wait_for
 from ttp.groups.process_groups import GROUPS, ProcessGroups, recipes
 from ttp.groups.vacancy import init_process_group, vacant
-from ttp.regroup.wrappers import renew_model
+from ttp.proto.messages import CommitRecord
+from ttp.regroup.wrappers import buckets, renew_model
 
 c10d: Any = distributed_c10d
 
@@ -189,6 +191,73 @@ def ddp_and_fsdp2_give_the_bits_that_they_gave(store: Any) -> None:
             renew_model(model, successor)
         assert holder.group is dist.group.WORLD is plain.process_group
         assert (gradients(plain), gradients(sharded)) == expected
+
+
+def a_new_process_is_given_what_the_others_hold(store: Any) -> None:
+    """Rank 1 of three goes on with a model that has made no step, as one does that takes a lost one's place. The next step has every rank's bits: on three ranks
+    a sum is rounded as the gradients lie in buckets."""
+    rank = dist.get_rank()
+
+    def make(seed: int, kind: Any = torch.optim.AdamW) -> tuple[Any, AdoptedOptimizer, Any]:
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32))))
+        average = torch.optim.swa_utils.AveragedModel(net)
+        model = DistributedDataParallel(net, bucket_cap_mb=0.005)
+        optimizer = kind(model.parameters(), lr=0.1)
+        return model, AdoptedOptimizer(model, optimizer, averages={"ema": average}), optimizer
+
+    def step(number: int, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * number + rank))
+        torch.autograd.backward(model(batch).square().sum())
+        optimizer.step()
+
+    def bits(adopted: AdoptedOptimizer) -> dict[str, bytes]:
+        return {key: tensor.numpy().tobytes() for key, tensor in adopted._state.memory().items()}
+
+    model, adopted, optimizer = make(0)
+    fresh_model, fresh, fresh_optimizer = make(1)
+    *_, other, _ = make(2, torch.optim.SGD)
+    assert adopted.why_not_filled() == ""
+    for number in range(3):
+        step(number, model, optimizer)
+    assert bits(fresh) != bits(adopted) and buckets(fresh_model) != buckets(model)
+    host_state = adopted.host_state()
+    for lost, asked, said in (
+        ({0, 1, 2}, adopted, "no rank that stays holds what rank 0 held"),
+        ({1}, other if rank == 1 else adopted, "rank 1, which is new, has other tensors than rank 0"),
+    ):
+        try:
+            asked.fill(lost)
+            raise AssertionError(f"expected {said}")
+        except CheckpointError as error:
+            assert said in str(error), error
+    before = bits(adopted)
+    if rank == 1:
+        fresh.load_begin()
+        fresh.fill({1})
+        fresh.load_end(3, host_state, adopted.last_record)
+        assert fresh.current_step == 3 and fresh.last_record == adopted.last_record
+        assert bits(fresh) == bits(adopted) and buckets(fresh_model) == buckets(model)
+        buffers = [dict(each.module.named_buffers()) for each in (fresh_model, model)]
+        assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[1])
+        assert fresh.compare_replicas() == ()
+    else:
+        adopted._steps._ready = 4  # its gradients of a step that is given up
+        adopted.fill({1})
+        adopted.keep(3, adopted.last_record)
+        try:
+            adopted._steps.expect(CommitRecord(4, 1.0, 1.0, False, 1.0, (0.1,), ()))
+            raise AssertionError("expected that the step is given up")
+        except ProtocolError as error:
+            assert "not ready" in str(error)
+        assert bits(adopted) == before and adopted.compare_replicas() == ()
+    mine = (fresh_model, fresh, fresh_optimizer) if rank == 1 else (model, adopted, optimizer)
+    step(3, mine[0], mine[2])
+    whole_model, whole, whole_optimizer = make(0)
+    for number in range(4):
+        step(number, whole_model, whole_optimizer)
+    assert bits(mine[1]) == bits(whole)
 
 
 def in_place(index: int, world: int, rounds: int, port: int, folder: str) -> None:

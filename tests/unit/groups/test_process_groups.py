@@ -59,6 +59,10 @@ def test_what_ranks_agree_on_as_they_start_is_there_for_a_process_in_a_lost_ones
     run("a_new_process_reads_what_the_others_have_agreed_on", 2)
 
 
+def test_a_new_process_trains_on_with_what_the_others_hold(run: Run) -> None:
+    run("a_new_process_is_given_what_the_others_hold", 3)
+
+
 def test_a_process_without_groups_has_none_to_make() -> None:
     successor = ProcessGroups().make_again()
     assert successor(None) is None and successor(run) is run

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ttp.config import Settings
-from ttp.errors import CheckpointError, ConfigError, Regroup
+from ttp.errors import CheckpointError, ConfigError, NotAsBefore, Regroup
 from ttp.groups.process_groups import GROUPS
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
@@ -167,7 +167,8 @@ def of_rank(rank: int, left: list[str]) -> Reentry:
     optimizer: Any = Optimizer(left)
     holder: Any = Holder(optimizer)
     saves: Any = Saves(left)
-    made = Reentry(optimizer, holder, saves, Settings(), rank, lambda successor: left.append("renew"), pause)
+    renew, step_back = lambda successor: left.append("renew"), lambda: left.append("step back")
+    made = Reentry(optimizer, holder, saves, Settings(), rank, renew, pause, step_back)
     made.begin()
     return made
 
@@ -207,7 +208,25 @@ def test_without_an_order_the_exception_is_training_s_end(reentry: Reentry, left
     assert len(protection.held) == (then == "released") and not left
 
 
-@pytest.mark.parametrize("exc", [SystemExit(0), KeyboardInterrupt(), ConfigError("lr: got -1, expected a number >= 0")])
+def test_what_comes_before_is_waited_for_and_what_is_closed_stays_so(left: list[str]) -> None:
+    """A session that has saves in the agent's memory before training begins is not opened by its begin."""
+    reentry = of_rank(1, left)
+    reentry.begin("it has not finished a step of its own yet")
+    assert reentry.order(ORDER) == "rank 1: it has not finished a step of its own yet" and not reentry.ordered
+    reentry.close("saves that are not waited for keep memory of this process")
+    reentry.begin()
+    assert "saves that are not waited for" in reentry.order(ORDER) and not reentry.ordered
+
+
+ENDING = [
+    SystemExit(0),
+    KeyboardInterrupt(),
+    ConfigError("lr: got -1, expected a number >= 0"),
+    NotAsBefore("another batch"),
+]
+
+
+@pytest.mark.parametrize("exc", ENDING)
 def test_what_ends_a_program_or_would_come_again_ends_it(reentry: Reentry, exc: BaseException) -> None:
     """An order that comes later is answered with that, so that the step is written."""
     protection = Protection(reentry, "ordered")
@@ -238,7 +257,7 @@ def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_
     returned = reentry.come_back(protection)  # type: ignore[arg-type]
     done = [call for call in left if call not in ("leave", "close")]
     assert done[:4] == ["make_again 3", "rewire", "renew", "fill (0,)"], "nothing is loaded into what it holds"
-    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "compare", "saves", "let_go"]
+    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "step back", "compare", "saves", "let_go"]
     assert protection.calls == ["gate regrouped 8", "note the next step", "RegroupDone", "open"]
     assert protection.answers == [RegroupDone(ORDER)] and not reentry.ordered
     assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2, ("dir", "tmp"))), (
@@ -250,6 +269,7 @@ def test_a_process_in_a_lost_ones_place_takes_all_of_it(left: list[str]) -> None
     reentry = of_rank(0, left)
     reentry.order(ORDER)
     assert reentry.come_back(Protection(reentry, "")).state == {"samples": 32}  # type: ignore[arg-type]
+    assert "step back" not in left, "the program has just begun"
     assert left.index("load_begin") < left.index("fill (0,)") < left.index("load_end 8 {'step': 8}")
 
 
@@ -305,7 +325,10 @@ def in_place(**settings: Any) -> Settings:
         ({"shared_dirs": False}, True, "TTP_SHARED_DIRS=False"),
     ],
 )
-def test_where_it_is_off_the_reason_is_named(settings: dict[str, Any], asked: bool, why: str) -> None:
+def test_where_it_is_off_the_reason_is_named(
+    settings: dict[str, Any], asked: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GROUPS, "replaceable", True)
     said = why_not_in_place(in_place(**settings), Optimizer([]), asked, copies=False, own_form=False)  # type: ignore[arg-type]
     assert (why in said) if why else said == ""
 
@@ -317,7 +340,21 @@ def test_a_process_that_was_executed_says_at_its_start_that_it_is_not_replaced(m
     assert "was executed, not forked" in said
 
 
-def test_an_accelerator_has_to_be_asked_for_by_name() -> None:
+def test_what_the_program_or_its_optimizer_does_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adopted(Optimizer):
+        def why_not_filled(self) -> str:
+            return "no other rank holds all that rank 0 has"
+
+    said = why_not_in_place(in_place(), Adopted([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
+    assert "the program has joined by torch.distributed.init_process_group" in said
+    monkeypatch.setattr(GROUPS, "replaceable", True)
+    said = why_not_in_place(in_place(), Adopted([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
+    assert said == "no other rank holds all that rank 0 has"
+
+
+def test_an_accelerator_has_to_be_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GROUPS, "replaceable", True)
+
     class OnDevice(Optimizer):
         device = type("Device", (), {"type": "cuda"})()
 

@@ -54,6 +54,10 @@ class LoaderStates:
             entry = {"epoch": epoch, "batch": batch, "states": [state for *_, state in states]}
             self.kept = (*self.kept[-KEPT + 1 :], entry)
 
+    def ask_again(self) -> None:
+        """Some rank's process is a new one, which begins as in the first step of an attempt: so do all."""
+        self._asked = False
+
     def begin(self, loader: Any, epoch: int, done: int, *, refetch: bool | None) -> int:
         """`loader` is about to be asked for an epoch's batches, of which `done` were handed out: load the newest state before them, and return the
         number of the batch that comes first then. At least one comes again, to be compared. `refetch`: no state is loaded or kept; None: not where

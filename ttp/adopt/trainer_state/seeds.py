@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import broadcast_json
 
 
@@ -25,7 +26,7 @@ class Seeds:
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         """Take rank 0's seed for all (a collective): the trainer's own, if it called torch.manual_seed."""
-        self.base: int = broadcast_json(torch.initial_seed(), device)
+        self.base: int = agree("the seed", lambda: broadcast_json(torch.initial_seed(), device))
         """Belongs to the run: it is saved, and given back on resume."""
         self._enabled = enabled
         self._device = device

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttp.adopt.trainer_state.fingerprint import Fingerprint
-from ttp.errors import DataMismatch
+from ttp.errors import DataMismatch, NotAsBefore
 from ttp.inputs import checked
 from ttp.runtime.rank_runtime import show
 
@@ -50,23 +50,29 @@ class SeenBatches:
         self._expected_passes: dict[int, tuple[str, list[float]]] = {}
         self._newest_expected = ""
         self._begun = False
+        self.recovered = False
+        """This process has entered its training again in place of a restart, which may give the batches that this does not."""
 
     def batch(self, epoch: int, index: int, batch: object, *, from_state: bool = False) -> None:
         """A batch was fetched. Raises DataMismatch if the run had another one there. `from_state`: the loader goes on from its own state_dict."""
-        found = Fingerprint(batch)
+        found, before = Fingerprint(batch), self._batches
         kept = [entry for entry in self._batches if entry[0] == epoch]
         first, newest = [entry for entry in kept if entry[1] == 0], [entry for entry in kept if entry[1]]
         self._batches = (*first, *newest[-KEPT + 1 :], (epoch, index, found))
         expected = self._expected_batches.pop((epoch, index), "")
         if expected and (got := found.value()) != expected:
-            self._differs(
-                f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before the restart: got"
-                f" fingerprint {got}, expected {expected}. {_FROM_STATE if from_state else _FROM_FIRST}"
-            )
+            try:
+                self._differs(
+                    f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before the restart: got"
+                    f" fingerprint {got}, expected {expected}. {_FROM_STATE if from_state else _FROM_FIRST}"
+                )
+            except NotAsBefore:
+                self._batches = before
+                raise
 
     def forward(self, step: int, inputs: object, rates: Sequence[float], *, counted: bool) -> None:
         """The first forward pass of `step` begins. `counted`: its batches are already in the record. Raises DataMismatch."""
-        found = Fingerprint(None if counted else inputs)
+        found, before = Fingerprint(None if counted else inputs), self._passes
         self._passes = (*self._passes[-KEPT + 1 :], (step, found, list(rates)))
         if step == 1 and not counted:
             self._first = found.value()
@@ -75,9 +81,13 @@ class SeenBatches:
             return
         batch, expected = self._expected_passes.pop(step, ("", []))
         self._expected_passes = {later: each for later, each in self._expected_passes.items() if later > step}
-        self._compare_rates(step, rates, expected)
-        if not counted and not begun and step > 1:
-            self._compare_inputs(step, found.value(), batch)
+        try:
+            self._compare_rates(step, rates, expected)
+            if not counted and not begun and step > 1:
+                self._compare_inputs(step, found.value(), batch)
+        except NotAsBefore:
+            self._passes = before  # a restart is to have what was there
+            raise
 
     def record(self) -> dict[str, Any]:
         """Return the record as JSON values. Any thread: what a device still copies is left out."""
@@ -133,6 +143,8 @@ class SeenBatches:
             )
 
     def _differs(self, text: str) -> None:
+        if self.recovered:
+            raise NotAsBefore(text)
         if self._on_mismatch == "error":
             raise DataMismatch(f"{text}; or continue with other data by on_data_mismatch='warn'")
         show(logging.WARNING, text)

@@ -1,0 +1,154 @@
+"""Where `ttp.protect` has a lost rank replaced in place, and where it says why not; what of a re-entered training becomes a restart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.adopt.filling import why_not_filled
+from ttp.adopt.megatron import MegatronState
+from ttp.adopt.optimizer import AdoptedOptimizer
+from ttp.adopt.trainer_state.loader_states import LoaderStates
+from ttp.adopt.trainer_state.seen import SeenBatches
+from ttp.errors import NotAsBefore
+from ttp.regroup.wrappers import why_not_replaced
+
+
+@pytest.fixture
+def lone_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def ddp(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(torch.nn.Linear(2, 2), **options)
+
+
+def with_hook() -> DistributedDataParallel:
+    model = ddp()
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model
+
+
+def with_torchs_own_hook() -> DistributedDataParallel:
+    model = ddp()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined, no-untyped-call]
+    return model
+
+
+def with_all_reduce_hook() -> Any:
+    model: Any = fully_shard(torch.nn.Linear(2, 2))
+    model.set_all_reduce_hook(lambda gradients: None)
+    return model
+
+
+def split_by_hand() -> Any:
+    model = torch.nn.Linear(2, 2)
+    split: Any = distribute_tensor(model.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+    model.weight = torch.nn.Parameter(split)
+    return model
+
+
+@pytest.mark.usefixtures("lone_group")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (ddp, ""),
+        (lambda: torch.nn.Linear(2, 2), ""),
+        (lambda: torch.nn.Sequential(ddp(gradient_as_bucket_view=True, find_unused_parameters=True)), ""),
+        (lambda: ddp(static_graph=True), "static_graph=True"),
+        (with_hook, "a communication hook"),
+        (with_torchs_own_hook, "a communication hook"),
+        (lambda: DistributedDataParallel(torch.nn.EmbeddingBag(3, 2, sparse=True)), "sparse gradients"),
+        (lambda: fully_shard(torch.nn.Linear(2, 2)), ""),
+        (with_all_reduce_hook, "a hook of its all-reduces"),
+        (split_by_hand, "weight is split over ranks by other means"),
+    ],
+)
+def test_models_that_a_new_process_could_not_join_are_named(make: Any, why: str) -> None:
+    said = why_not_replaced(make())
+    assert (why in said) if why else said == ""
+
+
+def test_accelerate_is_named_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it is only imported."""
+    state: Any = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    assert why_not_replaced(torch.nn.Linear(2, 2)) == ""
+    state.PartialState._shared_state["backend"] = "gloo"
+    assert "accelerate counts batches by itself" in why_not_replaced(torch.nn.Linear(2, 2))
+
+
+def test_states_that_no_other_rank_has_are_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    state: Any = SimpleNamespace(device=torch.device("cpu"), twins=[[0, 2], [1], [0, 2], [3]])
+    assert why_not_filled(model, state, ()) == "no other rank holds the same as ranks 1, 3"
+    state.twins = [[0, 1], [0, 1]]
+    assert why_not_filled(model, state, ()) == ""
+    assert "not plain values: foo, lr" in why_not_filled(model, state, {"lr", "foo"})
+    state.device = torch.device("cuda")
+    assert "never tried on cuda" in why_not_filled(model, state, ())
+    assert "Megatron-Core" in why_not_filled(model, object.__new__(MegatronState), ())
+
+
+def test_a_setting_that_no_checkpoint_has_is_named_and_a_tensor_is_none() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    adopted = AdoptedOptimizer(model, optimizer)
+    adopted._state.twins = [[0, 1], [0, 1]]
+    assert adopted.why_not_filled() == ""
+    adopted.not_filled = "reseed=False"
+    assert adopted.why_not_filled() == "reseed=False"
+    adopted.not_filled, optimizer.param_groups[0]["decay"] = "", object()
+    assert "not plain values: decay" in adopted.why_not_filled()
+    adopted.close()
+
+
+def test_another_batch_after_a_recovery_leads_to_a_restart_that_expects_the_right_one() -> None:
+    """Neither with on_data_mismatch="warn": the restart may have the right one."""
+    first, wrong = torch.ones(2), torch.zeros(2)
+    seen = SeenBatches(0, 2, "warn")
+    for step in (1, 2):
+        seen.forward(step, first * step, [0.1], counted=False)
+    seen.batch(0, 0, first)
+    seen.batch(0, 1, first)
+    seen.expect(record := seen.record())
+    seen.recovered = True
+    with pytest.raises(NotAsBefore, match="another batch in step 2 on rank 0"):
+        seen.forward(2, wrong, [0.1], counted=False)
+    with pytest.raises(NotAsBefore, match="batch 1 of epoch 0"):
+        seen.batch(0, 1, wrong)
+    assert seen.record() == record
+    seen.expect(record)
+    with pytest.raises(NotAsBefore, match="learning rate"):
+        seen.forward(2, first * 2, [0.2], counted=False)
+
+
+def test_ranks_ask_each_other_again_for_their_loaders_after_a_recovery() -> None:
+    """A new process asks in its first step: an exchange that the others would not answer."""
+    asked: list[Any] = []
+
+    def exchange(value: Any) -> list[Any]:
+        asked.append(value)
+        return [value, value]
+
+    states = LoaderStates(0, 2, exchange)
+    for step in (1, 2):
+        states.take(step, 0, step)
+    assert asked == [False]
+    states.ask_again()
+    states.take(3, 0, 3)
+    assert asked == [False, False]
