@@ -148,7 +148,7 @@ class Reentry:
         """Have the training thread leave its step for this order; return why it cannot, empty: it does."""
         with self._lock:
             if why := self._closed or self._not_yet:
-                return f"rank {self._rank}: {why}"
+                return why
             self._order = order
             self._out.clear()
             self._ordered.set()
@@ -308,8 +308,8 @@ class Reentry:
 
     def _failed(self, order: messages.Regroup, error: Exception, protection: Protection) -> None:
         """Answer that this rank has not regrouped, and stay as a holder: the step is written now."""
-        text = f"rank {self._rank}: {type(error).__name__}: {error}"
-        log.error("cannot regroup: %s", text)
+        text = f"{type(error).__name__}: {error}"
+        log.error("rank %d: cannot regroup: %s", self._rank, text)
         protection.processor.put(WorkFailed(order.freeze_id, "regroup", "", text))
         protection.hold()
 

@@ -212,7 +212,7 @@ def test_what_comes_before_is_waited_for_and_what_is_closed_stays_so(left: list[
     """A session that has saves in the agent's memory before training begins is not opened by its begin."""
     reentry = of_rank(1, left)
     reentry.begin("it has not finished a step of its own yet")
-    assert reentry.order(ORDER) == "rank 1: it has not finished a step of its own yet" and not reentry.ordered
+    assert reentry.order(ORDER) == "it has not finished a step of its own yet" and not reentry.ordered
     reentry.close("saves that are not waited for keep memory of this process")
     reentry.begin()
     assert "saves that are not waited for" in reentry.order(ORDER) and not reentry.ordered
@@ -231,7 +231,7 @@ def test_what_ends_a_program_or_would_come_again_ends_it(reentry: Reentry, exc: 
     """An order that comes later is answered with that, so that the step is written."""
     protection = Protection(reentry, "ordered")
     assert not reentry.enters_again(exc, protection) and not protection.held  # type: ignore[arg-type]
-    assert reentry.order(ORDER) == f"rank 1: training has ended with {type(exc).__name__}" and not reentry.ordered
+    assert reentry.order(ORDER) == f"training has ended with {type(exc).__name__}" and not reentry.ordered
 
 
 def test_an_order_before_training_has_begun_is_refused(left: list[str]) -> None:
@@ -240,13 +240,13 @@ def test_an_order_before_training_has_begun_is_refused(left: list[str]) -> None:
     holder: Any = Holder(optimizer)
     saves: Any = Saves(left)
     early = Reentry(optimizer, holder, saves, Settings(), 1, lambda successor: None, pause)
-    assert early.order(ORDER) == "rank 1: training has not begun" and not early.ordered
+    assert early.order(ORDER) == "training has not begun" and not early.ordered
 
 
 def test_training_that_has_returned_is_not_entered_again(reentry: Reentry) -> None:
     reentry.close("training has returned")
     reentry.close("a later reason")
-    assert reentry.order(ORDER) == "rank 1: training has returned"
+    assert reentry.order(ORDER) == "training has returned"
 
 
 def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_the_gate(
