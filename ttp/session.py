@@ -380,8 +380,7 @@ class Session:
         that fails then is logged. The share of the save before is waited for.
 
         `periodic`: because so many steps are over, as the manifest then says. Each shard's replicas share its bytes. A directory that
-        cannot be written falls through to the next one.
-        Raises CheckpointError on every rank when no directory took it.
+        cannot be written falls through to the next one. Raises CheckpointError on every rank when none took it.
         """
         kind = CauseKind.PERIODIC if periodic else CauseKind.REQUESTED
         saved = self.optimizer.current_step if step is None else step

@@ -83,6 +83,12 @@ def test_models_that_a_new_process_could_not_join_are_named(make: Any, why: str)
     assert (why in said) if why else said == ""
 
 
+@pytest.fixture(autouse=True)
+def _no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have used it."""
+    monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)
+
+
 def test_accelerate_is_named_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where it is only imported."""
     state: Any = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -24,14 +26,23 @@ OTHER = "127.0.0.2"
 """An address of this host, as all of 127.0.0.0/8 are; not the one that torch would take."""
 
 
-def listens_on(port: int) -> set[str]:
-    """Return the addresses at which anything listens on a port."""
+def own_sockets() -> set[int]:
+    """Return the inodes of this process's descriptors."""
     found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.stat(f"/proc/self/fd/{name}").st_ino)
+    return found
+
+
+def listens_on(port: int) -> set[str]:
+    """Return the addresses at which this process listens on a port: another one may listen at another address."""
+    found, mine = set(), own_sockets()
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
             address, _, number = local.partition(":")
-            if state == "0A" and int(number, 16) == port:
+            if state == "0A" and int(number, 16) == port and int(inode) in mine:
                 words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
                 found.add(socket.inet_ntop(family, b"".join(words)))
     return found

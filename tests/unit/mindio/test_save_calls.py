@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import until
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError
@@ -103,7 +104,7 @@ def test_the_save_handler_runs_on_every_rank_of_each_list_and_the_rename_handler
     assert sorted(call[1] for call in job.calls if call[0] == "show") == [0, 1]
     assert sorted(call[1] for call in job.calls if call[0] == "leave") == [2, 3], "need_write_file is false there"
     assert job.calls[-1] == ("rename", 0, ("args", STEP))
-    assert left(job.root) == [f"iter_{STEP:07d}_tmp_published"]
+    until(lambda: left(job.root) == [f"iter_{STEP:07d}_tmp_published"], "the call's end on every rank")
 
 
 def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job) -> None:
