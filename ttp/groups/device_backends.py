@@ -25,6 +25,11 @@ def device_backends() -> list[tuple[torch.device, Any]]:
     return [(kind, backend) for kind, backend in found if backend.name() not in _CLOSED_BY_CONNECTIONS]
 
 
+def without_abort() -> tuple[str, ...]:
+    """Return the names of those that cannot be aborted."""
+    return tuple(backend.name() for _, backend in device_backends() if not hasattr(backend, "abort"))
+
+
 def abort_all() -> None:
     """Abort all of them at the same time: an abort frees memory, for which the driver waits until the kernels of all others have ended, too
     (pytorch issue 119797)."""

@@ -26,6 +26,7 @@ from ttp.errors import STAY_WRONG, CheckpointError, NotAsBefore, Regroup
 from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
 from ttp.fork_server.forked_program import is_forked
+from ttp.groups.device_backends import without_abort
 from ttp.groups.process_groups import GROUPS, Successor, recipes
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
@@ -104,6 +105,8 @@ def why_not_in_place(
         ),
     )
     why = next((why for applies, why in cases if applies), "")
+    if not why and (lacking := without_abort()):
+        return f"process groups of backend {lacking[0]} cannot be aborted"
     if not why and any(recipe.device is not None for recipe in recipes()):
         return "process groups are bound to a device (init_process_group(device_id=...))"
     return why or getattr(optimizer, "why_not_filled", str)()
@@ -159,7 +162,11 @@ class Reentry:
 
     def _leave(self, order: messages.Regroup) -> None:
         # An abort that blocks in the driver would block an emergency checkpoint's copies, too.
-        self._holder.copy_to_host(order.step)
+        try:
+            self._holder.copy_to_host(order.step)
+        except Exception as error:  # then the step is written, when the time to regroup is over
+            log.error("rank %d: step %d cannot be copied to the host: %s", self._rank, order.step, error)
+            return
         while not self._out.is_set():
             GROUPS.leave()
             self._out.wait(LEAVE_AGAIN_S)

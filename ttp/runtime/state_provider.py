@@ -123,6 +123,8 @@ class OptimizerStateProvider:
         self._early: HostCopier | None = None
         self._on_host: tuple[int, dict[str, list[HeldTensor]]] | None = None
         """A step, and this rank's state of it in host memory: written and taken as a whole."""
+        self._reading: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        """Held while the device is read, where `copy_to_host` does so as well: a write waits for a copy, and the other way round."""
         self._rank = registration.rank
         self.layout: dict[str, Any] = json.loads(registration.layout)
         """For the manifest."""
@@ -148,6 +150,10 @@ class OptimizerStateProvider:
 
     def write_parts(self, directory: str, tmp_name: str, step: int, parts: Sequence[Part]) -> ShareResult:
         """Write these parts of `step` into directory/tmp_name. Raises CheckpointError if this rank does not hold them."""
+        with self._reading:
+            return self._write_parts(directory, tmp_name, step, parts)
+
+    def _write_parts(self, directory: str, tmp_name: str, step: int, parts: Sequence[Part]) -> ShareResult:
         on_host = self._on_host
         holdings = on_host[1] if on_host is not None and on_host[0] == step else self.optimizer.holdings(step)
         tensors: list[HeldTensor] = []
@@ -174,21 +180,21 @@ class OptimizerStateProvider:
     def prepare_copy(self) -> None:
         """Make what `copy_to_host` needs, while the device is well."""
         if self.optimizer.device.type != "cpu":
-            self._early = HostCopier(self.optimizer.device)
+            self._early, self._reading = HostCopier(self.optimizer.device), threading.Lock()
 
     def copy_to_host(self, step: int) -> None:
         """Copy this rank's state of `step` to the host, before something is asked of the device that may never come back: a write of that step asks
-        nothing of the device from then on. On the CPU nothing is done. One thread at a time."""
-        if self._early is not None:
-            groups = self.optimizer.holdings(step)
-            early = self._early
-            self._on_host = (
-                step,
-                {
-                    group: [replace(tensor, values=early(tensor.values)) for tensor in tensors]
-                    for group, tensors in groups.items()
-                },
-            )
+        nothing of the device from then on. Waits for a write that reads it now. On the CPU nothing is done. One thread at a time."""
+        if self._early is None:
+            return
+        with self._reading:
+            if self._on_host is not None and self._on_host[0] == step:
+                return
+            self._on_host, copied = None, dict[str, list[HeldTensor]]()
+            for group, tensors in self.optimizer.holdings(step).items():
+                copied[group] = [replace(tensor, values=self._early(tensor.values)) for tensor in tensors]
+                self._advance(sum(tensor.values.nbytes for tensor in tensors))
+            self._on_host = step, copied
 
     def drop_copy(self) -> None:
         """Give the memory of that copy back: the state changes again."""

@@ -72,6 +72,11 @@ def test_what_connections_close_is_not_aborted(monkeypatch: pytest.MonkeyPatch) 
     device_backends.abort_all()
 
 
+def test_a_backend_without_an_abort_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world(monkeypatch, StandIn(), SimpleNamespace(name=lambda: "hccl"))  # type: ignore[arg-type]
+    assert device_backends.without_abort() == ("hccl",)
+
+
 def test_kernels_are_awaited_on_each_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
     monkeypatch.setattr(
