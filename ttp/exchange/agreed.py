@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ttp.config import Settings
 from ttp.errors import ControllerError
+from ttp.groups.process_groups import GROUPS
 from ttp.groups.vacancy import vacant
 
 READ_AT_MOST = timedelta(seconds=20)
@@ -46,7 +47,7 @@ class Agreements:
                     f"this process takes a lost one's place, and {name} is not in the job's store: {error}"
                 ) from error
         value = make()
-        needed = settings.launched and settings.in_place != "off"
+        needed = settings.launched and settings.in_place != "off" and GROUPS.replaceable
         if needed and settings.master_port and dist.is_initialized() and dist.get_rank(group) == 0:
             self._open(settings).set(key, json.dumps(value))
         return value
