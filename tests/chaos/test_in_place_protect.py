@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 STEPS = 24
 LOOP = """
+import contextlib
 import torch
 import torch.distributed as dist
 import ttp
@@ -58,12 +59,16 @@ def line(step, loss):
 def die_once(where):
     if where in options and rank == 1 and not (out / "died").exists():
         (out / "died").touch()
+        if "raises" in options:
+            raise RuntimeError("once")
         os.kill(os.getpid(), signal.SIGKILL)
 
 def evaluate():
     with guard.pause(), torch.no_grad():
         model.eval()
         torch.randn(3)
+        if "called in it" in options:
+            model(x[:4])
         (out / f"evaluates-{rank}").touch()
         await_file("evaluates-0")
         die_once("dies in an evaluation")
@@ -80,8 +85,10 @@ def train():
             last = (index + 1) % MICRO == 0
             if index % MICRO == 0:
                 optimizer.zero_grad()
-            model.require_backward_grad_sync = last
-            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            if "no_sync" not in options:
+                model.require_backward_grad_sync = last
+            with model.no_sync() if "no_sync" in options and not last else contextlib.nullcontext():
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
             if not last and guard.step == 8:
                 die_once("dies within a step")
             if "two die" in options and guard.step == 8 and rank < 2 and not (out / f"dies-{rank}").exists():
@@ -222,6 +229,22 @@ def test_an_evaluation_in_which_a_rank_dies_leaves_nothing(ended: Job) -> None:
     job = ended(2, "evaluation,dies in an evaluation")
     assert_in_place(job, (1,), 2)
     assert_equal(job, ended(2, "evaluation"), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["accumulate,no_sync", "accumulate,no_sync,raises", "accumulate,raises"])
+def test_a_pass_without_synchronization_leaves_it_on(ended: Job, options: str) -> None:
+    """Its flags of DDP, which differ from a new process's: without them gradients are never reduced again, or one rank waits for buffers."""
+    job = ended(2, f"{options},dies within a step")
+    assert_in_place(job, () if "raises" in options else (1,), 2)
+    assert_equal(job, ended(2, options), 2)
+
+
+@pytest.mark.long
+def test_an_evaluation_by_the_wrapper_leaves_its_buffers_sent(ended: Job) -> None:
+    job = ended(2, "evaluation,called in it,dies in an evaluation")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, ended(2, "evaluation,called in it"), 2)
 
 
 @pytest.mark.long

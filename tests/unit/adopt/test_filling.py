@@ -23,7 +23,7 @@ from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.trainer_state.loader_states import LoaderStates
 from ttp.adopt.trainer_state.seen import SeenBatches
 from ttp.errors import NotAsBefore
-from ttp.regroup.wrappers import why_not_replaced
+from ttp.regroup.wrappers import leave_pass, why_not_replaced
 
 
 @pytest.fixture
@@ -55,6 +55,18 @@ def with_all_reduce_hook() -> Any:
     return model
 
 
+def without_sync() -> DistributedDataParallel:
+    model = ddp()
+    model.require_backward_grad_sync = False
+    return model
+
+
+def sharded_without_sync() -> Any:
+    model: Any = fully_shard(torch.nn.Linear(2, 2))
+    model.set_requires_gradient_sync(False)
+    return model
+
+
 def split_by_hand() -> Any:
     model = torch.nn.Linear(2, 2)
     split: Any = distribute_tensor(model.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -75,12 +87,31 @@ def split_by_hand() -> Any:
         (lambda: DistributedDataParallel(torch.nn.EmbeddingBag(3, 2, sparse=True)), "sparse gradients"),
         (lambda: fully_shard(torch.nn.Linear(2, 2)), ""),
         (with_all_reduce_hook, "a hook of its all-reduces"),
+        (without_sync, "require_backward_grad_sync=False behind a step"),
+        (sharded_without_sync, "gradients that are not reduced behind a step"),
         (split_by_hand, "weight is split over ranks by other means"),
     ],
 )
 def test_models_that_a_new_process_could_not_join_are_named(make: Any, why: str) -> None:
     said = why_not_replaced(make())
     assert (why in said) if why else said == ""
+
+
+@pytest.mark.usefixtures("lone_group")
+def test_a_pass_that_was_left_has_ddp_synchronize_again() -> None:
+    """As one in a new process does: in no_sync(), and behind passes that synchronize nothing."""
+    model = torch.nn.Sequential(ddp())
+    wrapper: Any = model[0]
+    with torch.no_grad():
+        wrapper(torch.ones(1, 2))
+    with wrapper.no_sync():
+        wrapper(torch.ones(1, 2))
+        assert not wrapper.require_backward_grad_sync and not wrapper.require_forward_param_sync
+        leave_pass(model)
+        assert wrapper.require_backward_grad_sync and wrapper.require_forward_param_sync
+    sharded = sharded_without_sync()
+    leave_pass(sharded)
+    assert why_not_replaced(sharded) == ""
 
 
 @pytest.fixture(autouse=True)
