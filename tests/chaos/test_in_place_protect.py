@@ -75,13 +75,16 @@ def evaluate():
         dist.all_reduce(torch.ones(3))
         model.train()
 
+frozen = []
+
 @ttp.ttp_to_persist
 def train():
-    losses = []
     for epoch in guard.epochs(3):
         sampler.set_epoch(epoch)
         for index, (inputs, targets) in guard.enumerate(loader):
             COUNTED
+            if "freezes" in options and guard.step >= 9 and not frozen:
+                frozen.append(net[1].eval())
             last = (index + 1) % MICRO == 0
             if index % MICRO == 0:
                 optimizer.zero_grad()
@@ -130,6 +133,8 @@ class Ended:
     def __init__(self, out: Path, ranks: int, options: str, faults: str, script: str) -> None:
         out.mkdir()
         environ = {"TTP_FAULTS": faults, "TTP_IN_PLACE_S": "30"}  # a loaded machine
+        if "rehearses" in options:
+            environ["TTP_REHEARSE"] = "every:3"
         with Launch(out, script, "--nproc-per-node", str(ranks), environ=environ, arguments=(options,)) as job:
             assert job.wait() == 0, job.text
             self.text = job.text
@@ -237,6 +242,21 @@ def test_a_pass_without_synchronization_leaves_it_on(ended: Job, options: str) -
     """Its flags of DDP, which differ from a new process's: without them gradients are never reduced again, or one rank waits for buffers."""
     job = ended(2, f"{options},dies within a step")
     assert_in_place(job, () if "raises" in options else (1,), 2)
+    assert_equal(job, ended(2, options), 2)
+
+
+@pytest.mark.long
+def test_a_module_that_is_frozen_late_stays_so(ended: Job) -> None:
+    job = ended(2, "freezes", "kill:rank=1,step=13,point=backward")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, ended(2, "freezes"), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "times"), [("accumulate,no_sync,freezes", 8), ("evaluation,called in it", 16)])
+def test_rehearsals_leave_everything_as_it_was(ended: Job, options: str, times: int) -> None:
+    job = ended(2, f"{options},rehearses")
+    assert f"train() was exited and entered again {times} times, with equal results" in job.text
     assert_equal(job, ended(2, options), 2)
 
 

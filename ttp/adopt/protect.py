@@ -198,8 +198,8 @@ class Guard:
         """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
-        self._switches: list[tuple[Any, str, Any]] = []
-        """Those of the model in the first pass of this process: an evaluation or a pass that a fault ends leaves others."""
+        self._switches: dict[int, list[tuple[Any, str, Any]]] = {}
+        """Those of the model by step, as they were when its gradients were ready: an evaluation that a fault ends leaves others."""
         self._can_be_replaced = False
         """A step was finished in this process."""
         self._recovered = False
@@ -339,9 +339,16 @@ class Guard:
             self._seeds.seed_after(step, self._passes - 1)
         if step:
             self._loader_states.take(step, self._position.epoch, self._position.batch)
+            self._take_switches(step)
         data = {"position": self._position.state_dict(), "fed": self._feed.used}
         random = {"seed": self._seeds.base, "passes": self._passes, "all_passes": self._all_passes}
         self.session.set_step_state(step, {**self._host.take(step), **data, **random})
+
+    def _take_switches(self, step: int) -> None:
+        """Keep the switches of the model after `step`, and those after the step before, which may be the newest."""
+        if self.session.reentry is not None or self.session.regrouping.rehearses:
+            before = {step - 1: self._switches[step - 1]} if step - 1 in self._switches else {}
+            self._switches = {**before, step: switches(self._model)}
 
     def _give_back(self, step: int, state: Mapping[str, Any]) -> None:
         self._host.give_back(state, updated=step > 0)
@@ -379,9 +386,9 @@ class Guard:
         self._host.step_back()
         self._passes, self._recomputed = 0, False
         leave_pass(self._model)
-        for holder, name, value in self._switches:
-            setattr(holder, name, value)
         step = self._adopted.current_step
+        for holder, name, value in self._switches.get(step, ()):
+            setattr(holder, name, value)
         self._give_back(step, self.session.holder.step_states.get(step))
 
     def _entered_again(self) -> None:
@@ -414,7 +421,8 @@ class Guard:
             self._host.begin_pass()
             self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
-                self._switches = self._switches or switches(self._model)
+                if step - 1 not in self._switches:  # the first step of this process
+                    self._take_switches(step - 1)
                 self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)
         self._seeds.seed_pass(step, self._passes - 1)
 
