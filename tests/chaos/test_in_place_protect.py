@@ -42,7 +42,7 @@ schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in options)
 averages = {"ema": torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))}
 guard = ttp.protect(
-    model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {}, in_place=True,
+    net if "within" in options else model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {}, in_place=True,
     save_dirs=[str(out / "checkpoints")], clip=ttp.ClipNorm(1.0) if "clip" in options else None,
     save_interval=4 if "save" in options else 0, save_wait="quick" not in options,
 )
@@ -253,7 +253,9 @@ def test_a_module_that_is_frozen_late_stays_so(ended: Job) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("options", "times"), [("accumulate,no_sync,freezes", 8), ("evaluation,called in it", 16)])
+@pytest.mark.parametrize(
+    ("options", "times"), [("accumulate,no_sync,freezes", 8), ("evaluation,called in it", 16), ("within", 16)]
+)
 def test_rehearsals_leave_everything_as_it_was(ended: Job, options: str, times: int) -> None:
     job = ended(2, f"{options},rehearses")
     assert f"train() was exited and entered again {times} times, with equal results" in job.text
@@ -364,6 +366,7 @@ def test_fsdp2_with_replicas(ended: Job, options: str, victim: int, point: str) 
     ("options", "why"),
     [
         ("quick,save", "restart: save_wait=False"),
+        ("within", "restart from now on: ttp.protect was given the model within DistributedDataParallel"),
         ("hook", "restart from now on: DistributedDataParallel with a communication hook"),
         ("persistent", "restart from now on: a loader's workers are persistent"),
     ],

@@ -87,6 +87,12 @@ def switches(model: Module) -> list[tuple[Any, str, Any]]:
     return found
 
 
+def wrapper_around(model: Module) -> Module | None:
+    """Return the DistributedDataParallel whose forward pass calls this model, if it is within one."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    return wrapper if wrapper is not None and any(each is model for each in wrapper.modules()) else None
+
+
 def leave_pass(model: Module) -> None:
     """An exception has ended a forward or backward pass. Gradients are synchronized again, and buffers sent in the next pass, as in a new process: a pass
     within no_sync(), or without gradients, leaves both off. What FSDP2 keeps of the pass goes: torch leaves gradients that were not reduced yet, which

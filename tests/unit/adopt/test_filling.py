@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ttp
 from ttp.adopt.filling import why_not_filled
 from ttp.adopt.megatron import MegatronState
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.trainer_state.loader_states import LoaderStates
 from ttp.adopt.trainer_state.seen import SeenBatches
+from ttp.config import Settings
 from ttp.errors import NotAsBefore
 from ttp.regroup.wrappers import leave_pass, why_not_replaced
 
@@ -112,6 +115,26 @@ def test_a_pass_that_was_left_has_ddp_synchronize_again() -> None:
     sharded = sharded_without_sync()
     leave_pass(sharded)
     assert why_not_replaced(sharded) == ""
+
+
+@pytest.mark.usefixtures("lone_group")
+def test_the_model_within_ddp_ends_in_place_and_its_wrapper_can_be_rehearsed(tmp_path: Path) -> None:
+    """A wrapper that ttp.protect was not given is known in the first forward pass: too late for a new process, not for this one."""
+    wrapper: Any = ddp()
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    guard = ttp.protect(wrapper.module, optimizer, save_dirs=[tmp_path], settings=Settings(enable=False))
+    reasons: list[str] = []
+    reentry: Any = SimpleNamespace(closed=False, close=reasons.append, begin=lambda: None)
+    guard.session.reentry = reentry
+    torch.autograd.backward(wrapper(torch.ones(1, 2)).sum())
+    assert reasons == ["ttp.protect was given the model within DistributedDataParallel"]
+    wrapper.require_forward_param_sync = False
+    guard._step_back()
+    assert wrapper.require_forward_param_sync
+    renewed: list[Any] = []
+    guard._renew(lambda group: renewed.append(group) or group)
+    assert renewed.count(wrapper.process_group) >= 1
+    guard.close()
 
 
 @pytest.fixture(autouse=True)

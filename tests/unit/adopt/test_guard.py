@@ -133,6 +133,7 @@ def test_a_step_that_is_given_up_leaves_the_modules_as_the_step_before_did(tmp_p
     guard._step_back()
     assert [each.training for each in model.modules()] == [True, True, False]
     assert guard.step == 2
+    model.train()
     guard._take(3)  # ready, and given up before its update
     model.eval()
     guard._step_back()
