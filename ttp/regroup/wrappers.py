@@ -61,6 +61,8 @@ def _why_not_ddp(ddp: Any) -> str:
 
 def _why_not_fsdp(model: Module) -> str:
     """Of FSDP2, and of parameters that anything else has split over ranks."""
+    if any(_is_fsdp(module) and not hasattr(module, "reset_iter_state") for module in model.modules()):
+        return "fully_shard: this torch cannot leave a pass, it has no reset_iter_state"
     groups = [group for module in model.modules() for group in _fsdp_groups(module)]
     if any(group._all_reduce_hook is not None for group in groups):
         return "fully_shard with a hook of its all-reduces"
@@ -108,8 +110,7 @@ def leave_pass(model: Module) -> None:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        if state is not None and state._is_root:
+        if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:  # type: ignore[operator]
             module.reset_iter_state()  # type: ignore[operator]
 
 
@@ -157,9 +158,13 @@ def _build_reducer(ddp: Any, layout: Sequence[Sequence[int]]) -> None:
         dist._compute_bucket_assignment_by_size = torchs_own  # type: ignore[attr-defined]
 
 
+def _is_fsdp(module: Module) -> bool:
+    return hasattr(module, "_get_fsdp_state")
+
+
 def _fsdp_groups(module: Module) -> Sequence[Any]:
     """Return FSDP2's groups of a module's own parameters."""
-    return getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_groups", ())
+    return getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()) if _is_fsdp(module) else ()  # type: ignore[operator]
 
 
 def _mesh_infos(module: Module) -> Iterator[Any]:

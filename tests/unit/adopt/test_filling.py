@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -118,6 +118,19 @@ def test_a_pass_that_was_left_has_ddp_synchronize_again() -> None:
 
 
 @pytest.mark.usefixtures("lone_group")
+def test_a_torch_that_cannot_leave_a_pass_of_fsdp2_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is rehearsed as before: a rehearsal leaves no pass half way."""
+    layer: Any = fully_shard(torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(layer)
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    assert "no reset_iter_state" in why_not_replaced(model)
+    assert why_not_replaced(ddp()) == why_not_replaced(torch.nn.Linear(2, 2)) == ""
+    leave_pass(model)
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.usefixtures("lone_group")
 def test_the_model_within_ddp_ends_in_place_and_its_wrapper_can_be_rehearsed(tmp_path: Path) -> None:
     """A wrapper that ttp.protect was not given is known in the first forward pass: too late for a new process, not for this one."""
     wrapper: Any = ddp()
@@ -132,7 +145,12 @@ def test_the_model_within_ddp_ends_in_place_and_its_wrapper_can_be_rehearsed(tmp
     guard._step_back()
     assert wrapper.require_forward_param_sync
     renewed: list[Any] = []
-    guard._renew(lambda group: renewed.append(group) or group)
+
+    def successor(group: Any) -> Any:
+        renewed.append(group)
+        return group
+
+    guard._renew(successor)
     assert renewed.count(wrapper.process_group) >= 1
     guard.close()
 
