@@ -425,9 +425,17 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("choice", ["error", "warn"])
-def test_data_from_outside_of_train_ends_in_a_restart_which_has_it(ended: Job, choice: str) -> None:
-    """The iterator has gone on. In a restart that would be the job's end (`error`), or other data (`warn`)."""
-    job = ended(2, choice, "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
+def test_data_from_outside_of_train_ends_in_a_restart_which_has_it(ended: Job) -> None:
+    """The iterator has gone on. In a restart that would be the job's end."""
+    job = ended(2, "error", "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
     assert "NotAsBefore" in job.text and job.attempts == {"1"} and "no step lost" in job.text
-    assert_equal(job, ended(2, choice, script=DATA_OUTSIDE), 2)
+    assert_equal(job, ended(2, "error", script=DATA_OUTSIDE), 2)
+
+
+@pytest.mark.long
+def test_data_from_outside_of_train_is_warned_of_where_that_was_asked_for(ended: Job) -> None:
+    """The rank that stays trains on what its iterator has next."""
+    job = ended(2, "warn", "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
+    assert_in_place(job, (1,), 2)
+    assert "another batch in step 7 on rank 0" in job.text and job.finals[0] == job.finals[1]
+    assert [line[0] for line in job.lines[0]] == [str(step) for step in range(1, 13)]

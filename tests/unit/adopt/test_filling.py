@@ -196,9 +196,8 @@ def test_a_setting_that_no_checkpoint_has_is_named_and_a_tensor_is_none() -> Non
 
 
 def test_another_batch_after_a_recovery_leads_to_a_restart_that_expects_the_right_one() -> None:
-    """Neither with on_data_mismatch="warn": the restart may have the right one."""
     first, wrong = torch.ones(2), torch.zeros(2)
-    seen = SeenBatches(0, 2, "warn")
+    seen = SeenBatches(0, 2, "error")
     for step in (1, 2):
         seen.forward(step, first * step, [0.1], counted=False)
     seen.batch(0, 0, first)
@@ -213,6 +212,19 @@ def test_another_batch_after_a_recovery_leads_to_a_restart_that_expects_the_righ
     seen.expect(record)
     with pytest.raises(NotAsBefore, match="learning rate"):
         seen.forward(2, first * 2, [0.2], counted=False)
+
+
+def test_another_batch_after_a_recovery_is_only_warned_of_where_that_was_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = SeenBatches(0, 2, "warn")
+    seen.forward(2, torch.ones(2), [0.1], counted=False)
+    seen.expect(seen.record())
+    seen.recovered = True
+    with caplog.at_level("WARNING"):
+        seen.forward(2, torch.zeros(2), [0.2], counted=False)
+    assert "another batch in step 2 on rank 0" in caplog.text and "learning rate" in caplog.text
+    assert [entry[2] for entry in seen.record()["passes"]] == [[0.1], [0.2]]
 
 
 def test_ranks_ask_each_other_again_for_their_loaders_after_a_recovery() -> None:
