@@ -110,7 +110,7 @@ def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_step_that_is_given_up_leaves_the_modules_as_the_step_before_did(tmp_path: Path) -> None:
-    """One that was frozen late stays so; nothing remains of an evaluation, nor of what the step given up has set. Nor is a change between two steps."""
+    """One that was frozen late stays so; nothing remains of an evaluation, nor of what the step given up has set."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF)
