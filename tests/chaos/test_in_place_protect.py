@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 STEPS = 24
 LOOP = """
+import contextlib
 import torch
 import torch.distributed as dist
 import ttp
@@ -41,7 +42,7 @@ schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in options)
 averages = {"ema": torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))}
 guard = ttp.protect(
-    model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {}, in_place=True,
+    net if "within" in options else model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {}, in_place=True,
     save_dirs=[str(out / "checkpoints")], clip=ttp.ClipNorm(1.0) if "clip" in options else None,
     save_interval=4 if "save" in options else 0, save_wait="quick" not in options,
 )
@@ -58,30 +59,39 @@ def line(step, loss):
 def die_once(where):
     if where in options and rank == 1 and not (out / "died").exists():
         (out / "died").touch()
+        if "raises" in options:
+            raise RuntimeError("once")
         os.kill(os.getpid(), signal.SIGKILL)
 
 def evaluate():
     with guard.pause(), torch.no_grad():
         model.eval()
         torch.randn(3)
+        if "called in it" in options:
+            model(x[:4])
         (out / f"evaluates-{rank}").touch()
         await_file("evaluates-0")
         die_once("dies in an evaluation")
         dist.all_reduce(torch.ones(3))
         model.train()
 
+frozen = []
+
 @ttp.ttp_to_persist
 def train():
-    losses = []
     for epoch in guard.epochs(3):
         sampler.set_epoch(epoch)
         for index, (inputs, targets) in guard.enumerate(loader):
             COUNTED
+            if "freezes" in options and guard.step >= 9 and not frozen:
+                frozen.append(net[1].eval())
             last = (index + 1) % MICRO == 0
             if index % MICRO == 0:
                 optimizer.zero_grad()
-            model.require_backward_grad_sync = last
-            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            if "no_sync" not in options:
+                model.require_backward_grad_sync = last
+            with model.no_sync() if "no_sync" in options and not last else contextlib.nullcontext():
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
             if not last and guard.step == 8:
                 die_once("dies within a step")
             if "two die" in options and guard.step == 8 and rank < 2 and not (out / f"dies-{rank}").exists():
@@ -123,6 +133,8 @@ class Ended:
     def __init__(self, out: Path, ranks: int, options: str, faults: str, script: str) -> None:
         out.mkdir()
         environ = {"TTP_FAULTS": faults, "TTP_IN_PLACE_S": "30"}  # a loaded machine
+        if "rehearses" in options:
+            environ["TTP_REHEARSE"] = "every:3"
         with Launch(out, script, "--nproc-per-node", str(ranks), environ=environ, arguments=(options,)) as job:
             assert job.wait() == 0, job.text
             self.text = job.text
@@ -225,6 +237,39 @@ def test_an_evaluation_in_which_a_rank_dies_leaves_nothing(ended: Job) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("options", ["accumulate,no_sync", "accumulate,no_sync,raises", "accumulate,raises"])
+def test_a_pass_without_synchronization_leaves_it_on(ended: Job, options: str) -> None:
+    """Its flags of DDP, which differ from a new process's: without them gradients are never reduced again, or one rank waits for buffers."""
+    job = ended(2, f"{options},dies within a step")
+    assert_in_place(job, () if "raises" in options else (1,), 2)
+    assert_equal(job, ended(2, options), 2)
+
+
+@pytest.mark.long
+def test_a_module_that_is_frozen_late_stays_so(ended: Job) -> None:
+    job = ended(2, "freezes", "kill:rank=1,step=13,point=backward")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, ended(2, "freezes"), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "times"), [("accumulate,no_sync,freezes", 8), ("evaluation,called in it", 16), ("within", 16)]
+)
+def test_rehearsals_leave_everything_as_it_was(ended: Job, options: str, times: int) -> None:
+    job = ended(2, f"{options},rehearses")
+    assert f"train() was exited and entered again {times} times, with equal results" in job.text
+    assert_equal(job, ended(2, options), 2)
+
+
+@pytest.mark.long
+def test_an_evaluation_by_the_wrapper_leaves_its_buffers_sent(ended: Job) -> None:
+    job = ended(2, "evaluation,called in it,dies in an evaluation")
+    assert_in_place(job, (1,), 2)
+    assert_equal(job, ended(2, "evaluation,called in it"), 2)
+
+
+@pytest.mark.long
 def test_a_periodic_save_in_which_a_rank_dies_is_made_again(ended: Job) -> None:
     whole = ended(2, "save")
     job = ended(2, "save", "kill:rank=1,step=8,point=write,call=1")
@@ -321,6 +366,7 @@ def test_fsdp2_with_replicas(ended: Job, options: str, victim: int, point: str) 
     ("options", "why"),
     [
         ("quick,save", "restart: save_wait=False"),
+        ("within", "restart from now on: ttp.protect was given the model within DistributedDataParallel"),
         ("hook", "restart from now on: DistributedDataParallel with a communication hook"),
         ("persistent", "restart from now on: a loader's workers are persistent"),
     ],
@@ -379,9 +425,17 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("choice", ["error", "warn"])
-def test_data_from_outside_of_train_ends_in_a_restart_which_has_it(ended: Job, choice: str) -> None:
-    """The iterator has gone on. In a restart that would be the job's end (`error`), or other data (`warn`)."""
-    job = ended(2, choice, "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
+def test_data_from_outside_of_train_ends_in_a_restart_which_has_it(ended: Job) -> None:
+    """The iterator has gone on. In a restart that would be the job's end."""
+    job = ended(2, "error", "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
     assert "NotAsBefore" in job.text and job.attempts == {"1"} and "no step lost" in job.text
-    assert_equal(job, ended(2, choice, script=DATA_OUTSIDE), 2)
+    assert_equal(job, ended(2, "error", script=DATA_OUTSIDE), 2)
+
+
+@pytest.mark.long
+def test_data_from_outside_of_train_is_warned_of_where_that_was_asked_for(ended: Job) -> None:
+    """The rank that stays trains on what its iterator has next."""
+    job = ended(2, "warn", "kill:rank=1,step=7,point=backward", DATA_OUTSIDE)
+    assert_in_place(job, (1,), 2)
+    assert "another batch in step 7 on rank 0" in job.text and job.finals[0] == job.finals[1]
+    assert [line[0] for line in job.lines[0]] == [str(step) for step in range(1, 13)]

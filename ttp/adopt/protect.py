@@ -43,7 +43,7 @@ from ttp.exchange.json_collectives import check_joined
 from ttp.groups.process_groups import Successor
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ClipNorm
-from ttp.regroup.wrappers import leave_pass, renew_attributes, renew_model, switches
+from ttp.regroup.wrappers import leave_pass, renew_attributes, renew_model, switches, wrapper_around
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
 from ttp.session import ResumePoint, Session, refusals_in_one_line, start
@@ -189,6 +189,10 @@ class Guard:
     ) -> None:
         self.session = session
         self._model = model
+        self._outermost = model
+        """It, or DistributedDataParallel around it."""
+        self._successor: Successor | None = None
+        """Of the newest time that the process groups were made again."""
         self._adopted = adopted
         self._host = host
         self._options = options
@@ -198,8 +202,8 @@ class Guard:
         """Those of all steps, over all attempts of the job."""
         self._recomputed = False
         """The step in flight has had a forward pass within its backward pass."""
-        self._switches: list[tuple[Any, str, Any]] = []
-        """Those of the model in the first pass of this process: an evaluation or a pass that a fault ends leaves others."""
+        self._switches: dict[int, list[tuple[Any, str, Any]]] = {}
+        """Those of the model by step, as they were when its gradients were ready: an evaluation that a fault ends leaves others."""
         self._can_be_replaced = False
         """A step was finished in this process."""
         self._recovered = False
@@ -339,9 +343,16 @@ class Guard:
             self._seeds.seed_after(step, self._passes - 1)
         if step:
             self._loader_states.take(step, self._position.epoch, self._position.batch)
+            self._take_switches(step)
         data = {"position": self._position.state_dict(), "fed": self._feed.used}
         random = {"seed": self._seeds.base, "passes": self._passes, "all_passes": self._all_passes}
         self.session.set_step_state(step, {**self._host.take(step), **data, **random})
+
+    def _take_switches(self, step: int) -> None:
+        """Keep the switches of the model after `step`, and those after the step before, which may be the newest."""
+        if self.session.reentry is not None or self.session.regrouping.rehearses:
+            before = {step - 1: self._switches[step - 1]} if step - 1 in self._switches else {}
+            self._switches = {**before, step: switches(self._outermost)}
 
     def _give_back(self, step: int, state: Mapping[str, Any]) -> None:
         self._host.give_back(state, updated=step > 0)
@@ -368,9 +379,18 @@ class Guard:
             if self.session.rank == 0:
                 show(logging.INFO, f"a rank that dies costs a checkpoint and a restart from now on: {why}")
 
+    def _look_around(self) -> None:
+        """Find the wrapper of the model in its first pass, which is too late for a process in a lost one's place."""
+        if (wrapper := wrapper_around(self._model)) is not None and wrapper is not self._outermost:
+            self._outermost = wrapper
+            if self._successor is not None:  # as `train` was entered
+                renew_model(wrapper, self._successor)
+            self._end_in_place("ttp.protect was given the model within DistributedDataParallel")
+
     def _renew(self, successor: Successor) -> None:
         """The process groups were made again."""
-        renew_model(self._model, successor)
+        self._successor = successor
+        renew_model(self._outermost, successor)
         renew_attributes(self._adopted.optimizer, successor)
 
     def _step_back(self) -> None:
@@ -378,10 +398,10 @@ class Guard:
         self._adopted.step_back()
         self._host.step_back()
         self._passes, self._recomputed = 0, False
-        leave_pass(self._model)
-        for holder, name, value in self._switches:
-            setattr(holder, name, value)
+        leave_pass(self._outermost)
         step = self._adopted.current_step
+        for holder, name, value in self._switches.get(step, ()):
+            setattr(holder, name, value)
         self._give_back(step, self.session.holder.step_states.get(step))
 
     def _entered_again(self) -> None:
@@ -414,7 +434,9 @@ class Guard:
             self._host.begin_pass()
             self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
-                self._switches = self._switches or switches(self._model)
+                if step - 1 not in self._switches:  # the first step of this process
+                    self._look_around()
+                    self._take_switches(step - 1)
                 self._seen.forward(step, (args, kwargs), self._adopted.learning_rates(), counted=self._feed.used)
         self._seeds.seed_pass(step, self._passes - 1)
 

@@ -48,6 +48,7 @@ class Regrouping:
                 " TTP_REHEARSE out"
             )
         self._optimizer, self._gate, self._every, self._rank, self._pause = optimizer, gate, every, rank, pause
+        self.rehearses = every > 0
         self._callbacks: list[OnRegroup] = []
         self._step_backs: list[Callable[[], None]] = []
         self._enterings: list[Callable[[], None]] = []

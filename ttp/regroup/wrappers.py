@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ttp.groups.process_groups import Successor
 
-_FSDP_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-
 
 def renew_model(model: Module, successor: Successor) -> None:
     """Have every module use the process groups in the place of those that it holds. No collective is under way."""
@@ -56,15 +54,20 @@ def _why_not_ddp(ddp: Any) -> str:
         (bool(ddp._delay_all_reduce_params), "delay_all_reduce_named_params"),
         (ddp._use_python_reducer, "torch.compile's Python reducer"),
         (any(ddp._build_params_for_reducer()[1]), "sparse gradients"),
+        (not ddp.require_backward_grad_sync, "require_backward_grad_sync=False behind a step"),
     )
     return next((why for applies, why in cases if applies), "")
 
 
 def _why_not_fsdp(model: Module) -> str:
     """Of FSDP2, and of parameters that anything else has split over ranks."""
+    if any(_is_fsdp(module) and not hasattr(module, "reset_iter_state") for module in model.modules()):
+        return "fully_shard: this torch cannot leave a pass, it has no reset_iter_state"
     groups = [group for module in model.modules() for group in _fsdp_groups(module)]
     if any(group._all_reduce_hook is not None for group in groups):
         return "fully_shard with a hook of its all-reduces"
+    if not all(group.reduce_grads and group.all_reduce_grads for group in groups):
+        return "fully_shard with gradients that are not reduced behind a step"
     comms = [comm for group in groups for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
     if any(not type(comm).__name__.startswith("Default") for comm in comms):
         return "fully_shard with collectives of its own"
@@ -78,30 +81,36 @@ def _why_not_fsdp(model: Module) -> str:
 
 
 def switches(model: Module) -> list[tuple[Any, str, Any]]:
-    """Return what a trainer switches on a model for an evaluation or a part of a step, as (holder, attribute, value)."""
+    """Return what a trainer switches on a model for longer than a pass, as (holder, attribute, value)."""
     found: list[tuple[Any, str, Any]] = []
     for module in model.modules():
         found.append((module, "training", module.training))
-        if isinstance(module, DistributedDataParallel):
-            found.append((module, "require_backward_grad_sync", module.require_backward_grad_sync))
-        for group in _fsdp_groups(module):
-            found += [(group, name, getattr(group, name)) for name in _FSDP_SWITCHES]
+        found += [(group, "reshard_after_backward", group.reshard_after_backward) for group in _fsdp_groups(module)]
     return found
 
 
+def wrapper_around(model: Module) -> Module | None:
+    """Return the DistributedDataParallel whose forward pass calls this model, if it is within one."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    return wrapper if wrapper is not None and any(each is model for each in wrapper.modules()) else None
+
+
 def leave_pass(model: Module) -> None:
-    """An exception has ended a forward or backward pass: what FSDP2 keeps of it goes. torch leaves gradients that were not reduced yet, which the next
-    pass would count twice, and waits for a gather that nothing answers."""
+    """An exception has ended a forward or backward pass. Gradients are synchronized again, and buffers sent in the next pass, as in a new process: a pass
+    within no_sync(), or without gradients, leaves both off. What FSDP2 keeps of the pass goes: torch leaves gradients that were not reduced yet, which
+    the next pass would count twice, and waits for a gather that nothing answers."""
     for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = module.require_forward_param_sync = True
         for group in _fsdp_groups(module):
+            group.reduce_grads = group.all_reduce_grads = True
             group._all_gather_result = None
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        if state is not None and state._is_root:
+        if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:  # type: ignore[operator]
             module.reset_iter_state()  # type: ignore[operator]
 
 
@@ -149,9 +158,13 @@ def _build_reducer(ddp: Any, layout: Sequence[Sequence[int]]) -> None:
         dist._compute_bucket_assignment_by_size = torchs_own  # type: ignore[attr-defined]
 
 
+def _is_fsdp(module: Module) -> bool:
+    return hasattr(module, "_get_fsdp_state")
+
+
 def _fsdp_groups(module: Module) -> Sequence[Any]:
     """Return FSDP2's groups of a module's own parameters."""
-    return getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_groups", ())
+    return getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()) if _is_fsdp(module) else ()  # type: ignore[operator]
 
 
 def _mesh_infos(module: Module) -> Iterator[Any]:

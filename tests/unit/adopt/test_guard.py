@@ -109,6 +109,38 @@ def test_a_start_that_fails_leaves_no_session(tmp_path: Path, monkeypatch: pytes
     ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF).close()
 
 
+def test_a_step_that_is_given_up_leaves_the_modules_as_the_step_before_did(tmp_path: Path) -> None:
+    """One that was frozen late stays so; nothing remains of an evaluation, nor of what the step given up has set."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = ttp.protect(model, optimizer, save_dirs=[tmp_path], settings=OFF)
+    guard.session.regrouping.rehearses = True
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    model(torch.ones(1, 2))
+    model.eval()
+    guard._step_back()
+    assert [each.training for each in model.modules()] == [True, True, True], "before the first step"
+    step()
+    model[1].eval()
+    step()
+    model.train()
+    model(torch.ones(1, 2))
+    model.eval()
+    guard._step_back()
+    assert [each.training for each in model.modules()] == [True, True, False]
+    assert guard.step == 2
+    model.train()
+    guard._take(3)  # ready, and given up before its update
+    model.eval()
+    guard._step_back()
+    assert [each.training for each in model.modules()] == [True, True, False]
+    guard.close()
+
+
 def test_a_disk_that_refuses_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank learns of it, in the same step; the next interval tries again."""
     model = torch.nn.Linear(2, 2)

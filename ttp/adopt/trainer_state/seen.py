@@ -143,11 +143,12 @@ class SeenBatches:
             )
 
     def _differs(self, text: str) -> None:
-        if self.recovered:
+        if self._on_mismatch == "warn":
+            show(logging.WARNING, text)
+        elif self.recovered:
             raise NotAsBefore(text)
-        if self._on_mismatch == "error":
+        else:
             raise DataMismatch(f"{text}; or continue with other data by on_data_mismatch='warn'")
-        show(logging.WARNING, text)
 
 
 def check_record(record: object, path: str) -> None:
