@@ -177,7 +177,11 @@ class PageHandler(BaseHTTPRequestHandler):
             return
         answer = self.server.answers().get(path)
         if answer is None and path in PATHS:
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "the job was not looked at yet: try again", {"Retry-After": "2"})
+            self._say(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the job was not looked at for some seconds: try again",
+                {"Retry-After": "2"},
+            )
             return
         if answer is None:
             self._say(HTTPStatus.NOT_FOUND, f"no such page: expected {', '.join(PATHS)}")
