@@ -6,6 +6,7 @@ That every metric that they name is in a scrape is in `tests/unit/status_page/te
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import subprocess
@@ -51,9 +52,13 @@ def channel() -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
         thread.join(LONG_S)
 
 
-def test_faults_and_the_end_are_posted_and_starts_are_not(channel: tuple[str, queue.Queue[dict[str, Any]]]) -> None:
+def test_faults_and_the_end_are_posted_and_starts_are_not(
+    channel: tuple[str, queue.Queue[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, taken = channel
-    command = EventCommand(split_command(f"{sys.executable} {FOLDER / 'slack.py'} {url}"))
+    (tmp_path / "webhook").write_text(f"{url}\n")
+    monkeypatch.setenv("SLACK_WEBHOOK_FILE", str(tmp_path / "webhook"))
+    command = EventCommand(split_command(f"{sys.executable} {FOLDER / 'slack.py'}"))
     lost = {"saved": None, "not_saved": "all ranks are dead", "steps_lost": None}
     recovered = {**FAULT, "event": "recovered", "saved": None, "not_saved": ""}
     del recovered["next"]
@@ -72,6 +77,25 @@ def test_faults_and_the_end_are_posted_and_starts_are_not(channel: tuple[str, qu
     assert "all ranks are dead, an unknown number of steps lost" in texts[1]
     assert "training continued in place, 0 steps lost" in texts[2]
     assert "the job succeeded (after 2 attempts)" in texts[3]
+
+
+@pytest.mark.parametrize(
+    ("webhook", "says"),
+    [
+        (None, "'SLACK_WEBHOOK_FILE' is missing"),
+        ("http://127.0.0.1:1/secret", "Connection refused"),
+        ("no URL, secret", "expected a URL in SLACK_WEBHOOK_FILE"),
+        ("http://127.0.0.1:1/secret x", "nothing was posted"),
+    ],
+)
+def test_what_cannot_be_posted_is_one_line_without_the_url(tmp_path: Path, webhook: str | None, says: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    if webhook is not None:
+        (tmp_path / "webhook").write_text(webhook)
+        environ["SLACK_WEBHOOK_FILE"] = str(tmp_path / "webhook")
+    words = [sys.executable, str(FOLDER / "slack.py")]
+    done = subprocess.run(words, input=json.dumps(FAULT), env=environ, capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and says in done.stderr and "secret" not in done.stderr
 
 
 def test_the_rules_are_rules() -> None:
