@@ -215,7 +215,8 @@ class PageHandler(BaseHTTPRequestHandler):
             )
             return
         secure = "; Secure" if isinstance(self.request, ssl.SSLSocket) else ""
-        cookie = f"{self._cookie_name}={self.server.access.cookie()}; Path=/; Max-Age={COOKIE_S:.0f}; HttpOnly; SameSite=Strict{secure}"
+        # Lax: a link to the page that is followed in another site works; nothing here changes anything.
+        cookie = f"{self._cookie_name}={self.server.access.cookie()}; Path=/; Max-Age={COOKIE_S:.0f}; HttpOnly; SameSite=Lax{secure}"
         self._say(HTTPStatus.SEE_OTHER, "logged in", {"Location": "/", "Set-Cookie": cookie})
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

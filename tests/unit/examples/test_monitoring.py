@@ -126,6 +126,35 @@ def test_prometheus_takes_the_rules_and_the_configuration(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus has promtool")
+def test_a_fault_at_which_the_lead_moves_is_seen(tmp_path: Path) -> None:
+    """The new leader's count begins after it: by its own series nothing has increased."""
+    series = [
+        {"series": f'ttp_faults_total{{instance="{node}",job="ttp",outcome="not_saved"}}', "values": values}
+        for node, values in (("n0", "0x10"), ("n1", "_x10 1x10"))
+    ]
+    fires = {"eval_time": "13m", "alertname": "TTPFaultNotSaved"}
+    (rule,) = [
+        rule
+        for rule in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+        if rule["alert"] == fires["alertname"]
+    ]
+    alert = {
+        "exp_labels": {**rule["labels"], "job": "ttp", "outcome": "not_saved"},
+        "exp_annotations": rule["annotations"],
+    }
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": [{**fires, "exp_alerts": [alert]}]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [str(FOLDER / "alerts.yaml")], "tests": [test]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "test.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_dashboard_asks_for_something_in_every_panel() -> None:
     dashboard = json.loads((FOLDER / "grafana_dashboard.json").read_text())
     ids = [panel["id"] for panel in dashboard["panels"]]

@@ -28,6 +28,7 @@ from ttp.controller.page_process import REFUSED, PageProcess
 from ttp.controller.process import start_controller
 from ttp.launch.checks import warn_of_taken_port
 from ttp.status import page_access
+from ttp.status.main import main as status_main
 from ttp.status.page_access import Access
 from ttp.status_page import __main__ as page_main
 from ttp.status_page import certificate
@@ -175,7 +176,7 @@ def test_a_token_that_cannot_be_used_is_a_line_in_the_controllers_log(
 
 
 def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the controller's addresses; what a scraper checks it by is beside the journals, and its fingerprint too."""
     monkeypatch.setenv("TTP_STATUS_PORT", "0")
@@ -187,6 +188,9 @@ def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
         assert place is not None and place.url.startswith("https://127.0.0.1:")
         pem = (tmp_path / "log" / "status_page.pem").read_text()
         assert "PRIVATE" not in pem and place.fingerprint == certificate.fingerprint(pem.encode())
+        assert status_main(["--login", str(tmp_path / "log")]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith(f"{place.url}login?once=") and place.fingerprint in printed.err
         token = Path(place.token_file).read_text().strip()
         port = int(place.url.rpartition(":")[2].strip("/"))
         scraper = ssl.create_default_context(cadata=pem)
