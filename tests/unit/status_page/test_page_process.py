@@ -97,7 +97,7 @@ def test_what_cannot_be_served_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
     assert len(started) == 1
 
 
-def test_nothing_waits_for_a_start_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_a_page_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that has come after the stop is ended all the same."""
     begun, go_on, late = threading.Event(), threading.Event(), Process(None)
 
