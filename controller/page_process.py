@@ -60,7 +60,7 @@ class PageProcess:
             except OSError as error:
                 print(f"ttp-controller: the status page cannot be started: {error}", file=sys.stderr)
             else:
-                if False:
+                if self._stopped.is_set():  # meanwhile
                     self._kill()
                 if self._process.wait() == REFUSED:
                     return
