@@ -41,7 +41,7 @@ from .core.facts.events import ControllerSettings
 from .driver import Driver
 from .handler import StopIfNeverUsed, StopWhenUnused
 from .journal import Journal
-from .page_process import keep_page
+from .page_process import PageProcess
 from .parent_watch import Guardians
 from .process import CANNOT_LISTEN, CANNOT_WRITE, PORT_WAIT_S
 from .server import GRACE_S, ControlService, add_service, make_server
@@ -175,17 +175,16 @@ async def serve(
     page = None
     if page_port >= 0:
         job = (settings.job_id, journal_path.parent)
-        page = asyncio.create_task(keep_page(*job, host, advertise or host, page_port, lambda: driver.leads))
+        page = PageProcess(*job, host, advertise or host, page_port, lambda: driver.leads)
+        page.start()
     _announce(f"ttp-controller listening on {host}:{bound} pid {os.getpid()}")
     await over.wait()
     watch.cancel()
-    if page is not None:
-        page.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await page
     service.finish_streams()
     await server.stop(GRACE_S)
     journal.close()
+    if page is not None:
+        page.stop()
 
 
 async def listen(host: str, port: int, patience_s: float) -> tuple[grpc.aio.Server, int]:

@@ -118,8 +118,8 @@ PARSED: dict[str, Proof] = {
         Proof("tests/chaos/test_spare_nodes.py::test_a_spare_takes_the_place_of_a_lost_node", _WORKER),
     "ttprun --status-port 9105 train.py": Proof(_PAGE, _TRAINER),
     "ttprun --status-port 9105 --status-token-file job.token train.py": Proof(_PAGE, _TRAINER),
-    "ttprun --on-event 'python examples/monitoring/slack.py https://hooks.slack.com/services/...' train.py":
-        Proof(_PAGE, _TRAINER),
+    "ttprun --on-event 'python examples/monitoring/slack.py' train.py":
+        Proof(_PAGE, {**_TRAINER, "python examples/monitoring/slack.py": "--on-event"}),
     "ttprun [torchrun's arguments] -m ttp.trainer --config gpt_tiny [--section.key value ...]":
         Proof("tests/chaos/test_kills.py::test_kill_at_every_point_of_a_step_loses_nothing"),
     "ttprun --nproc-per-node 8 -m ttp.trainer --config gpt2_124m --dataset_config.dataset_dir corpus":

@@ -1,18 +1,23 @@
 """Posts a job's events to a Slack channel, or to anything that takes {"text": ...} by HTTP.
 
-    ttprun --on-event 'python examples/monitoring/slack.py https://hooks.slack.com/services/...' train.py
+    (umask 077; echo https://hooks.slack.com/services/... > webhook)
+    SLACK_WEBHOOK_FILE=webhook ttprun --on-event 'python examples/monitoring/slack.py' train.py
 
+Whoever knows the webhook's URL can post there: it is in a file, as every user of the node sees command lines.
 `ttprun` starts it for each event, with the event as one line of JSON on stdin (docs/metrics.md lists them). Starts and other
 news are passed over: a fault, a recovery without a restart, a spare node's coming and the end of the job are posted.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import socket
 import sys
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 10.0
@@ -39,12 +44,28 @@ def text_of(event: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    (url,) = sys.argv[1:]
-    event = json.loads(sys.stdin.readline())
-    if text := text_of(event):
-        body = json.dumps({"text": f"{socket.gethostname()}: {text}"}).encode()
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
+    try:
+        url = Path(os.environ["SLACK_WEBHOOK_FILE"]).read_text().strip()
+        event = json.loads(sys.stdin.readline())
+        if text := text_of(event):
+            body = json.dumps({"text": f"{socket.gethostname()}: {text}"}).encode()
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
+    except KeyError as error:
+        print(
+            f"slack.py: {error} is missing: expected SLACK_WEBHOOK_FILE in the environment, and an event",
+            file=sys.stderr,
+        )
+        return 1
+    except OSError as error:
+        print(f"slack.py: nothing was posted: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, http.client.HTTPException):  # its text may have the URL
+        print(
+            "slack.py: nothing was posted: expected a URL in SLACK_WEBHOOK_FILE, and a line of JSON on stdin",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

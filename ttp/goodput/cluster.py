@@ -96,7 +96,7 @@ def strategies(cluster: Cluster) -> list[Strategy]:
         Strategy(policy=_periodic(cluster, periodic), assumes=f"every fault loses the work since the last checkpoint ({_interval_source(cluster)})"),
         Strategy(policy=_two_levels("copies in memory", cluster, memory, times.copy_s, 0.0), assumes="as Gemini: copies to other nodes at Daly's interval; a restart loads from memory"),
         Strategy(policy=_two_levels("this system: restart", cluster, own, 0.0, slow), assumes="survivors write the step in flight, all restart from it"),
-        Strategy(policy=_two_levels("this system: in place", cluster, in_place, 0.0, slow), assumes="where the node is good one process is replaced; else as above. Built for one node and the CPU so far"),
+        Strategy(policy=_two_levels("this system: in place", cluster, in_place, 0.0, slow), assumes="where the node is good one process is replaced; else as above. Built for one node or several; on accelerators only when asked for"),
         Strategy(policy=_two_levels("bound: all in place", cluster, bound, 0.0, slow), assumes="every fault that survivors cover, as if a spare were ready and nothing had to be diagnosed", built=False),
     ]  # fmt: skip
 

@@ -124,7 +124,7 @@ def _fault(text: str) -> tuple[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """PublishedRun the command; return its exit status."""
+    """Run the command; return its exit status."""
     given = parse(arguments)
     try:
         return _answer(given)

@@ -57,8 +57,8 @@ class PublishedRun:
 
     @property
     def off(self) -> float:
-        """Return how far the model is from the published share; 0 where that is a lower bound that it keeps."""
-        return max(0.0, self.share - self.modelled) if self.at_least else abs(self.share - self.modelled)
+        """Return how far the model is from the published share, above or below it."""
+        return abs(self.share - self.modelled)
 
     @property
     def reproduced(self) -> bool:

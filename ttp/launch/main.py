@@ -15,6 +15,7 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -127,14 +128,10 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         print(f"ttprun: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     finally:
-        if events is not None:
-            events.close()
-        if copies is not None:
-            copies.close()
-        if identities is not None:
-            identities.close()
-        if fork_servers is not None:
-            fork_servers.close()
+        with ExitStack() as closing:  # the events last: they may wait, and a second Ctrl-C then skips nothing
+            for each in (events, fork_servers, identities, copies):
+                if each is not None:
+                    closing.callback(each.close)
 
 
 def make_copies() -> Copies | None:

@@ -67,7 +67,8 @@ def look(
         raise find_job.no_answer(job.address, reply.error)
     now = clock()
     found = _of_controller(reply.status, known, now) if reply.status is not None else _of_files(known, now)
-    checkpoints, unread = _checkpoints(_directories(reply.status, known, log_dir))
+    directories, unseen = _directories(reply.status, known, log_dir)
+    checkpoints, unread = _checkpoints(directories)
     place = page_access.read(log_dir) if log_dir is not None and found.end is None else None
     found = replace(
         found,
@@ -75,7 +76,7 @@ def look(
         faults=[*reversed(found.faults)],
         checkpoints=checkpoints,
         page=place.url if place is not None else "",
-        notes=[*known.notes, *([reply.error] if reply.error else []), *unread],
+        notes=[*known.notes, *([reply.error] if reply.error else []), *unseen, *unread],
     )
     return found if all_ranks else shortened(found)
 
@@ -280,15 +281,22 @@ def _attempt_of(job_id: str) -> int | None:
 # --- checkpoints ---
 
 
-def _directories(status: JobStatus | None, known: History, log_dir: Path | None) -> list[Path]:
-    """Return the checkpoint directories of a job: by its ranks, by what its journals have written, or beside its journals."""
+def _directories(status: JobStatus | None, known: History, log_dir: Path | None) -> tuple[list[Path], list[str]]:
+    """Return the checkpoint directories of a job, by its ranks, by what its journals have written, or beside its journals, and what cannot be read."""
     named: list[str] = list(status.save_dirs) if status is not None else []
     named += [directory for attempt in reversed(known.attempts) for directory in attempt.directories]
     named += [str(Path(fault.detail).parent) for fault in known.faults if fault.step is not None and fault.detail]
     found = [Path(directory) for directory in dict.fromkeys(named)]
     if log_dir is not None and not found:
         found = [log_dir.parent if log_dir.name == "ttp_log" else log_dir.parent / "checkpoints"]
-    return [directory for directory in found if directory.is_dir()]
+    there, notes = [], []
+    for directory in found:
+        try:
+            if directory.is_dir():
+                there.append(directory)
+        except OSError as error:
+            notes.append(f"checkpoints in {directory} cannot be listed: {error.strerror or error}")
+    return there, notes
 
 
 def _checkpoints(directories: Iterable[Path]) -> tuple[list[CheckpointRow], list[str]]:

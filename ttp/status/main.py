@@ -23,6 +23,7 @@ from ttp.status import page_access
 from ttp.status.answer import JobView
 from ttp.status.find_job import Job, find
 from ttp.status.look import ENDED, look
+from ttp.status.page_access import PagePlace
 from ttp.status.tables import shown
 from ttp.text.console import open_console
 
@@ -70,7 +71,13 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None, paus
     try:
         job = find(given.job)
         if given.login:
-            print(_login_link(job))
+            place = _page_of(job)
+            print(page_access.login_link(place, time.time()))
+            if place.fingerprint:
+                print(
+                    f"ttp status: the page's certificate has the SHA-256 fingerprint {place.fingerprint}",
+                    file=sys.stderr,
+                )
             return GOOD
         if given.watch is None:
             status = look(job, all_ranks=given.ranks)
@@ -87,7 +94,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None, paus
         return GOOD  # --watch is ended so
 
 
-def _login_link(job: Job) -> str:
+def _page_of(job: Job) -> PagePlace:
     """Raises ConfigError."""
     place = page_access.read(job.log_dir) if job.log_dir is not None else None
     if place is None:
@@ -95,7 +102,7 @@ def _login_link(job: Job) -> str:
             f"no status page found: got {job.log_dir or job.address}, expected the folder of a job that serves one, on a node that has its files."
             " Start the job with --status-port"
         )
-    return page_access.login_link(place, time.time())
+    return place
 
 
 def exit_status(status: JobView) -> int:

@@ -177,7 +177,11 @@ class PageHandler(BaseHTTPRequestHandler):
             return
         answer = self.server.answers().get(path)
         if answer is None and path in PATHS:
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "the job was not looked at yet: try again", {"Retry-After": "2"})
+            self._say(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the job was not looked at for some seconds: try again",
+                {"Retry-After": "2"},
+            )
             return
         if answer is None:
             self._say(HTTPStatus.NOT_FOUND, f"no such page: expected {', '.join(PATHS)}")
@@ -211,7 +215,8 @@ class PageHandler(BaseHTTPRequestHandler):
             )
             return
         secure = "; Secure" if isinstance(self.request, ssl.SSLSocket) else ""
-        cookie = f"{self._cookie_name}={self.server.access.cookie()}; Path=/; Max-Age={COOKIE_S:.0f}; HttpOnly; SameSite=Strict{secure}"
+        # Lax: a link to the page that is followed in another site works; nothing here changes anything.
+        cookie = f"{self._cookie_name}={self.server.access.cookie()}; Path=/; Max-Age={COOKIE_S:.0f}; HttpOnly; SameSite=Lax{secure}"
         self._say(HTTPStatus.SEE_OTHER, "logged in", {"Location": "/", "Set-Cookie": cookie})
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

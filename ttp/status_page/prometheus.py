@@ -6,6 +6,7 @@ and the worst of each figure. What is not known has no series. Never asks anythi
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -51,6 +52,7 @@ class _Job(Collector):
 
     def collect(self) -> Iterator[Metric]:
         view = self._view
+        yield _gauge("ttp_look_timestamp_seconds", "When these metrics were made, in seconds since 1970.", time.time())
         yield from _of_the_controller(view)
         yield from _of_the_pace(view)
         yield from _of_the_ranks(view)

@@ -6,6 +6,7 @@ That every metric that they name is in a scrape is in `tests/unit/status_page/te
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import subprocess
@@ -51,9 +52,13 @@ def channel() -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
         thread.join(LONG_S)
 
 
-def test_faults_and_the_end_are_posted_and_starts_are_not(channel: tuple[str, queue.Queue[dict[str, Any]]]) -> None:
+def test_faults_and_the_end_are_posted_and_starts_are_not(
+    channel: tuple[str, queue.Queue[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, taken = channel
-    command = EventCommand(split_command(f"{sys.executable} {FOLDER / 'slack.py'} {url}"))
+    (tmp_path / "webhook").write_text(f"{url}\n")
+    monkeypatch.setenv("SLACK_WEBHOOK_FILE", str(tmp_path / "webhook"))
+    command = EventCommand(split_command(f"{sys.executable} {FOLDER / 'slack.py'}"))
     lost = {"saved": None, "not_saved": "all ranks are dead", "steps_lost": None}
     recovered = {**FAULT, "event": "recovered", "saved": None, "not_saved": ""}
     del recovered["next"]
@@ -72,6 +77,25 @@ def test_faults_and_the_end_are_posted_and_starts_are_not(channel: tuple[str, qu
     assert "all ranks are dead, an unknown number of steps lost" in texts[1]
     assert "training continued in place, 0 steps lost" in texts[2]
     assert "the job succeeded (after 2 attempts)" in texts[3]
+
+
+@pytest.mark.parametrize(
+    ("webhook", "says"),
+    [
+        (None, "'SLACK_WEBHOOK_FILE' is missing"),
+        ("http://127.0.0.1:1/secret", "Connection refused"),
+        ("no URL, secret", "expected a URL in SLACK_WEBHOOK_FILE"),
+        ("http://127.0.0.1:1/secret x", "nothing was posted"),
+    ],
+)
+def test_what_cannot_be_posted_is_one_line_without_the_url(tmp_path: Path, webhook: str | None, says: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    if webhook is not None:
+        (tmp_path / "webhook").write_text(webhook)
+        environ["SLACK_WEBHOOK_FILE"] = str(tmp_path / "webhook")
+    words = [sys.executable, str(FOLDER / "slack.py")]
+    done = subprocess.run(words, input=json.dumps(FAULT), env=environ, capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and says in done.stderr and "secret" not in done.stderr
 
 
 def test_the_rules_are_rules() -> None:
@@ -100,6 +124,35 @@ def test_prometheus_takes_the_rules_and_the_configuration(tmp_path: Path) -> Non
             ["promtool", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus has promtool")
+def test_a_fault_at_which_the_lead_moves_is_seen(tmp_path: Path) -> None:
+    """The new leader's count begins after it: by its own series nothing has increased."""
+    series = [
+        {"series": f'ttp_faults_total{{instance="{node}",job="ttp",outcome="not_saved"}}', "values": values}
+        for node, values in (("n0", "0x10"), ("n1", "_x10 1x10"))
+    ]
+    fires = {"eval_time": "13m", "alertname": "TTPFaultNotSaved"}
+    (rule,) = [
+        rule
+        for rule in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+        if rule["alert"] == fires["alertname"]
+    ]
+    alert = {
+        "exp_labels": {**rule["labels"], "job": "ttp", "outcome": "not_saved"},
+        "exp_annotations": rule["annotations"],
+    }
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": [{**fires, "exp_alerts": [alert]}]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [str(FOLDER / "alerts.yaml")], "tests": [test]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "test.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dashboard_asks_for_something_in_every_panel() -> None:

@@ -6,15 +6,20 @@ import json
 import logging
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.waiting import LONG_S, until
 from ttp.errors import ConfigError
+from ttp.launch import main as launch_main
+from ttp.launch.report import event_command
 from ttp.launch.report.event_command import EventCommand, split_command
 from ttp.launch.report.story_file import ReportFile
 
@@ -59,6 +64,74 @@ def test_who_puts_an_event_never_waits_for_a_command_that_hangs(
         until(lambda pid=pid: not runs(int(pid)), f"the end of process {pid}")  # type: ignore[misc]
 
 
+def test_after_the_jobs_end_nothing_is_started(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The command that runs is killed, and the events that wait have none; the count is theirs alone."""
+    got = tmp_path / "got"
+    command = EventCommand(["/bin/sh", "-c", f"cat >> {got}; exec sleep 600"])
+    with caplog.at_level(logging.WARNING, "ttp.launch"):
+        for number in range(3):
+            command.put(f"{number}\n")
+        until(lambda: got.exists() and got.read_text() == "0\n", "the first run")
+        command.close(0.1)
+        command._thread.join(LONG_S)
+    assert not command._thread.is_alive() and got.read_text() == "0\n"
+    assert "2 events were left out" in caplog.text and "exit status" not in caplog.text
+
+
+def test_a_command_that_is_being_started_at_the_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end waits for its start."""
+    begun, go_on, started = threading.Event(), threading.Event(), list[subprocess.Popen[bytes]]()
+    popen = subprocess.Popen
+
+    def slow(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+        begun.set()
+        assert go_on.wait(LONG_S)
+        started.append(popen(*given, **named))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    monkeypatch.setattr(event_command, "START_S", LONG_S)
+    command = EventCommand(["/bin/sleep", "600"])
+    command.put("x")
+    assert begun.wait(LONG_S)
+    closing = threading.Thread(target=command.close, args=(0.0,))
+    with caplog.at_level(logging.WARNING, "ttp.launch"):
+        closing.start()
+        until(lambda: "killed" in caplog.text, "the end of its patience")
+    go_on.set()
+    closing.join(LONG_S)
+    assert started[0].wait(LONG_S) == -signal.SIGKILL
+
+
+def test_all_is_closed_though_the_last_events_are_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a second Ctrl-C, which comes while the job's end waits for the command."""
+    closed = []
+
+    class Closes:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def put(self, event: str) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise KeyboardInterrupt
+
+        def begin_controllers(self, *given: Any) -> None: ...
+
+    monkeypatch.setattr(launch_main, "make_copies", lambda: Closes("copies"))
+    monkeypatch.setattr(launch_main, "make_identities", lambda settings: Closes("identities"))
+    monkeypatch.setattr(launch_main, "EventCommand", lambda words: Closes("events"))
+    monkeypatch.setattr(launch_main, "_log_to_stderr", lambda: None)
+    monkeypatch.setattr(launch_main, "launch", lambda *given: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(KeyboardInterrupt):
+        launch_main.main(["--on-event", "true", "train.py"], Closes("fork servers"))  # type: ignore[arg-type]
+    assert closed == ["copies", "identities", "fork servers", "events"]
+
+
 def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -76,7 +149,7 @@ def test_a_command_that_fails_is_one_line_and_the_next_event_is_tried(
             command.put(f"{number}\n")
         command.close()
     assert got.read_text() == "0\n1\n2\n"
-    assert caplog.text.count("it ended with exit status 3") == 1
+    assert caplog.text.count("--on-event: /bin/sh: it ended with exit status 3") == 1  # arguments may be secret
 
 
 def test_a_command_that_reads_nothing_and_one_that_is_gone_cost_a_line(caplog: pytest.LogCaptureFixture) -> None:

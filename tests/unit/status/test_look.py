@@ -299,3 +299,15 @@ def test_durations_are_short() -> None:
 def test_before_a_rank_has_come_no_step_is_finished(tmp_path: Path, answers: list[JobStatus]) -> None:
     answers.append(job_status([rank_status(0, pid=0, step=0)], stage="assembling", pace=PaceStatus()))
     assert looked(job_at(tmp_path)).step is None
+
+
+def test_a_checkpoint_directory_that_refuses_to_be_looked_at_is_a_note(
+    tmp_path: Path, answers: list[JobStatus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    log_dir = job_at(tmp_path)
+    monkeypatch.setattr(Path, "is_dir", refuses)
+    found = looked(log_dir)
+    assert any("cannot be listed: Permission denied" in note for note in found.notes) and not found.checkpoints

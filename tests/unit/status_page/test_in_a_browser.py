@@ -50,7 +50,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.view = job_at(folder / "log")
-        self.looks = Looks(lambda: self.view)
+        self.looks = Looks(lambda: self.view, clock=lambda: 0.0)
         (folder / "token").write_text("0123456789abcdef0123456789abcdef")
         (folder / "token").chmod(0o600)
         token = Secret(b"0123456789abcdef0123456789abcdef")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
+import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,72 +17,134 @@ import pytest
 
 from tests.unit.status_page.live_page import get
 from tests.waiting import LONG_S, until
+from ttp.controller import __main__ as controller_main
 from ttp.controller import page_process
 from ttp.controller.agent_link import request_shutdown
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.driver import Driver
+from ttp.controller.handler import StopIfNeverUsed
 from ttp.controller.journal import Journal
-from ttp.controller.page_process import REFUSED, keep_page
+from ttp.controller.page_process import REFUSED, PageProcess
 from ttp.controller.process import start_controller
 from ttp.launch.checks import warn_of_taken_port
 from ttp.status import page_access
+from ttp.status.main import main as status_main
 from ttp.status.page_access import Access
 from ttp.status_page import __main__ as page_main
 from ttp.status_page import certificate
 
 
 class Process:
-    """One that ends with a status, or never."""
+    """One that ends with a status; None: when it is killed; `stuck`: not even then."""
 
-    def __init__(self, status: int | None) -> None:
+    def __init__(self, status: int | None, stuck: bool = False) -> None:
         self.status = status
-        self.killed = False
+        self.killed = threading.Event()
+        self.waited = threading.Event()
+        self._ended = threading.Event() if stuck else self.killed
 
-    async def wait(self) -> int:
-        while self.status is None and not self.killed:
-            await asyncio.sleep(0)
+    def wait(self) -> int:
+        self.waited.set()
+        if self.status is None:
+            assert self._ended.wait(LONG_S)
         return self.status or 0
 
     def kill(self) -> None:
-        self.killed = True
+        self.killed.set()
+        raise ProcessLookupError
+
+    def let_go(self) -> None:
+        self._ended.set()
 
 
 def kept(
     monkeypatch: pytest.MonkeyPatch, statuses: list[int | None], leads: list[bool]
 ) -> tuple[list[Process], list[bool]]:
-    """Run it until it returns, or until its last process runs; return the processes and what remains of `leads`."""
+    """Run it until it ends, or until its last process runs, and stop it; return the processes and what remains of `leads`."""
     started: list[Process] = []
 
-    async def start(*command: str, **_: Any) -> Process:
+    def start(command: list[str], **_: Any) -> Process:
         assert "ttp.status_page" in command
         started.append(Process(statuses[len(started)]))
         return started[-1]
 
-    async def run() -> None:
-        task = asyncio.create_task(
-            keep_page("j", Path("/log"), "127.0.0.1", "h", 1, lambda: leads.pop(0) if leads else True)
-        )
-        while not task.done() and not (len(started) == len(statuses) and started[-1].status is None):
-            await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
     monkeypatch.setattr(page_process, "LEADS_POLL_S", 0.0)
     monkeypatch.setattr(page_process, "AGAIN_S", 0.0)
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    asyncio.run(asyncio.wait_for(run(), LONG_S))
+    monkeypatch.setattr(subprocess, "Popen", start)
+    page = page_of(lambda: leads.pop(0) if leads else True)
+    page.start()
+    until(lambda: not runs() or (len(started) == len(statuses) and started[-1].status is None), "its last process")
+    page.stop()
+    until(lambda: not runs(), "the end of its thread")
     return started, leads
+
+
+def page_of(leads: Callable[[], bool]) -> PageProcess:
+    return PageProcess("j", Path("/log"), "127.0.0.1", "h", 1, leads)
+
+
+def runs() -> bool:
+    return any(thread.name == "ttp-page" for thread in threading.enumerate())
 
 
 def test_it_is_started_when_the_controller_leads_and_again_when_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     started, leads = kept(monkeypatch, [-9, 1, None], [False, False, False])
-    assert len(started) == 3 and leads == [] and started[-1].killed
+    assert len(started) == 3 and leads == [] and started[-1].killed.is_set()
 
 
 def test_what_cannot_be_served_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     started, _ = kept(monkeypatch, [REFUSED, None], [])
     assert len(started) == 1
+
+
+def test_nothing_waits_for_a_page_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that has come after the stop is ended all the same."""
+    begun, go_on, late = threading.Event(), threading.Event(), Process(None)
+
+    def start(command: list[str], **_: Any) -> Process:
+        begun.set()
+        assert go_on.wait(LONG_S)
+        return late
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    page = page_of(lambda: True)
+    page.start()
+    assert begun.wait(LONG_S)
+    page.stop()
+    go_on.set()
+    assert late.killed.wait(LONG_S)
+    until(lambda: not runs(), "the end of its thread")
+
+
+def test_the_controller_ends_though_its_page_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an uninterruptible sleep; its journal is closed before."""
+    stuck, order, close = Process(None, stuck=True), list[str](), Journal.close
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: stuck)
+    journal, made = tmp_path / "journal_0.jsonl", list[Driver]()
+
+    def driver(*given: Any, **named: Any) -> Driver:
+        made.append(Driver(*given, **named))
+        return made[-1]
+
+    def closed(journal: Journal) -> None:
+        order.append("killed" if stuck.killed.is_set() else "runs")
+        close(journal)
+
+    async def run() -> None:
+        serving = asyncio.create_task(
+            controller_main.serve(ControllerSettings("run/0", 1, 2), "127.0.0.1", 0, journal, page_port=0)
+        )
+        while not stuck.waited.is_set():
+            await asyncio.sleep(0.01)
+        made[0].put(StopIfNeverUsed("the test is over"))
+        await serving
+
+    monkeypatch.setattr(Journal, "close", closed)
+    monkeypatch.setattr(controller_main, "Driver", driver)
+    monkeypatch.setattr(controller_main, "_announce", lambda line: None)
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+    assert order == ["runs"] and stuck.killed.is_set()
+    stuck.let_go()
 
 
 def test_a_standby_leads_nothing_until_ranks_come(tmp_path: Path) -> None:
@@ -112,7 +176,7 @@ def test_a_token_that_cannot_be_used_is_a_line_in_the_controllers_log(
 
 
 def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the controller's addresses; what a scraper checks it by is beside the journals, and its fingerprint too."""
     monkeypatch.setenv("TTP_STATUS_PORT", "0")
@@ -124,6 +188,9 @@ def test_a_controller_that_other_nodes_reach_has_its_page_by_tls(
         assert place is not None and place.url.startswith("https://127.0.0.1:")
         pem = (tmp_path / "log" / "status_page.pem").read_text()
         assert "PRIVATE" not in pem and place.fingerprint == certificate.fingerprint(pem.encode())
+        assert status_main(["--login", str(tmp_path / "log")]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith(f"{place.url}login?once=") and place.fingerprint in printed.err
         token = Path(place.token_file).read_text().strip()
         port = int(place.url.rpartition(":")[2].strip("/"))
         scraper = ssl.create_default_context(cadata=pem)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import logging
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ from typing import Any
 import pytest
 
 from tests.lone_process import lone_process
+from tests.waiting import LONG_S, until
 from ttp.trainer.__main__ import main
-from ttp.trainer.metrics import account, read_lines
+from ttp.trainer.metrics import StepMetrics, account, read_lines
+from ttp.trainer.tensorboard import MOST_WAITING, Board
 
 NAMES = {
     "train/loss", "train/grad_norm", "train/learning_rate", "train/loss_scale", "speed/tokens_per_second", "speed/step_seconds",
@@ -86,9 +91,69 @@ def test_a_missing_package_is_one_line_before_anything_starts(
     assert not (tmp_path / "output").exists() and not (tmp_path / "board").exists()
 
 
+@pytest.mark.parametrize("folder", ["file", "/proc/self"])
 def test_a_folder_that_cannot_be_written_is_one_line(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
 ) -> None:
+    """One that cannot be made, and one that is there and takes no file."""
     (tmp_path / "file").touch()
-    assert run({"training_config.tensorboard": tmp_path / "file"}) == 2
+    assert run({"training_config.tensorboard": tmp_path / folder}) == 2
     assert "name a folder that this user can write" in capsys.readouterr().err
+
+
+def step(number: int) -> StepMetrics:
+    return StepMetrics(
+        step=number, epoch=0, loss=1.0, grad_norm=1.0, learning_rates=(0.1,), loss_scale=1.0, skipped=False, tokens=1,
+        time_s=1.0, consumed_samples=number,
+    )  # fmt: skip
+
+
+class Writer:
+    """One whose disk hangs until it is let go, or refuses."""
+
+    def __init__(self, error: OSError | None = None) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._error = error
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.reached.set()
+        if self._error is not None:
+            raise self._error
+        assert self.go_on.wait(LONG_S)
+
+    def close(self) -> None:
+        pass
+
+
+def test_no_step_waits_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    writer = Writer()
+    with caplog.at_level(logging.WARNING, "ttp.trainer"):
+        board = Board(lambda: writer)  # type: ignore[arg-type,return-value]
+        board.step(step(1))
+        assert writer.reached.wait(LONG_S)
+        for number in range(MOST_WAITING + 10):
+            board.step(step(number))
+        board.close(0.1)
+    writer.go_on.set()
+    assert caplog.text.count("others are left out") == caplog.text.count("within 0.1 s") == 1
+    assert "the points of 10 steps were left out" in caplog.text
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_disk_that_refuses_is_one_line_and_the_training_continues(
+    caplog: pytest.LogCaptureFixture, opens: bool
+) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+
+    def open_writer() -> Any:
+        if not opens:
+            raise error
+        return Writer(error)
+
+    with caplog.at_level(logging.WARNING, "ttp.trainer"):
+        board = Board(open_writer)
+        for number in range(3 * MOST_WAITING):
+            board.step(step(number))
+        until(lambda: "No space left on device" in caplog.text, "its line")
+        board.close()
+    assert caplog.text.count("no points are written from here on") == 1

@@ -25,6 +25,8 @@ RUN_S = 30.0
 """A command that takes longer is killed, with what it has started in its session."""
 END_S = 10.0
 """So long the job's end waits for the commands of its last events."""
+START_S = 1.0
+"""So long it waits then for one that is just being started, so as to kill it."""
 MOST_WAITING = 64
 """Events that come while so many wait are left out."""
 NICE = 10
@@ -54,6 +56,8 @@ class EventCommand:
         self._waiting: queue.Queue[str | None] = queue.Queue(most_waiting)
         self._left_out = 0
         self._failures: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False  # guarded by the lock: nothing is started from then on
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-on-event", daemon=True)
         self._thread.start()
@@ -70,34 +74,48 @@ class EventCommand:
                 )
 
     def close(self, end_s: float = END_S) -> None:
-        """Wait until the command has had every event, for `end_s` at most; then kill it."""
+        """Wait until the command has had every event, for `end_s` at most; then kill it. None is started from then on."""
         deadline = time.monotonic() + end_s
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=end_s)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._left_out += self._waiting.qsize()
             log.warning("--on-event: the command has not had all events within %g s of the job's end: killed", end_s)
-            self._kill()
+            self._stop()
         if self._left_out:
             log.warning("--on-event: %d events were left out", self._left_out)
 
+    def _stop(self) -> None:
+        """Kill what runs, and leave out what waits."""
+        held = self._lock.acquire(timeout=START_S)
+        self._closed = True
+        if held:
+            self._lock.release()
+        self._kill()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._left_out += self._waiting.get_nowait() is not None
+
     def _run(self) -> None:
-        while (event := self._waiting.get()) is not None:
-            if failure := self._run_once(event.encode()):
+        while not self._closed and (event := self._waiting.get()) is not None:
+            failure = self._run_once(event.encode())
+            if failure and not self._closed:
                 self._failures[failure] = count = self._failures.get(failure, 0) + 1
                 if count == 1:  # the same again and again is one line
-                    log.warning("--on-event: %s: %s", shlex.join(self._words), failure)
+                    log.warning("--on-event: %s: %s", self._words[0], failure)  # its arguments may be secret
 
     def _run_once(self, event: bytes) -> str:
         """Run the command; return what went wrong, empty: nothing."""
         try:
-            process = subprocess.Popen(
-                self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-            )
+            with self._lock:
+                if self._closed:
+                    self._left_out += 1
+                    return ""
+                self._process = process = subprocess.Popen(
+                    self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+                )
         except OSError as error:
             return f"it cannot be started: {error.strerror or error}"
-        self._process = process
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         try:
