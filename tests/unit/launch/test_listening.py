@@ -26,18 +26,18 @@ OTHER = "127.0.0.2"
 """An address of this host, as all of 127.0.0.0/8 are; not the one that torch would take."""
 
 
-def own_sockets() -> set[int]:
-    """Return the inodes of this process's descriptors."""
+def sockets_of(pid: int) -> set[int]:
+    """Return the inodes of a process's descriptors."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.add(os.stat(f"/proc/self/fd/{name}").st_ino)
+            found.add(os.stat(f"/proc/{pid}/fd/{name}").st_ino)
     return found
 
 
-def listens_on(port: int) -> set[str]:
-    """Return the addresses at which this process listens on a port: another one may listen at another address."""
-    found, mine = set(), own_sockets()
+def listens_on(port: int, pid: int = 0) -> set[str]:
+    """Return the addresses at which a process (this one unless named) listens on a port: another one may listen at another address."""
+    found, mine = set(), sockets_of(pid or os.getpid())
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
@@ -144,8 +144,9 @@ def test_the_command_listens_on_the_address_that_is_named(options: tuple[str, ..
     command = [sys.executable, "-m", "ttp.launch.stores", "--port", str(port), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None and keeper.stdout.readline() == f"rendezvous store on port {port}\n"
-        assert listens_on(port) and listens_on(port) <= expected
+        found = listens_on(port, keeper.pid)
         keeper.terminate()
+        assert found and found <= expected
         assert keeper.wait(30) == 0
 
 
