@@ -360,6 +360,7 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
 
     agreed("kept by no program that a new process could join", 1)
     assert not [key for key in store.list_keys() if "agreed" in key]
+    dist.barrier()
     GROUPS.replaceable = True  # as ttp.init_process_group says
     assert agreed("shards", ["a", "b"]) == ["a", "b"] and agreed("own", dist.get_rank(), half) == dist.get_rank()
     dist.barrier()

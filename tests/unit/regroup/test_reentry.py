@@ -345,6 +345,7 @@ def test_what_the_program_or_its_optimizer_does_is_named(monkeypatch: pytest.Mon
         def why_not_filled(self) -> str:
             return "no other rank holds all that rank 0 has"
 
+    monkeypatch.setattr(GROUPS, "replaceable", False)  # another test of this process may have joined a group
     said = why_not_in_place(in_place(), Adopted([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
     assert "the program has joined by torch.distributed.init_process_group" in said
     monkeypatch.setattr(GROUPS, "replaceable", True)
