@@ -70,9 +70,17 @@ def open_logs(output_dir: Path, rank: int) -> Iterator[RunLog]:
             LOGGER.propagate = propagate
 
 
+class _LogFile(logging.FileHandler):
+    """Stays closed: a record that another thread brings after `close` would open the file again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None:
+            super().emit(record)
+
+
 def _open_log(path: Path) -> logging.FileHandler:
     open(path, "a", opener=files.opener).close()  # the handler takes what is there
-    return logging.FileHandler(path, encoding="utf-8")
+    return _LogFile(path, encoding="utf-8")
 
 
 class RunLog:

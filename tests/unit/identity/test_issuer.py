@@ -194,7 +194,7 @@ def test_another_user_gets_no_answer(issuer: Issuer, caplog: pytest.LogCaptureFi
     issuer.workers({0: os.getpid()})
     command = [sys.executable, "-c", AS_ANOTHER_USER, "asks", issuer.address]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "b''\n"
-    assert "of user 65534 asked for a certificate and was refused" in caplog.text
+    until(lambda: "of user 65534 asked for a certificate and was refused" in caplog.text, "the issuer's line")
     assert ask(issuer.address, Identity(JOB, Role.RANK, (0,))).certificate
 
 
@@ -275,7 +275,7 @@ def test_neither_descriptors_nor_silence_pile_up(issuer: Issuer, monkeypatch: py
     for thread in threading.enumerate():
         if thread.name == "ttp-issue":
             thread.join(10.0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have dropped may go meanwhile
 
 
 def test_descriptors_that_are_used_up_do_not_end_it(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

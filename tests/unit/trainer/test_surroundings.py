@@ -193,3 +193,13 @@ def test_logs_go_to_the_ranks_own_files_and_are_appended_to(tmp_path: Path, caps
     assert [line.split(" ERROR ")[-1] for line in errors] == ["first error", "second error"]
     assert (tmp_path / "log" / "rank_1" / "info.log").read_text().count("\n") == 3
     assert capsys.readouterr().out.count("first error") == 1
+
+
+def test_a_record_that_comes_late_opens_no_log_again(tmp_path: Path) -> None:
+    """Of a thread that had the handler before it was closed: nothing would close the file then."""
+    with open_logs(tmp_path, 0):
+        handlers = [handler for handler in LOGGER.handlers if isinstance(handler, logging.FileHandler)]
+    assert handlers
+    for handler in handlers:
+        handler.handle(logging.LogRecord("ttp", logging.ERROR, "", 0, "late", (), None))
+        assert handler.stream is None
