@@ -15,13 +15,23 @@ import torch.distributed as dist
 _CLOSED_BY_CONNECTIONS = ("gloo", "fake")
 
 
+def all_groups() -> list[Any]:
+    """Return this rank's process groups, the user's as well, in the order in which they were made. torch lists them in a private name only."""
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return what a group has on `device`; None: nothing."""
+    try:
+        return group._get_backend(device)
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def device_backends() -> list[tuple[torch.device, Any]]:
     """Return device type and backend of each process group's part on an accelerator, those made last first; none on the CPU."""
-    if not dist.is_initialized():
-        return []
-    groups = list(dist.distributed_c10d._world.pg_map)  # torch lists them in a private name only
-    pairs = [(kind, group) for group in reversed(groups) for kind in group._device_types if kind.type != "cpu"]
-    found = [(kind, group._get_backend(kind)) for kind, group in pairs]
+    pairs = [(kind, group) for group in reversed(all_groups()) for kind in group._device_types if kind.type != "cpu"]
+    found = [(kind, backend) for kind, group in pairs if (backend := backend_of(group, kind)) is not None]
     return [(kind, backend) for kind, backend in found if backend.name() not in _CLOSED_BY_CONNECTIONS]
 
 

@@ -103,7 +103,7 @@ def test_groups_are_aborted_once_and_their_kernels_awaited(monkeypatch: pytest.M
 def test_what_was_computed_while_groups_are_left_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort of one's own need not show in `get_error`."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr(communicators, "_process_groups", lambda: [])
+    monkeypatch.setattr(communicators, "all_groups", lambda: [])
     communicators.check_communicators(DEVICE, 3)
     monkeypatch.setattr(communicators, "GROUPS", SimpleNamespace(left=True))
     with pytest.raises(AbortedCollective, match="step 3: process groups are being made again"):

@@ -267,7 +267,7 @@ def fake_groups(monkeypatch: pytest.MonkeyPatch, *errors: str | None) -> list[st
         return SimpleNamespace(group_name=name, _get_backend=lambda device: SimpleNamespace(get_error=get_error))
 
     groups = [group_of(f"group {number}", error) for number, error in enumerate(errors)]
-    monkeypatch.setattr(communicators, "_process_groups", lambda: groups)
+    monkeypatch.setattr(communicators, "all_groups", lambda: groups)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     return asked
 
@@ -292,7 +292,7 @@ def test_torch_has_the_names_that_the_question_needs() -> None:
     its wrapper of process groups only."""
     from torch._C._distributed_c10d import ErrorType, ProcessGroup, _ProcessGroupWrapper
 
-    assert communicators._process_groups() == []
+    assert vars(communicators)["all_groups"]() == []
     assert callable(ProcessGroup._get_backend) and callable(_ProcessGroupWrapper.get_error)
     assert ErrorType.SUCCESS.name == "SUCCESS"
 

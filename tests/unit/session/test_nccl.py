@@ -59,7 +59,7 @@ def test_a_backend_that_cannot_report_errors_is_named_at_start(
             return backend
 
     group = SimpleNamespace(_get_backend=lambda device: Silent())
-    monkeypatch.setattr(communicators, "_process_groups", lambda: [group, group])
+    monkeypatch.setattr(communicators, "all_groups", lambda: [group, group])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     lines = list(rank_runtime._device_warnings(torch.device(device), Settings()))
     assert [line.split(" cannot")[0] for line in lines] == [f"process groups of backend {backend}"] * count

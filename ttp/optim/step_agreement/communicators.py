@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ttp.errors import AbortedCollective
+from ttp.groups.device_backends import all_groups, backend_of
 from ttp.groups.process_groups import GROUPS
 
 _RAISES = {"gloo", "fake"}
@@ -20,12 +20,12 @@ _RAISES = {"gloo", "fake"}
 
 def check_communicators(device: torch.device, step: int) -> None:
     """Raise AbortedCollective naming the first process group whose communicator on `device` reports an error. At once on the CPU."""
-    if device.type == "cpu" or not dist.is_initialized():
+    if device.type == "cpu":
         return
     if GROUPS.left:
         raise AbortedCollective(f"step {step}: process groups are being made again: this step is given up")
-    for group in _process_groups():
-        error = _error_of(_backend_of(group, device))
+    for group in all_groups():
+        error = _error_of(backend_of(group, device))
         if error:
             raise AbortedCollective(
                 f"step {step}: the communicator of process group {group.group_name} reports {error}: its collectives may have"
@@ -35,23 +35,10 @@ def check_communicators(device: torch.device, step: int) -> None:
 
 def silent_backends(device: torch.device) -> tuple[str, ...]:
     """Return the names of the backends of this rank's groups on `device` that cannot be asked for an error and need not raise. None on the CPU."""
-    if device.type == "cpu" or not dist.is_initialized():
+    if device.type == "cpu":
         return ()
-    backends = [backend for group in _process_groups() if (backend := _backend_of(group, device)) is not None]
+    backends = [backend for group in all_groups() if (backend := backend_of(group, device)) is not None]
     return tuple(sorted({backend.name() for backend in backends if _error_of(backend) is None} - _RAISES))
-
-
-def _process_groups() -> list[Any]:
-    """Return this rank's process groups, the user's as well. torch lists them in a private name only."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def _backend_of(group: Any, device: torch.device) -> Any:
-    """Return a group's communicator on `device`; None: it has none there."""
-    try:
-        return group._get_backend(device)
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def _error_of(backend: Any) -> str | None:
