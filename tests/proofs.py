@@ -303,6 +303,7 @@ TESTED: dict[str, Proof] = {
         Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),
     "python -m ttp.chaos.kills --in-place": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python -m ttp.chaos.kills --in-place --kills 200 --ranks 3 --twice 6": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
+    "python -m ttp.chaos.kills --in-place --ranks 3 --kills 14": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python slow_cable.py PORT TAP MILLISECONDS":
         Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit", {"slow_cable.py": "delay"}),
     "python -m tests.fuzz": Proof("tests/unit/cli/test_fuzz_command.py::test_the_fuzz_tests_are_run_with_a_seed"),
