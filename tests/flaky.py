@@ -1,6 +1,6 @@
 """Every test with real processes, many times beside busy ones: `make flaky`.
 
-A test that passes once and fails once is a defect: of the test, or of what it tests. Owns the choice of files, the busy processes, and
+A test that passes once and fails once is a defect: of the test, or of what it tests. Owns the choice of places, the busy processes, and
 a state file, with which an interrupted run goes on where it was. Never repeats a failed run: every failure counts.
 """
 
@@ -20,19 +20,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = 10
 BUSY = 2
+WORKERS = 3
 PLACES = (
-    *(f"tests/unit/{folder}" for folder in ("launch", "runtime", "session", "mindio", "optim", "chaos", "adopt")),
+    *(
+        f"tests/unit/{folder}"
+        for folder in (
+            *("launch", "fork_server", "runtime", "session", "groups", "regroup", "mindio", "optim", "chaos", "adopt"),
+            *("doctor", "selftest", "status", "status_page"),
+        )
+    ),
     "tests/unit/trainer/test_layouts.py",
     "tests/unit/trainer/test_prepare.py",
     "tests/parity",
     "tests/chaos",
+    "tests/device",
 )
 """Folders and files whose tests start processes, or ranks as threads under a real controller."""
 
 
 @dataclass
 class State:
-    """What has been run so far. A run is one file, once."""
+    """What has been run so far. A run is all tests of one place, once."""
 
     commit: str
     runs: dict[str, int] = field(default_factory=dict)
@@ -55,16 +63,13 @@ class State:
         unfinished.replace(path)
 
 
-def files_of(places: Sequence[str]) -> list[str]:
-    """Return the test files of these folders and files, relative to the root. Raises SystemExit for a place that has none."""
-    found = []
+def places_of(places: Sequence[str]) -> list[str]:
+    """Return these places. Raises SystemExit for one that has no tests."""
     for place in places:
         here = ROOT / place
-        files = sorted(here.glob("test_*.py")) if here.is_dir() else [here] if here.is_file() else []
-        if not files:
+        if not (here.is_file() or any(here.glob("test_*.py"))):
             raise SystemExit(f"flaky: invalid place: got {place!r}, expected a test file or a folder with test files")
-        found += [str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file) for file in files]
-    return found
+    return list(places)
 
 
 @contextlib.contextmanager
@@ -79,17 +84,21 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def run_once(file: str, marks: str, output: Path) -> list[str]:
-    """Run one file; return which of its tests failed. `output` gets what pytest prints, and is kept where one failed."""
+def run_once(place: str, marks: str, workers: int, output: Path) -> list[str]:
+    """Run the tests of a place; return which failed. `output` gets what pytest prints, and is kept where one failed."""
     report = output.with_suffix(".xml")
     command = [
         sys.executable,
         "-m",
         "pytest",
-        file,
+        place,
         "-q",
         "-m",
         marks,
+        "-n",
+        str(workers),
+        "--dist",
+        "loadfile",
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
@@ -100,42 +109,45 @@ def run_once(file: str, marks: str, output: Path) -> list[str]:
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
             if case.find("failure") is not None or case.find("error") is not None:
-                failed.append(f"{file}::{case.get('name')}")
+                failed.append(f"{case.get('classname')}::{case.get('name')}")
         report.unlink()
-    if status not in (0, 5) and not failed:  # 5: no test of the file has these marks
-        failed.append(f"{file}: pytest ended with status {status}")
+    if status not in (0, 5) and not failed:  # 5: no test of the place has these marks
+        failed.append(f"{place}: pytest ended with status {status}")
     if not failed:
         output.unlink()
     return list(dict.fromkeys(failed))
 
 
-def run_all(state: State, files: Sequence[str], times: int, marks: str, folder: Path, until_s: float) -> None:
-    """Run what is missing: every file once, then every file a second time, and so on. Stops before a run that begins after `until_s`."""
+def run_all(
+    state: State, places: Sequence[str], times: int, marks: str, workers: int, folder: Path, until_s: float
+) -> None:
+    """Run what is missing: every place once, then every place a second time, and so on. Begins no run after `until_s`."""
     for number in range(times):
-        for file in files:
-            if state.runs.get(file, 0) > number:
+        for place in places:
+            if state.runs.get(place, 0) > number:
                 continue
             if time.monotonic() >= until_s:
                 return
-            output = folder / f"{file.strip('/').replace('/', '.').removesuffix('.py')}_{number + 1}.txt"
+            output = folder / f"{place.strip('/').replace('/', '.').removesuffix('.py')}_{number + 1}.txt"
             began_s = time.monotonic()
-            failed = run_once(file, marks, output)
-            state.runs[file] = number + 1
+            failed = run_once(place, marks, workers, output)
+            state.runs[place] = number + 1
             state.failures += [{"test": test, "run": str(number + 1), "output": str(output)} for test in failed]
             state.save(folder / "state.json")
             result = f"FAILED: {', '.join(failed)}; see {output}" if failed else "passed"
             print(
-                f"flaky: {file}, run {number + 1} of {times}: {result} ({time.monotonic() - began_s:.0f} s)", flush=True
+                f"flaky: {place}, run {number + 1} of {times}: {result} ({time.monotonic() - began_s:.0f} s)",
+                flush=True,
             )
 
 
-def summary(state: State, files: Sequence[str], times: int) -> str:
-    done = sum(min(state.runs.get(file, 0), times) for file in files)
+def summary(state: State, places: Sequence[str], times: int) -> str:
+    done = sum(min(state.runs.get(place, 0), times) for place in places)
     lines = [f"{one['test']}, run {one['run']}: see {one['output']}" for one in state.failures]
-    missing = [file for file in files if state.runs.get(file, 0) < times]
+    missing = [place for place in places if state.runs.get(place, 0) < times]
     if missing:
         lines.append(f"not run {times} times yet, the same command goes on: {', '.join(missing)}")
-    lines.append(f"{done} of {len(files) * times} runs done, {len(state.failures)} failed tests")
+    lines.append(f"{done} of {len(places) * times} runs done, {len(state.failures)} failed tests")
     return "\n".join(lines)
 
 
@@ -143,8 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 when no test has failed so far, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.flaky", description=__doc__)
     parser.add_argument("places", nargs="*", help="test files and folders (default: all that start processes)")
-    parser.add_argument("--times", type=int, default=TIMES, help="runs of each file (default %(default)s)")
+    parser.add_argument("--times", type=int, default=TIMES, help="runs of each place (default %(default)s)")
     parser.add_argument("--busy", type=int, default=BUSY, help="busy processes beside them (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="tests at the same time (default %(default)s)")
     parser.add_argument("--marks", default="not long", help="which tests, as pytest -m (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
@@ -154,10 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.folder.mkdir(parents=True, exist_ok=True)
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     state = State.load(given.folder / "state.json", asked.stdout.strip() or "no commit")
-    files = files_of(given.places or PLACES)
+    places = places_of(given.places or PLACES)
     with busy(given.busy):
-        run_all(state, files, given.times, given.marks, given.folder, time.monotonic() + 60 * given.minutes)
-    print(summary(state, files, given.times))
+        run_all(
+            state, places, given.times, given.marks, given.workers, given.folder, time.monotonic() + 60 * given.minutes
+        )
+    print(summary(state, places, given.times))
     return 1 if state.failures else 0
 
 

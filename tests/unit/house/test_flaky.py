@@ -26,7 +26,7 @@ def test_a_test_that_fails_once_is_found_and_a_run_that_was_interrupted_goes_on(
     """First one run, then all; the file of another commit is not used."""
     (tmp_path / "test_sometimes.py").write_text(SOMETIMES)
     folder = tmp_path / "state"
-    arguments = [str(tmp_path / "test_sometimes.py"), "--busy", "1", "--folder", str(folder)]
+    arguments = [str(tmp_path / "test_sometimes.py"), "--busy", "1", "--workers", "0", "--folder", str(folder)]
     assert flaky.main([*arguments, "--times", "1"]) == 0
     assert flaky.main([*arguments, "--times", "3"]) == 1
     assert (tmp_path / "count").read_text() == "3", "no run was done twice"
@@ -44,7 +44,7 @@ def test_a_test_that_fails_once_is_found_and_a_run_that_was_interrupted_goes_on(
 def test_a_file_that_cannot_be_collected_has_failed(tmp_path: Path) -> None:
     """pytest reports no test of it."""
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    arguments = [str(tmp_path), "--busy", "0", "--times", "1", "--folder", str(tmp_path / "state")]
+    arguments = [str(tmp_path), "--busy", "0", "--workers", "0", "--times", "1", "--folder", str(tmp_path / "state")]
     assert flaky.main(arguments) == 1
 
 
@@ -56,8 +56,8 @@ def test_busy_processes_are_gone_afterwards() -> None:
 
 def test_a_place_without_tests_is_refused_by_name() -> None:
     with pytest.raises(SystemExit, match="invalid place: got 'tests/nowhere'"):
-        flaky.files_of(["tests/nowhere"])
+        flaky.places_of(["tests/nowhere"])
 
 
 def test_every_default_place_has_tests() -> None:
-    assert {Path(file).parts[1] for file in flaky.files_of(flaky.PLACES)} == {"unit", "parity", "chaos"}
+    assert {Path(place).parts[1] for place in flaky.places_of(flaky.PLACES)} == {"unit", "parity", "chaos", "device"}
