@@ -314,7 +314,8 @@ if rank == 1:
     sys.exit(3)
 signal.signal(signal.SIGTERM, lambda *_: (note("sigterm"), sys.exit(0)))
 note("begun")
-time.sleep(600)
+while True:  # a signal that arrives just before one long sleep is handled after it
+    time.sleep(0.05)
 """
 
 

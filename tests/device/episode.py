@@ -7,8 +7,10 @@ that no fault touches. Raises Violation for what must not be.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +70,8 @@ class Bounded(threading.Thread):
         """Return what the call returned; raises what it raised, Violation when it has not ended."""
         self.join(TOO_LONG_S)
         if self.is_alive():
-            raise Violation(f"{self._what} hangs")
+            frame = sys._current_frames().get(self.ident or 0)
+            raise Violation(f"{self._what} hangs\n{''.join(traceback.format_stack(frame)) if frame else ''}")
         if self.error is not None:
             raise self.error
         return self.result

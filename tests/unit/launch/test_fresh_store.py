@@ -73,7 +73,7 @@ def join_all(handlers: list[FreshStoreRendezvous]) -> list[RendezvousInfo]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return [results[index] for index in range(len(handlers))]
 
 

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
+from tests.unit.launch.attempts import DEADLINE_S
 from tests.unit.launch.test_fresh_store import FixedNodes, join_all
 from tests.unit.launch.test_multi_endpoint import Handler, free_place, quick
 from tests.waiting import until
@@ -60,7 +61,7 @@ def nodes_of(base: Store, reads: list[Read | None], *, static: bool) -> list[Fre
             FixedNodes(base, rank, len(reads), prefixed=not static),
             "127.0.0.1",
             same_keys_every_round=static,
-            join_timeout_s=5.0,
+            join_timeout_s=DEADLINE_S,
             secret=JobSecret("run", read),
         )
         for rank, read in enumerate(reads)

@@ -29,12 +29,19 @@ from ttp.launch.watch.shell_ranks import ShellRanks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 RANK = """
-import os, signal, sys
-signal.signal(signal.SIGTERM, lambda number, frame: print("signalled", flush=True))
+import os, signal, sys, threading
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def report():
+    while True:
+        signal.sigwait({signal.SIGTERM})
+        print("signalled", flush=True)
+threading.Thread(target=report, daemon=True).start()
 print(os.getpid(), flush=True)
 sys.exit(int(sys.stdin.readline()))
 """
-"""It receives SIGTERM, and exits when it reads its exit code from a line."""
+"""It receives SIGTERM, and exits when it reads its exit code from a line. A handler in Python would not do: one that is due when the read
+begins runs when it ends."""
 
 
 class Shells:
