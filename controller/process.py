@@ -116,7 +116,7 @@ def start_controller(
         raise ControllerError(f"the controller cannot be started: {error}; its log would be {log_path}") from error
     with open(stdout, "rb"):
         line = _read_line(stdout)
-    if not line.startswith(_READY):
+    if line is None or not line.startswith(_READY):
         raise _start_error(process, line, log_path, log_start)
     _, _, rest = line.partition(_READY)
     bound_port = rest.split()[0].rpartition(":")[2]
@@ -162,13 +162,15 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _read_line(descriptor: int) -> str:
-    """Read up to the first newline, the end of the file, or the timeout."""
+def _read_line(descriptor: int) -> str | None:
+    """Read up to the first newline or the end of the file; None after the timeout."""
     deadline = time.monotonic() + START_TIMEOUT_S
     received = b""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
-        while b"\n" not in received and selector.select(max(0.0, deadline - time.monotonic())):
+        while b"\n" not in received:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return None
             chunk = os.read(descriptor, 4096)
             if not chunk:
                 break
@@ -176,15 +178,19 @@ def _read_line(descriptor: int) -> str:
     return received.partition(b"\n")[0].decode(errors="replace")
 
 
-def _start_error(process: Process, line: str, log_path: Path, log_start: int) -> ControllerError | NotWritable:
+def _start_error(process: Process, line: str | None, log_path: Path, log_start: int) -> ControllerError | NotWritable:
+    """End the process. `line`: what it said, None when it did not in time; one that closed its output is about to end by itself."""
+    status: int | None = None
     try:
-        status: int | None = process.wait(1.0)
-        if line.startswith(ENDED):
-            status = int(line.removeprefix(ENDED))
+        if line is not None:
+            status = process.wait(START_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        status = None
+        pass
+    if process.poll() is None:
         process.kill()
         process.wait()
+    if line is not None and line.startswith(ENDED):
+        status = int(line.removeprefix(ENDED))
     with open(log_path, "rb") as log:
         log.seek(log_start)
         lines = log.read().decode(errors="replace").strip().splitlines()
@@ -195,7 +201,7 @@ def _start_error(process: Process, line: str, log_path: Path, log_start: int) ->
     if status == CANNOT_WRITE:
         return NotWritable(own)
     if status is None:
-        what = f"did not say that it listens within {START_TIMEOUT_S} s (it said {line!r}) and was killed"
+        what = f"did not say that it listens within {START_TIMEOUT_S:g} s and was killed"
     else:
         what = f"ended with exit status {status} before it listened"
     return ControllerError(f"the controller {what}; see {log_path}: {said[-2000:] or 'nothing was logged'}")

@@ -38,11 +38,12 @@ struct Task {
 
 struct Stream {
   std::deque<Task> tasks;
+  std::condition_variable submitted; // a stream without tasks is not woken by what the others do
   bool busy = false;
   bool started = false;
 };
 
-// One lock and one condition for all of a device: nothing here is fast, all of it is in order.
+// One lock, and one condition for all that is in progress, for a whole device: nothing here is fast, all of it is in order.
 struct Device {
   std::mutex mutex;
   std::condition_variable changed;
@@ -89,7 +90,7 @@ bool all_idle(const Device& device) {
 void work_off(Device& device, Stream& stream) {
   std::unique_lock<std::mutex> lock(device.mutex);
   while (true) {
-    device.changed.wait(lock, [&] { return !stream.tasks.empty(); });
+    stream.submitted.wait(lock, [&] { return !stream.tasks.empty(); });
     Task task = std::move(stream.tasks.front());
     stream.tasks.pop_front();
     stream.busy = true;
@@ -142,9 +143,9 @@ void submit(int number, int stream, Work work, MarkPtr waits_for = nullptr, Mark
   begin();
   Device& device = devices()[number];
   std::lock_guard<std::mutex> lock(device.mutex);
-  stream_of(device, stream).tasks.push_back(
-      Task{std::move(work), std::move(waits_for), std::move(marks), ++device.submitted});
-  device.changed.notify_all();
+  Stream& chosen = stream_of(device, stream);
+  chosen.tasks.push_back(Task{std::move(work), std::move(waits_for), std::move(marks), ++device.submitted});
+  chosen.submitted.notify_one();
 }
 
 template <typename Condition>

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from tests.unit.runtime.conftest import LONG_S
 from ttp.exchange import sealed_store
 from ttp.exchange.sealed_store import Seal, SealedStore, sealed, unsealed
 from ttp.identity.sealed import NotSealed, seal, unseal
@@ -82,7 +83,7 @@ def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     store: Store = (
         HashStore()
         if request.param == "hash"
-        else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+        else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONG_S))
     )
     store.set_timeout(timedelta(seconds=0.2))
     yield store
