@@ -193,7 +193,6 @@ def drawn_traits(seed: int) -> dict[str, int]:
     return {
         "seed": seed,
         "delay_us": rng.choice((0, 0, 50, 300)),
-        "one_queue": 0,
         "alloc_syncs": rng.randint(0, 1),
         "poison": rng.randint(0, 1),
         "late_release": rng.randint(0, 1),
@@ -202,4 +201,5 @@ def drawn_traits(seed: int) -> dict[str, int]:
         "blind_watchdog": rng.randint(0, 1),
         "remote_hangs": rng.randint(0, 1),
         "error_lag_ms": 0,
+        "one_queue": int(rng.random() < 0.1),
     }

@@ -37,6 +37,8 @@ from ttp.proto.messages import CommitRecord, StateReport
 
 TOO_LONG_S = 15.0
 """Nothing of an episode takes longer, on a machine that has much else to do: what does, hangs."""
+QUEUED_S = 2.0
+"""With one hardware queue a call may wait behind a kernel that hangs: the rank is given up then, as it is after TTP_OT."""
 FREEZE_S = 1.0
 
 QUIET = ("frozen", "slow", "hang_beside")
@@ -49,12 +51,16 @@ class Violation(AssertionError):
     """What no fault may bring about."""
 
 
+class Queued(Exception):
+    """A call waits in the device's one queue."""
+
+
 class Bounded(threading.Thread):
     """A call on a thread of its own, waited for so long."""
 
-    def __init__(self, what: str, device: torch.device, call: Callable[[], Any]) -> None:
+    def __init__(self, what: str, device: torch.device, call: Callable[[], Any], may_wait: bool = False) -> None:
         super().__init__(name=what, daemon=True)
-        self._what, self._device, self._call = what, device, call
+        self._what, self._device, self._call, self._may_wait = what, device, call, may_wait
         self.result: Any = None
         self.error: BaseException | None = None
         self.start()
@@ -67,8 +73,10 @@ class Bounded(threading.Thread):
             self.error = error
 
     def finish(self) -> Any:
-        """Return what the call returned; raises what it raised, Violation when it has not ended."""
-        self.join(TOO_LONG_S)
+        """Return what the call returned; raises what it raised, Queued or Violation when it has not ended."""
+        self.join(QUEUED_S if self._may_wait else TOO_LONG_S)
+        if self.is_alive() and self._may_wait:
+            raise Queued(f"{self._what} waits")
         if self.is_alive():
             frame = sys._current_frames().get(self.ident or 0)
             raise Violation(f"{self._what} hangs\n{''.join(traceback.format_stack(frame)) if frame else ''}")
@@ -84,6 +92,8 @@ class Episode:
         self.plan, self.rank, self.world, self.exchange = plan, rank, world, exchange
         self.device = torch.device(backend.NAME, rank)
         self._stopped = threading.Event()
+        self._waits = bool(dict(plan.traits)["one_queue"]) and plan.kind not in ("frozen", "slow")
+        """Something hangs, and everything may wait behind it."""
         self._faulty = False
         self._begun = time.monotonic()
         self._ticket = 0
@@ -285,9 +295,11 @@ class Episode:
             self.gate.rolled_forward(record.step)
 
         try:
-            Bounded(f"the roll forward to step {record.step}", self.device, roll).finish()
+            Bounded(f"the roll forward to step {record.step}", self.device, roll, self._waits).finish()
         except Violation:
             raise
+        except Queued as late:
+            return repr(late)
         except (AbortedCollective, RuntimeError) as error:
             if not self.plan.kind.startswith(("abort", "fail")):
                 raise Violation(f"the roll forward raised {error!r}") from error
@@ -305,7 +317,9 @@ class Episode:
             }
 
         try:
-            copied = Bounded(f"the dump of step {decision.step}", self.device, copy).finish()
+            copied = Bounded(f"the dump of step {decision.step}", self.device, copy, self._waits).finish()
+        except Queued:
+            return set()
         except RuntimeError as error:
             if self.plan.kind != "fail":
                 raise Violation(f"the dump raised {error!r}") from error
@@ -317,10 +331,10 @@ class Episode:
         return set(copied)
 
     def _refused(self, records: dict[int, CommitRecord], reports: dict[int, StateReport], refusal: Refusal) -> str:
-        """Nothing is saved: rightly before the first step, and where all holders of a shard are lost."""
+        """Nothing is saved: rightly before the first step, and where all holders of a shard are lost or wait in the one queue."""
         committed = max(records, default=0)
         usable = [one for one in reports.values() if one.closed and not one.torn]
-        if committed and (len(usable) == self.world or self.plan.kind == "abort"):
+        if committed and not self._waits and (len(usable) == self.world or self.plan.kind == "abort"):
             raise Violation(f"step {committed} is committed and nothing is saved: {refusal.reason}")
         return "refused"
 
