@@ -26,6 +26,7 @@ from rich.table import Table
 
 from ttp.chaos.folder import empty
 from ttp.chaos.kills_in_place import back, identities
+from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.observed.training_job import JobError, TrainingJob
 from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, IN_PLACE, EndedFault
 from ttp.chaos.verdict.timeline import RunComparison, by_step, compare
@@ -81,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"will SIGKILL rank {victim} during step {kill_step}, {fraction:.0%} into the step\n")
     output = Path(args.output).resolve()
     try:
-        empty(output)
-        return _run(args, console, output, victim, kill_step, fraction)
+        with InterruptGuard():
+            empty(output)
+            return _run(args, console, output, victim, kill_step, fraction)
     except ConfigError as error:
         console.print(f"ttp.chaos.demo: {error}", markup=False, style="red")
         return 2

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from ttp.chaos import kills_in_place
 from ttp.chaos.folder import empty
+from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.observed.training_job import JobError, Kill, TrainingJob
 from ttp.chaos.verdict.timeline import (
     FaultTimeline,
@@ -63,16 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{args.kills} random kills over {args.ranks} ranks; seed {seed}")
     output = Path(args.output).resolve()
     try:
-        empty(output)
-        if args.in_place:
-            return kills_in_place.main(console, args, overrides, seed, output)
-        survived, same, leftovers = run(console, args, overrides, random.Random(seed), output)
+        with InterruptGuard():
+            empty(output)
+            if args.in_place:
+                return kills_in_place.main(console, args, overrides, seed, output)
+            survived, same, leftovers = run(console, args, overrides, random.Random(seed), output)
     except ConfigError as error:
         console.print(f"ttp.chaos.kills: {error}", markup=False, style="red")
         return 2
     except JobError as error:
         console.print(f"[red]failed[/] (seed {seed}): {error}")
         return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has been ended")
+        return 130
     return _report(console, survived, same, leftovers, seed, args.kills)
 
 

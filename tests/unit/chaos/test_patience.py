@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from ttp.chaos import demo, kills, kills_in_place
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.nodes.namespaces import Terminated
 
@@ -74,3 +79,34 @@ def test_another_thread_changes_no_handler() -> None:
     thread.start()
     thread.join()
     assert found == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("program", "where", "options"),
+    [(kills, kills, []), (kills, kills_in_place, ["--in-place"]), (demo, demo, [])],
+    ids=["kills", "in place", "demo"],
+)
+def test_a_harness_that_is_signalled_ends_its_job(
+    program: ModuleType,
+    where: ModuleType,
+    options: list[str],
+    signum: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A job that stayed would hold the port of the next one."""
+    ended = []
+
+    @contextmanager
+    def job(*args: object, **settings: object) -> Iterator[None]:
+        try:
+            signal.raise_signal(signum)
+            yield
+        finally:
+            ended.append(signum)
+
+    monkeypatch.setattr(where, "TrainingJob", job)
+    assert program.main([*options, "--output", str(tmp_path / "out")]) == 130
+    assert ended == [signum] and "everything that was started has been ended" in capsys.readouterr().out

@@ -235,10 +235,13 @@ class TrainingJob(Observed):
 
     def wait(self, timeout_s: float = 300.0) -> int:
         """Wait for the launcher's end and return its exit status."""
+        limit_s = max(0.0, min(timeout_s, self._until_s - time.monotonic()))
         try:
-            return self.process.wait(max(0.0, min(timeout_s, self._until_s - time.monotonic())))
+            return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise JobError(f"the job did not end within {timeout_s:.0f} s\n{self.console_tail()}") from None
+            raise JobError(
+                f"the job did not end: waited {limit_s:.0f} s for it; the end of {self.output_dir / 'console.log'}:\n{self.console_tail()}"
+            ) from None
 
 
 def controllers_of(mark: str) -> dict[int, int]:
