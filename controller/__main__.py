@@ -46,7 +46,7 @@ from .parent_watch import Guardians
 from .process import CANNOT_LISTEN, CANNOT_WRITE, PORT_WAIT_S
 from .server import GRACE_S, ControlService, add_service, make_server
 
-GC_THRESHOLDS = (200_000, 20, 100)
+GC_THRESHOLDS = (500_000, 20, 100)
 """The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
 decision on looking for some."""
 GUARDIAN_POLL_S = 0.5

@@ -219,14 +219,14 @@ def shard_written_twice(patch: Patch) -> None:
 
     def wrong(groups: Any, able: Iterable[int]) -> Any:
         groups, able = tuple(groups), tuple(able)
-        plan = share_out(groups, able)
+        plan, largest = share_out(groups, able)
         for group in groups:
             for rank in set(group.holders).intersection(able):
                 for other, parts in plan.items():
                     mine = [part for part in parts if part.group_id == group.group_id]
                     if mine and other != rank:
-                        return {**plan, rank: (*plan.get(rank, ()), mine[-1])}
-        return plan
+                        return {**plan, rank: (*plan.get(rank, ()), mine[-1])}, largest
+        return plan, largest
 
     patch.setattr(writing, "share_out", wrong)
 

@@ -52,38 +52,33 @@ def start_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> Con
         able -= unfit
         if any(able.isdisjoint(group.holders) for group in state.coverage.groups):
             return next_directory(state, now, out)
-    plan = share_out(state.coverage.groups, able)
+    plan, largest = share_out(state.coverage.groups, able)
     fields: Fields = {"step": dump.decision.step, "directory": directory, "tmp_name": tmp_name(state)}
     out.append(Journal("write_sent", {**fields, "ranks": tuple(plan), "parts": tuple(map(len, plan.values()))}))
-    return _order(state, plan, now, out)
+    return _order(state, plan, largest, now, out)
 
 
-def _order(state: StateAt[Writing], plan: Plan, now: float, out: list[Effect]) -> ControllerState:
+def _order(state: StateAt[Writing], plan: Plan, largest: float, now: float, out: list[Effect]) -> ControllerState:
+    """`largest`: bytes of the largest share. A slow disk may take so long for it: a rank answers only when all of its order is durable."""
     dump = state.at.dump
     directory, name = dump.directories[dump.attempt], tmp_name(state)
-    step, known = dump.decision.step, dump.work
+    step, known = dump.decision.step, list(dump.work)
     changed: dict[int, Work] = {}
     for rank, parts in plan.items():
         order = WriteOrder(state.freeze_id, step, directory, name, parts)
         out.append(Send((rank,), order))
         mine = known[rank]
         changed[rank] = Work((*mine.orders, order), mine.results, (*mine.given, order))
-    work = known.put_all(changed)
-    progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + _writing_s(state, plan))
+    work = dump.work.put_all(changed)
+    progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + largest / SLOW_DISK_BYTES_PER_S)
     dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
     return state.with_dump(replace(dump, patience_until=quarter_of_the_rest(state, now)))
 
 
-def _writing_s(state: ControllerState, plan: Plan) -> float:
-    """How long the largest share may take on a slow disk: a rank answers only when all of its order is durable."""
+def _largest(state: ControllerState, plan: Plan) -> float:
+    """Return the bytes of the largest share of a plan."""
     nbytes = {group.group_id: group.nbytes for group in state.coverage.groups}
-    largest = 0.0
-    for parts in plan.values():  # plain loops: this runs once a rank between the last report and the orders
-        share = 0.0
-        for part in parts:
-            share += nbytes[part.group_id] / part.count
-        largest = max(largest, share)
-    return largest / SLOW_DISK_BYTES_PER_S
+    return max((sum(nbytes[part.group_id] / part.count for part in parts) for parts in plan.values()), default=0.0)
 
 
 def written(state: StateAt[Writing], answer: Written, now: float, out: list[Effect]) -> ControllerState:
@@ -148,7 +143,7 @@ def replace_writers(state: StateAt[Writing], lost: tuple[int, ...], now: float, 
     plan = hand_over(parts, able_here, loads)
     if plan is not None:
         out.append(Journal("write_moved", {"from": lost, "ranks": tuple(plan), "parts": len(parts)}))
-        return _order(state, plan, now, out)
+        return _order(state, plan, _largest(state, plan), now, out)
     if all(capable.values()):
         return next_directory(state, now, out)
     return next_round(state, "a shard lost its last writer", now, out)

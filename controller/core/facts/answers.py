@@ -38,11 +38,10 @@ def check_answer(state: ControllerState, message: Upward) -> None:
 def _not_ordered(dump: Dump, answer: RolledForward | Regrouped | Written | Published | StepFailed) -> str:
     """Say what was ordered instead; empty: the answer fits an order, open or not."""
     rank = answer.rank
-    rolls = rank in dump.decision.roll_forward
     given = dump.work[rank].given
     match answer:
         case RolledForward() | StepFailed(stage="roll_forward"):
-            return "" if rolls else f"expected ranks {list(dump.decision.roll_forward)}"
+            return "" if dump.decision.rolls(rank) else f"expected ranks {list(dump.decision.roll_forward)}"
         case Regrouped() | StepFailed(stage="regroup"):
             return "" if dump.regroup is not None else "expected no answer: no rank was ordered to regroup"
         case Written(tmp_name=name, parts=parts):

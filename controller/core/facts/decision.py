@@ -10,6 +10,7 @@ begun it and all are at t-1.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
@@ -29,11 +30,16 @@ class Decision:
     record: CommitRecord | None
     """Commit record of `step`, if any rank reported it."""
     roll_forward: tuple[int, ...]
-    """Holders that are at step-1 and reach `step` with the record."""
+    """Holders that are at step-1 and reach `step` with the record (ascending)."""
     able: tuple[int, ...]
     """Holders that have `step`, or have it after rolling forward (ascending)."""
     copies: bool = False
     """Some rank keeps a local copy: an older step may be covered as well."""
+
+    def rolls(self, rank: int) -> bool:
+        """Say whether this rank rolls forward. O(log world)."""
+        place = bisect_left(self.roll_forward, rank)
+        return self.roll_forward[place : place + 1] == (rank,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 
 from ttp.proto.messages import Part
 
@@ -20,15 +21,19 @@ Plan = dict[int, tuple[Part, ...]]
 """Parts to write, by rank, in the order of the groups' ids; ranks with nothing to write are absent."""
 
 
-def share_out(groups: Iterable[Group], able: Iterable[int]) -> Plan:
-    """Give every part of every group to one able holder; the caller has checked that each group has one."""
+def share_out(groups: Iterable[Group], able: Iterable[int]) -> tuple[Plan, float]:
+    """Give every part of every group to one able holder; the caller has checked that each group has one. Returns the bytes of the largest share, too."""
     writers = set(able)
     loads = dict.fromkeys(sorted(writers), 0.0)
     given: dict[int, list[Part]] = {}
     # Groups with few able holders first: they leave no choice, and the others even out around them.
-    choices = [(group, [rank for rank in group.holders if rank in writers]) for group in groups]
-    choices.sort(key=lambda choice: (len(choice[1]), -choice[0].nbytes, choice[0].group_id))
-    for group, holders in choices:
+    choices = [
+        (len(holders), -group.nbytes, group.group_id, group, holders)
+        for group in groups
+        for holders in ([rank for rank in group.holders if rank in writers],)
+    ]
+    choices.sort(key=itemgetter(0, 1, 2))
+    for _, _, _, group, holders in choices:
         count = max(1, min(len(holders), -(-group.nbytes // SMALLEST_PART_BYTES)))
         part_bytes = group.nbytes / count
         heap = [(loads[rank], rank) for rank in holders]
@@ -43,10 +48,11 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> Plan:
                 given[rank].append(part)
             else:
                 given[rank] = [part]
-    return {
+    plan = {
         rank: tuple(sorted(parts, key=_order)) if len(parts) > 1 else tuple(parts)
         for rank, parts in sorted(given.items())
     }
+    return plan, max(loads.values(), default=0.0)
 
 
 def hand_over(parts: Iterable[Part], holders: Mapping[str, tuple[int, ...]], loads: Mapping[int, int]) -> Plan | None:

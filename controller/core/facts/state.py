@@ -97,7 +97,7 @@ class Fault:
     """Ranks that attached again during this round have as much time to answer it as the others had: nothing is refused before."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """One rank's share of the writing."""
 

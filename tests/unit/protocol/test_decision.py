@@ -99,22 +99,23 @@ def test_a_refusal_without_survivors_names_all_shards() -> None:
 
 
 def test_every_part_is_given_once_and_replicas_share_the_work() -> None:
-    plan = share_out(HALVES, (0, 1, 2, 3))
+    plan, largest = share_out(HALVES, (0, 1, 2, 3))
+    assert largest == HALVES[0].nbytes / 2
     assert plan == {0: (Part("g0", 0, 2),), 1: (Part("g1", 0, 2),), 2: (Part("g0", 1, 2),), 3: (Part("g1", 1, 2),)}
 
 
 def test_the_slowest_writer_of_a_ring_with_a_dead_rank_has_little_more_than_its_share() -> None:
     ring = tuple(Group(f"g{i}", f"shard {i}", MIB, tuple(sorted((i, (i + 1) % 5)))) for i in range(5))
-    plan = share_out(ring, (1, 2, 3, 4))
+    plan, largest = share_out(ring, (1, 2, 3, 4))
     loads = {rank: sum(MIB / part.count for part in parts) for rank, parts in plan.items()}
-    assert max(loads.values()) <= 1.5 * MIB, loads
+    assert max(loads.values()) == largest <= 1.5 * MIB, loads
     assert sorted((p.group_id, p.index) for parts in plan.values() for p in parts) == sorted(
         (g.group_id, index) for g in ring for index in range(1 if 0 in g.holders else 2)
     )
 
 
 def test_a_tiny_group_is_not_cut() -> None:
-    assert share_out((Group("g", "scalars", 8, (0, 1, 2)),), (0, 1, 2)) == {0: (Part("g", 0, 1),)}
+    assert share_out((Group("g", "scalars", 8, (0, 1, 2)),), (0, 1, 2)) == ({0: (Part("g", 0, 1),)}, 8.0)
 
 
 def test_parts_of_a_lost_writer_go_to_the_holder_with_the_least_to_do() -> None:
@@ -152,3 +153,9 @@ def test_a_refusal_names_as_much_as_can_be_read() -> None:
         assert isinstance(many, Refusal) and ("and" in many.reason) is bool(more) and more in many.reason
         wide = decide(tuple(Group(f"g{i}", f"shard {i}", MIB, (i,)) for i in range(size)), {}, {})
         assert isinstance(wide, Refusal) and ("and" in wide.reason) is bool(more) and more in wide.reason
+
+
+def test_who_rolls_forward_is_found_among_all() -> None:
+    rolling = (0, 3, 4, 9)
+    decision = Decision(1, None, rolling, tuple(range(11)))
+    assert [rank for rank in range(-1, 11) if decision.rolls(rank)] == list(rolling)
