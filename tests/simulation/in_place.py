@@ -110,6 +110,7 @@ class Replacements:
             agent.report(ReplaceFailed(agent.host, order.rank, order.freeze_id, "no process could be started"))
             return
         if old.alive:
+            job.comparing.ends_process(old)
             job.kill(order.rank)
         new = job.replace(order.rank, order.freeze_id, agent.addresses[agent.place])
         job.happened("replacement started", order.rank)
