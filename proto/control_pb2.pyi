@@ -309,12 +309,14 @@ class StateReport(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ..., final: bool = ..., checkpoint: _Optional[str] = ..., digests: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
 
 class Digest(_message.Message):
-    __slots__ = ("group_id", "value")
+    __slots__ = ("group_id", "value", "holders")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     value: int
-    def __init__(self, group_id: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    holders: int
+    def __init__(self, group_id: _Optional[str] = ..., value: _Optional[int] = ..., holders: _Optional[int] = ...) -> None: ...
 
 class FaultReport(_message.Message):
     __slots__ = ("rank", "cause", "detail")

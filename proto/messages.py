@@ -133,6 +133,7 @@ class Digest:
 
     group_id: str
     value: int  # 64 bits, signed
+    holders: int  # ranks that hold it, lost ones included: a controller that took over may not know them all
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.simulation.arranged_in_place import AT, _calm, _kill
+from tests.simulation.arranged_in_place import AT, TIMES, _calm, _kill
 from tests.simulation.comparing import Place
+from tests.simulation.job import Times
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import Layout, even, ring
+from ttp.processor.core.events import LocalFault
+from ttp.proto.messages import Cause, CauseKind
 
 THREE = ring(3, replicas=3)
 
 
-def _altered(seed: int, layout: Layout, *places: Place, harmless: bool, repairs: bool = True, **options: int) -> Scenario:
-    scenario = _calm(seed, layout, harmless, **options)
+def _altered(
+    seed: int, layout: Layout, *places: Place, harmless: bool, repairs: bool = True, standbys: int = 0, times: Times = TIMES
+) -> Scenario:
+    scenario = _calm(seed, layout, harmless, standbys, times)
     comparing = scenario.job.comparing
     comparing.step, comparing.repairs, comparing.to_alter = AT, repairs, places
     return scenario
@@ -61,6 +66,13 @@ def cannot_be_replaced(seed: int) -> Scenario:
     return scenario
 
 
+def is_never_replaced(seed: int) -> Scenario:
+    """One of three is wrong, and no process is ever replaced: those that are right write."""
+    scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False, times=Times())
+    scenario.job.must_save = "any"
+    return scenario
+
+
 def a_right_one_dies(seed: int) -> Scenario:
     """One of three is wrong, and one of those that are right dies as it becomes known: of two that differ either may be wrong."""
     scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False)
@@ -86,15 +98,29 @@ def controller_dies(seed: int) -> Scenario:
     return scenario
 
 
-def frozen_as_they_compare(seed: int) -> Scenario:
-    """A rank that is compared loses its stream: its gate closes as the others learn that they differ."""
-    scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False)
+def holders_die_with_the_controller(seed: int) -> Scenario:
+    """Two of three that differ die with the controller, before another one knows them: the third, which may be the wrong one, is no majority."""
+    scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False, standbys=2)
     job = scenario.job
-    job.hook(f"DONE {AT}", 3, lambda _: job.scheduler.after(0.0004 * (seed % 25), partial(job.drop_stream, seed % 2)))
+
+    def strike(_: int) -> None:
+        job.controllers[0].kill()
+        for other in (1, 2):
+            job.scheduler.after(0.001 * (seed % 7), partial(job.kill, (seed + other) % 3))
+
+    job.hook("stage freezing", 1, strike)
+    return scenario
+
+
+def frozen_as_they_compare(seed: int) -> Scenario:
+    """A rank that is compared loses its launcher: gates close for a dump as the ranks learn that they differ."""
+    scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False)
+    job, lost = scenario.job, LocalFault(Cause(CauseKind.AGENT_LOST, (1,), "the launcher is gone"), "")
+    job.hook(f"DONE {AT}", 3, lambda _: job.scheduler.after(0.0002 * (seed % 50), partial(job.ranks[1].put, lost)))
     return scenario
 
 
 ARRANGED = (
     one_of_three, two_of_four, one_of_two, all_of_three, stopped, misread, cannot_be_replaced, a_right_one_dies, dies_while_they_compare,
-    controller_dies, frozen_as_they_compare,
+    controller_dies, holders_die_with_the_controller, frozen_as_they_compare, is_never_replaced,
 )  # fmt: skip

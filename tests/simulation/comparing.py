@@ -84,7 +84,7 @@ class Comparing:
             go_on()
             return
         again = {group: value for group, value in process.replica.values.items() if group in differing}
-        digests = tuple(Digest(group, value) for group, value in sorted(again.items()))
+        digests = tuple(Digest(group, value, differing[group].total()) for group, value in sorted(again.items()))
         process.pass_gate(
             partial(self._dispute, process, step, digests),
             partial(self._meet, process, "compared again", again, partial(self._learn, process, step, go_on)),

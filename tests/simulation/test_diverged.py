@@ -51,9 +51,12 @@ def test_what_was_only_misread_costs_nothing() -> None:
         assert events(job, "finished") and not events(job, "freeze_sent"), f"seed {seed}"
 
 
-def test_where_the_wrong_one_cannot_be_replaced_the_others_write() -> None:
+@pytest.mark.parametrize(
+    "build", [arranged.cannot_be_replaced, arranged.is_never_replaced], ids=lambda build: build.__name__
+)
+def test_where_the_wrong_one_cannot_be_replaced_the_others_write(build: Callable[[int], Scenario]) -> None:
     for seed in SEEDS:
-        job = _run(arranged.cannot_be_replaced, seed)
+        job = _run(build, seed)
         wrong = {rank for rank, _ in job.comparing.altered}
         orders = [line.fields for _, line in job.journal if line.event in ("write_sent", "publish_sent")]
         assert events(job, "published") and orders, f"seed {seed}"
@@ -62,7 +65,7 @@ def test_where_the_wrong_one_cannot_be_replaced_the_others_write() -> None:
 
 @pytest.mark.parametrize(
     "build",
-    [arranged.a_right_one_dies, arranged.dies_while_they_compare, arranged.controller_dies, arranged.frozen_as_they_compare],
+    [arranged.a_right_one_dies, arranged.dies_while_they_compare, arranged.controller_dies, arranged.holders_die_with_the_controller, arranged.frozen_as_they_compare],
     ids=lambda build: build.__name__,
 )
 def test_a_second_fault_makes_no_wrong_replica_a_source(build: Callable[[int], Scenario]) -> None:
@@ -71,4 +74,4 @@ def test_a_second_fault_makes_no_wrong_replica_a_source(build: Callable[[int], S
 
 
 def test_every_arrangement_is_tried() -> None:
-    assert len(arranged.ARRANGED) == 11
+    assert len(arranged.ARRANGED) == 13

@@ -2,7 +2,8 @@
 
 Owns what is read from the digests in ranks' reports. A rank reports digests of what it holds itself, and only of shards whose holders have found in
 a collective that they differ. So no rank accuses another one, and a replica counts as wrong only where more than half of all holders that a
-shard has, dead ones included, report one digest and this one reports another.
+shard has, lost ones included, report one digest and this one reports another. How many those are the digests say: a controller that took over
+knows only holders that came to it.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ class Dispute:
 def judge(groups: Iterable[Group], reports: Mapping[int, StateReport]) -> Dispute:
     """Return what these reports prove; they are of ranks that live, and whose gates are closed. O(groups + holders) where there is a digest."""
     told = {
-        rank: {digest.group_id: digest.value for digest in report.digests}
+        (rank, digest.group_id): digest
         for rank, report in reports.items()
-        if report.digests and report.closed and not report.torn
+        if report.closed and not report.torn
+        for digest in report.digests
     }
     if not told:
         return Dispute()
     wrong: set[int] = set()
     undecided: list[str] = []
     for group in groups:
-        values = {
-            rank: told[rank][group.group_id] for rank in group.holders if rank in told and group.group_id in told[rank]
-        }
-        if not values:
+        digests = {rank: told[rank, group.group_id] for rank in group.holders if (rank, group.group_id) in told}
+        if not digests:
             continue
-        value, count = Counter(values.values()).most_common(1)[0]
-        if 2 * count > len(group.holders):
-            wrong.update(rank for rank, reported in values.items() if reported != value)
+        holders = max(len(group.holders), *(digest.holders for digest in digests.values()))
+        value, count = Counter(digest.value for digest in digests.values()).most_common(1)[0]
+        if 2 * count > holders:
+            wrong.update(rank for rank, digest in digests.items() if digest.value != value)
         else:
             undecided.append(f"{group.label} (held by {named('rank', group.holders)})")
     return Dispute(frozenset(wrong), tuple(undecided))
