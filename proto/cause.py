@@ -46,4 +46,4 @@ class Cause:
     @property
     def brief(self) -> str:
         """The text, an exception's in brief."""
-        return in_brief(self.text) if self.kind is CauseKind.EXCEPTION else self.text
+        return in_brief(self.text) if self.kind in (CauseKind.EXCEPTION, CauseKind.DIVERGED) else self.text

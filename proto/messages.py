@@ -101,7 +101,9 @@ class Registration:
     """This rank's shards are copied into its agent's memory every few steps, and into another node's."""
     regroups: bool = False  # it can leave its training, make its groups again, and enter its training again
     vacant: int = 0  # the freeze in which it was started in a process's place, until it holds its shards; else 0
-    repairs: bool = False  # a replica of its shards that most of a shard's holders prove wrong may be replaced; else the job stops
+    repairs: bool = (
+        False  # a replica of its shards that most of a shard's holders prove wrong may be replaced; else the job stops
+    )
 
 
 @dataclass(frozen=True, slots=True)

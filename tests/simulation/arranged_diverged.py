@@ -16,7 +16,13 @@ THREE = ring(3, replicas=3)
 
 
 def _altered(
-    seed: int, layout: Layout, *places: Place, harmless: bool, repairs: bool = True, standbys: int = 0, times: Times = TIMES
+    seed: int,
+    layout: Layout,
+    *places: Place,
+    harmless: bool,
+    repairs: bool = True,
+    standbys: int = 0,
+    times: Times = TIMES,
 ) -> Scenario:
     scenario = _calm(seed, layout, harmless, standbys, times)
     comparing = scenario.job.comparing

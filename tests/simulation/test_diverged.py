@@ -65,7 +65,13 @@ def test_where_the_wrong_one_cannot_be_replaced_the_others_write(build: Callable
 
 @pytest.mark.parametrize(
     "build",
-    [arranged.a_right_one_dies, arranged.dies_while_they_compare, arranged.controller_dies, arranged.holders_die_with_the_controller, arranged.frozen_as_they_compare],
+    [
+        arranged.a_right_one_dies,
+        arranged.dies_while_they_compare,
+        arranged.controller_dies,
+        arranged.holders_die_with_the_controller,
+        arranged.frozen_as_they_compare,
+    ],
     ids=lambda build: build.__name__,
 )
 def test_a_second_fault_makes_no_wrong_replica_a_source(build: Callable[[int], Scenario]) -> None:

@@ -30,7 +30,8 @@ def first_of_two_is_right(patch: Patch) -> None:
             rank
             for group in groups
             for rank in group.holders[1:]
-            if rank in reports and _digest(reports, rank, group) not in (None, _digest(reports, group.holders[0], group))
+            if rank in reports
+            and _digest(reports, rank, group) not in (None, _digest(reports, group.holders[0], group))
         }
         return replace(found, wrong=found.wrong | others, undecided=())
 
@@ -84,7 +85,7 @@ def wrong_replica_writes(patch: Patch) -> None:
     """Who is wrong is replaced where that is possible, and else writes its share."""
 
     def able(state: Any) -> frozenset[int]:
-        return roll_forward.able_holders(state) | state.at.fault.wrong
+        return frozenset(roll_forward.able_holders(state) | state.at.fault.wrong)
 
     patch.setattr(writing, "able_holders", able)
 
