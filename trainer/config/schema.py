@@ -165,6 +165,8 @@ class ParallelConfig:
     """Ranks that hold each shard of the optimizer state: one fewer may die at a time."""
     compare_replicas_every: int = 100
     """Steps after which the bits of all replicas are compared, to find silent corruption; 0: never."""
+    on_divergence: str = "report"
+    """What follows a difference between replicas: report it, stop the job, or repair (replace the process that most holders prove wrong)."""
     gradient_buckets: int | None = None
     """About how many messages a rank's gradients are sent in; null: one for each 25 MiB."""
 
@@ -179,6 +181,8 @@ class ParallelConfig:
         check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
         every = self.compare_replicas_every
         check(every >= 0, at + "compare_replicas_every", every, "a number of steps, or 0 for never")
+        choice = self.on_divergence
+        check(choice in ("report", "stop", "repair"), at + "on_divergence", choice, "report, stop or repair")
         buckets = self.gradient_buckets
         check(buckets is None or buckets >= 1, at + "gradient_buckets", buckets, "1 or more, or null")
 
