@@ -60,6 +60,48 @@ session.close()
 dist.destroy_process_group()
 """
 
+PROTECTED = """
+import torch
+import torch.distributed as dist
+import ttp
+
+choice, in_place = sys.argv[2], sys.argv[3] == "in place"
+torch.set_num_threads(1)
+ttp.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)), find_unused_parameters=True
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+guard = ttp.protect(
+    model, optimizer, save_dirs=[str(out / "checkpoints")], save_interval=10, compare_every=5, on_divergence=choice, in_place=in_place
+)
+with open(out / f"pids-{rank}", "a") as file:
+    print(os.getpid(), file=file)
+
+def await_agent():  # else no process could be replaced yet
+    while not any("agent_attached" in path.read_text() for path in (out / "checkpoints").rglob("*journal*.jsonl")):
+        time.sleep(0.01)
+
+@ttp.ttp_to_persist
+def train():
+    for step in range(guard.step + 1, 41):
+        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+        if (rank, step) == (1, 23) and not (out / "altered").exists():
+            (out / "altered").touch()
+            await_agent()
+            weight = model.module[0].weight
+            optimizer.state[weight]["exp_avg"].view(torch.int32)[3, 4].bitwise_xor_(1 << 20)
+    note("bits", "".join(value.item().hex() for p in model.parameters() for value in p.detach().double().flatten()))
+
+train()
+guard.close()
+dist.destroy_process_group()
+"""
+
 
 def _bits(launch: Launch) -> set[str]:
     return {launch.read(name) for name in launch.notes("bits")}
@@ -128,4 +170,24 @@ def test_two_replicas_cannot_be_repaired(tmp_path: Path) -> None:
         assert launch.wait() == 1, launch.text
         text = launch.text
     assert re.search(r"ReplicasDiffer: step 25: .*equal after step 20.*Resume from \S+iter_0000020,", text), text
+    assert _saved(tmp_path) == ["iter_0000010", "iter_0000020"], text
+
+
+@pytest.mark.long
+def test_a_wrong_replica_under_protect_is_replaced(tmp_path: Path) -> None:
+    with Launch(tmp_path, PROTECTED, "--nproc-per-node", "3", environ=WARM, arguments=("repair", "in place")) as launch:
+        assert launch.wait() == 0, launch.text
+        text = launch.text
+        launch.assert_nothing_left()
+    assert "training continues after step 25 with rank 1 in a new process" in text, text
+    assert [len((tmp_path / f"pids-{rank}").read_text().split()) for rank in range(3)] == [1, 2, 1]
+    assert len(_bits(launch)) == 1 and _saved(tmp_path)[:2] == ["iter_0000010", "iter_0000020"]
+
+
+@pytest.mark.long
+def test_replicas_that_differ_under_protect_stop_the_job(tmp_path: Path) -> None:
+    with Launch(tmp_path, PROTECTED, "--nproc-per-node", "3", environ=WARM, arguments=("stop", "")) as launch:
+        assert launch.wait() == 1, launch.text
+        text = launch.text
+    assert re.search(r"ReplicasDiffer: after step 25, .*equal after step 20.*Resume from \S+iter_0000020,", text), text
     assert _saved(tmp_path) == ["iter_0000010", "iter_0000020"], text
