@@ -16,7 +16,7 @@
     ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
     ├── NotRepeatable      a step has another result when the training function is entered again (also a ValueError)
     ├── NotAsBefore        training that was entered again, after a recovery in place, does something else than before: the job restarts
-    ├── ReplicasDiffer     replicas hold different bits, and the job ends: `on_divergence="stop"`, or no majority says which are wrong
+    ├── ReplicasDiffer     replicas hold different bits, and the job ends: `on_divergence="stop"`, or no majority proves which are wrong
     ├── WrongReplica       this rank's replica is wrong, as most holders of its shard prove: its process is replaced, or the job restarts
     ├── WrongPeer          another rank's is
     └── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
@@ -100,7 +100,7 @@ class NotAsBefore(TTPError):
 
 class ReplicasDiffer(TTPError):
     """Replicas of a shard hold different bits, and the job ends without a checkpoint of that state: `on_divergence="stop"`, or no majority of the
-    shard's holders says which of them are wrong."""
+    shard's holders proves which of them are wrong."""
 
 
 class WrongReplica(TTPError):

@@ -31,7 +31,7 @@ def _altered(
 
 
 def one_of_three(seed: int) -> Scenario:
-    """Most holders say who is wrong: it is replaced, and all train on."""
+    """Most holders prove who is wrong: it is replaced, and all train on."""
     return _altered(seed, THREE, (seed % 3, f"g{seed // 3 % 3}"), harmless=True)
 
 
@@ -52,7 +52,7 @@ def all_of_three(seed: int) -> Scenario:
 
 
 def stopped(seed: int) -> Scenario:
-    """Most holders say who is wrong, and the ranks have asked for an end."""
+    """Most holders prove who is wrong, and the ranks have asked for an end."""
     return _altered(seed, THREE, (seed % 3, "g0"), harmless=False, repairs=False)
 
 
@@ -105,7 +105,7 @@ def controller_dies(seed: int) -> Scenario:
 
 
 def holders_die_with_the_controller(seed: int) -> Scenario:
-    """Two of three that differ die with the controller, before another one knows them: the third, which may be the wrong one, is no majority."""
+    """Two of three that differ die with the controller, before another one knows them: the third may be the wrong one."""
     scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False, standbys=2)
     job = scenario.job
 

@@ -100,8 +100,8 @@ def right_replica_is_replaced(patch: Patch) -> None:
 
     def wrong(groups: Any, reports: Any) -> Dispute:
         found = judge(groups, reports)
-        told = {rank for rank, report in reports.items() if report.digests}
-        return replace(found, wrong=frozenset(sorted(told - found.wrong)[:1])) if found.wrong else found
+        reporting = {rank for rank, report in reports.items() if report.digests}
+        return replace(found, wrong=frozenset(sorted(reporting - found.wrong)[:1])) if found.wrong else found
 
     patch.setattr(roll_forward, "judge", wrong)
 

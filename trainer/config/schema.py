@@ -174,17 +174,13 @@ class ParallelConfig:
         at = "parallel_config."
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
             check(getattr(self, name) >= 1, at + name, getattr(self, name), "1 or more")
-        data = self.data_parallel
-        check(data is None or data >= 1, at + "data_parallel", data, "1 or more, or null")
-        chunks = self.virtual_pipeline_model_parallel_size
-        check(chunks is None or chunks >= 1, at + "virtual_pipeline_model_parallel_size", chunks, "1 or more, or null")
         check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
-        every = self.compare_replicas_every
+        for name in ("data_parallel", "virtual_pipeline_model_parallel_size", "gradient_buckets"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, at + name, value, "1 or more, or null")
+        every, choice = self.compare_replicas_every, self.on_divergence
         check(every >= 0, at + "compare_replicas_every", every, "a number of steps, or 0 for never")
-        choice = self.on_divergence
         check(choice in ("report", "stop", "repair"), at + "on_divergence", choice, "report, stop or repair")
-        buckets = self.gradient_buckets
-        check(buckets is None or buckets >= 1, at + "gradient_buckets", buckets, "1 or more, or null")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""

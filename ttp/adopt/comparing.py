@@ -10,7 +10,7 @@ from typing import Any
 
 from ttp.adopt.adopted_state import AdoptedState
 from ttp.exchange.json_collectives import world
-from ttp.optim.on_divergence import Disputes, OnDivergence, judged
+from ttp.optim.on_divergence import Disputes, OnDivergence, majority
 from ttp.optim.step_state import StepState
 from ttp.proto.messages import Digest
 
@@ -46,10 +46,10 @@ class AdoptedCheck:
             again = {group: value for group, value in self._state.bits().items() if group in first}
             disputes.add([Digest(group, value, len(holders[group])) for group, value in again.items()])
             read = _by_group(self._exchange(again))
-            verdicts = [verdict for group in first if (verdict := judged(read[group])).wrong]
-            if verdicts:
+            shards = [shard for group in first if (shard := majority(read[group])).wrong]
+            if shards:
                 text = f"after step {self._steps.step}, {'; '.join(first.values())}"
-                self.on_divergence.settle(self._steps.step, text, verdicts, world()[0])
+                self.on_divergence.settle(self._steps.step, text, shards, world()[0])
             disputes.withdraw(world()[0])
         self.on_divergence.equal_after = self._steps.step
         return []

@@ -44,8 +44,8 @@ class UpdateTracker(Protocol):
     def fail_update(self, step: int) -> None: ...
 
     def dispute(self, step: int, digests: tuple[Digest, ...]) -> None:
-        """The holders of these shard groups have found that they differ in the state of `step`: what this rank has read of them. Blocks while frozen. A
-        rank says it before it enters the collective in which all learn who is wrong; empty: nothing differs after all."""
+        """The holders of these shard groups have found that they differ in the state of `step`: what this rank has read of them. Blocks while frozen. Called
+        before a rank enters the collective in which all learn who is wrong; empty: nothing differs after all."""
 
     def boundary(self, step: int, unled: bool = False) -> None:
         """`step` is finished on this rank; does not return while the process has still to be led out. `unled`: no rank has a

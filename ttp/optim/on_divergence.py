@@ -21,23 +21,21 @@ CHOICES = ("report", "stop", "repair")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the holders' digests of one shard say: `wrong` ranks, and those that hold it right. `proven` False: no majority, so that it is not known."""
+class Majority:
+    """What the holders' digests of one shard prove: which ranks are `wrong`. `proven` False: there is no majority, so that any of them may be."""
 
     wrong: frozenset[int]
-    right: frozenset[int]
     proven: bool
 
 
-def judged(digests: Mapping[int, object]) -> Verdict:
+def majority(digests: Mapping[int, object]) -> Majority:
     """Judge what each holder of one shard, by rank, has read of it. More than half of all decide; the controller counts in the same way."""
     sides: dict[object, set[int]] = {}
     for rank, value in digests.items():
         sides.setdefault(value, set()).add(rank)
     largest = max(sides.values(), key=len)
     proven = 2 * len(largest) > len(digests)
-    right = frozenset(largest) if proven else frozenset[int]()
-    return Verdict(frozenset(digests.keys() - right), right, proven)
+    return Majority(frozenset(digests.keys() - (largest if proven else set())), proven)
 
 
 class OnDivergence:
@@ -57,12 +55,12 @@ class OnDivergence:
     def acts(self) -> bool:
         return self.choice != "report"
 
-    def settle(self, step: int, text: str, verdicts: Collection[Verdict], rank: int) -> None:
+    def settle(self, step: int, text: str, found: Collection[Majority], rank: int) -> None:
         """All holders have read twice that they differ after `step`: take this thread out of its step. `text`: what differs. Raises ReplicasDiffer,
         WrongReplica on a rank whose replica is wrong, WrongPeer on the others."""
         since = f"they were equal after step {self.equal_after}"
-        if self.choice == "repair" and all(verdict.proven for verdict in verdicts):
-            raise self._repairs(text, since, verdicts, rank)
+        if self.choice == "repair" and all(shard.proven for shard in found):
+            raise self._repairs(text, since, found, rank)
         path = self.checkpoint_before(self.equal_after)
         resume = f"Resume from {path}" if path else "No checkpoint is from before that: begin anew"
         raise ReplicasDiffer(
@@ -70,8 +68,8 @@ class OnDivergence:
         )
 
     @staticmethod
-    def _repairs(text: str, since: str, verdicts: Collection[Verdict], rank: int) -> TTPError:
-        wrong = frozenset().union(*(verdict.wrong for verdict in verdicts))
+    def _repairs(text: str, since: str, found: Collection[Majority], rank: int) -> TTPError:
+        wrong = frozenset().union(*(shard.wrong for shard in found))
         what = f"{text}; {since}, expected equal bits"
         if rank in wrong:
             return WrongReplica(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.exchange.json_collectives import exchange_json, world
 from ttp.optim.comparison import Divergence, Part, differences, differing_shards, divergences, not_known, text
-from ttp.optim.on_divergence import Disputes, OnDivergence, Verdict, judged
+from ttp.optim.on_divergence import Disputes, Majority, OnDivergence, majority
 from ttp.optim.partition import ParameterPart
 from ttp.optim.shard_layout.layout import Layout
 from ttp.optim.step_state import StepState
@@ -54,10 +54,10 @@ class ReplicaCheck:
             return
         step, disputes = self._steps.step, Disputes(self._steps.step, self._steps.tracker)
         with self._steps.in_collective():
-            found, verdicts = compare_parts(step, self._parts, self._device, disputes.add)
+            found, shards = compare_parts(step, self._parts, self._device, disputes.add)
         self._note(found)
         if found:
-            self.on_divergence.settle(step, differences(found), verdicts, world()[0])
+            self.on_divergence.settle(step, differences(found), shards, world()[0])
         disputes.withdraw(self._parts[0].rank)
 
     def _note(self, found: tuple[Divergence, ...]) -> None:
@@ -72,19 +72,17 @@ class ReplicaCheck:
 
 def compare_parts(
     step: int, parts: Iterable[ParameterPart], device: torch.device, dispute: Dispute | None = None
-) -> tuple[tuple[Divergence, ...], tuple[Verdict, ...]]:
+) -> tuple[tuple[Divergence, ...], tuple[Majority, ...]]:
     """Return the tensors of which replicas differ, over all parts of an optimizer that have replicas, and what is said of each shard that does
     (collectives)."""
     found: list[Divergence] = []
-    verdicts: list[Verdict] = []
+    shards: list[Majority] = []
     for part in parts:
         if part.layout.replicas > 1:
-            divergences, judgements = compare(
-                step, dict(part.held(backup=False)), part.layout, part.group, device, dispute
-            )
-            found += divergences
-            verdicts += judgements
-    return tuple(found), tuple(verdicts)
+            tensors, judged = compare(step, dict(part.held(backup=False)), part.layout, part.group, device, dispute)
+            found += tensors
+            shards += judged
+    return tuple(found), tuple(shards)
 
 
 def compare(
@@ -94,7 +92,7 @@ def compare(
     group: Any,
     device: torch.device,
     dispute: Dispute | None = None,
-) -> tuple[tuple[Divergence, ...], tuple[Verdict, ...]]:
+) -> tuple[tuple[Divergence, ...], tuple[Majority, ...]]:
     """Return the tensors of which replicas differ, and what is said of each shard; every rank of `group` calls, and gets the same.
 
     held: this rank's tensors by shard. dispute: where it is given, all holders of shards that differ read them a second time, and call it with what
@@ -130,8 +128,8 @@ def compare(
         {int(shard): [tuple(part) for part in parts] for shard, parts in answer.items()} for answer in answers
     ]
     found = tuple(_in_the_job(divergence, group) for divergence in divergences(step, differing, read, layout))
-    verdicts = [judged(_by_rank(read, shard, layout, group)) for shard in differing]
-    return found, tuple(verdict for verdict in verdicts if verdict.wrong)
+    shards = [majority(_by_rank(read, shard, layout, group)) for shard in differing]
+    return found, tuple(shard for shard in shards if shard.wrong)
 
 
 def _by_rank(read: Sequence[Mapping[int, Sequence[Part]]], shard: int, layout: Layout, group: Any) -> dict[int, object]:

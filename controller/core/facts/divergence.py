@@ -29,18 +29,18 @@ class Dispute:
 
 def judge(groups: Iterable[Group], reports: Mapping[int, StateReport]) -> Dispute:
     """Return what these reports prove; they are of ranks that live, and whose gates are closed. O(groups + holders) where there is a digest."""
-    told = {
+    known = {
         (rank, digest.group_id): digest
         for rank, report in reports.items()
         if report.closed and not report.torn
         for digest in report.digests
     }
-    if not told:
+    if not known:
         return Dispute()
     wrong: set[int] = set()
     undecided: list[str] = []
     for group in groups:
-        digests = {rank: told[rank, group.group_id] for rank in group.holders if (rank, group.group_id) in told}
+        digests = {rank: known[rank, group.group_id] for rank in group.holders if (rank, group.group_id) in known}
         if not digests:
             continue
         holders = max(len(group.holders), *(digest.holders for digest in digests.values()))
