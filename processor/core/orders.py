@@ -110,7 +110,7 @@ def regroup_done(state: ProcessorState, event: RegroupDone, now: float, out: lis
         raise ProtocolError(
             f"rank {state.settings.rank}: regrouped for freeze {order.freeze_id}, but its training has returned"
         )
-    left_behind = (CauseKind.PEER_ERROR, CauseKind.EXCEPTION, CauseKind.DIVERGED)
+    left_behind = (CauseKind.PEER_ERROR, CauseKind.EXCEPTION)
     others = tuple(fault for fault in state.faults if fault.cause.kind not in left_behind)
     state = replace(
         state, regrouping=None, regrouped=order.freeze_id, vacant=False, rolled=False, torn=False, state_step=order.step,

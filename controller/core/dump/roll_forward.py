@@ -285,7 +285,7 @@ def is_holder(state: StateAt[Faulted], rank: int) -> bool:
 def able_holders(state: StateAt[Ordered]) -> frozenset[int]:
     """Return the ranks that can write the decided step now. O(world)."""
     dead = state.members.table.ranks(lambda member: member.dead is not None)
-    return state.at.dump.able.difference(dead, state.at.fault.stuck, state.at.fault.wrong)
+    return state.at.dump.able.difference(dead, state.at.fault.stuck)
 
 
 def holders(state: StateAt[Ordered], group: Group) -> tuple[int, ...]:
