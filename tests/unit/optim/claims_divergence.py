@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.unit.optim.claims_faults import kept_lines
 from tests.unit.optim.material import everyone, fingerprints, job, make, make_net, train
 from ttp.errors import ConfigError, ReplicasDiffer, WrongPeer, WrongReplica
+from ttp.exchange.json_collectives import exchange_json
 from ttp.interfaces.update_tracker import NullTracker
 from ttp.optim import replica_check, sums
 from ttp.optim.replica_optimizer import TTPReplicaOptimizer
@@ -48,10 +51,15 @@ def most_holders_prove_a_replica_wrong() -> None:
     """Each rank reports what it has read itself, before any can know who is wrong; the controller judges by the same digests."""
     optimizer, tracker = _trained("repair")
     _alter(optimizer, 1)
+
+    def reported_before(*args: Any) -> Any:
+        assert tracker.calls, "the gate has the digests before any rank can know who is wrong"
+        return exchange_json(*args)
+
     expected = WrongReplica if job.rank == 1 else WrongPeer
-    with pytest.raises(
-        expected, match=r"step 4: replicas differ in .*rank 1 against ranks 0, 2; they were equal after step 2"
-    ):
+    words = r"step 4: replicas differ in .*rank 1 against ranks 0, 2; they were equal after step 2"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(expected, match=words):
+        patch.setattr(replica_check, "exchange_json", reported_before)
         optimizer.check_replicas()
     ((step, digests),) = tracker.calls
     assert step == 4 and all(digest.holders == 3 for digest in digests)
