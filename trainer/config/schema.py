@@ -165,7 +165,7 @@ class ParallelConfig:
     """Ranks that hold each shard of the optimizer state: one fewer may die at a time."""
     compare_replicas_every: int = 100
     """Steps after which the bits of all replicas are compared, to find silent corruption; 0: never."""
-    on_divergence: str = "report"
+    on_divergence: Literal["report", "stop", "repair"] = "report"
     """What follows a difference between replicas: report it, stop the job, or repair (replace the process that most holders prove wrong)."""
     gradient_buckets: int | None = None
     """About how many messages a rank's gradients are sent in; null: one for each 25 MiB."""
@@ -178,9 +178,8 @@ class ParallelConfig:
         for name in ("data_parallel", "virtual_pipeline_model_parallel_size", "gradient_buckets"):
             value = getattr(self, name)
             check(value is None or value >= 1, at + name, value, "1 or more, or null")
-        every, choice = self.compare_replicas_every, self.on_divergence
+        every = self.compare_replicas_every
         check(every >= 0, at + "compare_replicas_every", every, "a number of steps, or 0 for never")
-        check(choice in ("report", "stop", "repair"), at + "on_divergence", choice, "report, stop or repair")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""
