@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.conftest import JOB_S, STEPS, arguments
 from tests.chaos.launching import WARM, Launch
+from ttp.chaos.observed.training_job import TrainingJob
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -191,3 +193,58 @@ def test_replicas_that_differ_under_protect_stop_the_job(tmp_path: Path) -> None
         text = launch.text
     assert re.search(r"ReplicasDiffer: after step 25, .*equal after step 20.*Resume from \S+iter_0000020,", text), text
     assert _saved(tmp_path) == ["iter_0000010", "iter_0000020"], text
+
+
+FLIPS = """
+import os, runpy, sys
+from pathlib import Path
+import torch
+import ttp
+
+rank, out, at, step_of = int(os.environ["RANK"]), Path(sys.argv.pop(1)), int(sys.argv.pop(1)), ttp.TTPReplicaOptimizer.step
+
+def step(self, *args, **kwargs):
+    result = step_of(self, *args, **kwargs)
+    if (rank, result.step) == (1, at) and not (out / "altered").exists():
+        (out / "altered").touch()
+        target = next(tensor for held in self.holdings().values() for tensor in held if tensor.key.endswith(".exp_avg"))
+        target.values[:1].view(torch.int32).bitwise_xor_(1 << 20)
+    return result
+
+ttp.TTPReplicaOptimizer.step = step
+runpy.run_module("ttp.trainer", run_name="__main__")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("choice", "at", "found", "status"), [("repair", 9, 10, 0), ("repair", 8, 8, 0), ("stop", 9, 10, 1)]
+)
+def test_the_bundled_trainer_does_what_its_configuration_asks_for(
+    choice: str, at: int, found: int, status: int, tmp_path: Path
+) -> None:
+    """Behind a step that is compared; in front of a save, which is then made of replicas that are equal."""
+    program = tmp_path / "flips.py"
+    program.write_text(FLIPS)
+    parallel = {"optimizer_replicas": 3, "compare_replicas_every": 5, "on_divergence": choice}
+    overrides = [f"--parallel_config.{key}={value}" for key, value in parallel.items()]
+    with TrainingJob(
+        tmp_path / "job",
+        ranks=3,
+        overrides=arguments(*overrides, "--training_config.save_interval=4"),
+        environ={"TTP_IN_PLACE": "True"},
+        launcher=("--max-restarts", "2"),
+        program=(str(program), str(tmp_path), str(at)),
+    ) as job:
+        assert job.wait(JOB_S) == status
+    text = (tmp_path / "job" / "console.log").read_text(errors="replace")
+    saved = sorted(path.name for path in (tmp_path / "job" / "checkpoints").glob("iter_*"))
+    if choice == "repair":
+        assert saved == [f"iter_{step:07d}" for step in range(4, STEPS + 1, 4)], saved
+        assert f"training continues after step {found} with rank 1 in a new process" in text, text[-4000:]
+    else:
+        assert re.search(r"ReplicasDiffer: step 10: .*rank 1 against ranks 0, 2; they were equal after step 8", text), (
+            text
+        )
+        assert saved == ["iter_0000004", "iter_0000008"]
+        assert re.search(r"Resume from \S+iter_0000008,", text) and len(job.starts()) == 1, text[-4000:]
