@@ -29,7 +29,7 @@ from ttp.errors import Overtaken, ProtocolError, Regroup
 from ttp.processor.freeze_state import FreezeState
 from ttp.processor.step_boundary import StepBoundary
 from ttp.processor.threads import THREADS, Waits
-from ttp.proto.messages import CommitRecord, Phase, StateReport
+from ttp.proto.messages import CommitRecord, Digest, Phase, StateReport
 
 _COMPUTE, _READY, _UPDATING, _DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
 
@@ -49,6 +49,7 @@ class Gate:
     __slots__ = (
         "_acquire",
         "_backup_step",
+        "_digests",
         "_drain",
         "_freezes",
         "_in_update",
@@ -101,6 +102,7 @@ class Gate:
         self._backup_step = -1
         self._record: CommitRecord | None = None
         self._previous_record: CommitRecord | None = None
+        self._digests: tuple[Digest, ...] = ()  # of the state as it is
         self._in_update = False  # written and read by the training thread alone
         self.drain_error = ""
         self.lets_go = False
@@ -163,6 +165,7 @@ class Gate:
             self._release()
             self._pass(step)
         self._in_update = True
+        self._digests = ()
         self._previous_record = self._record
         self._record = record
         self._backup_step = backup_step
@@ -191,6 +194,19 @@ class Gate:
             self._tell_first_step(step)
         if self.after_update is not None:
             self.after_update()
+
+    def dispute(self, step: int, digests: tuple[Digest, ...]) -> None:
+        """These shard groups differ from what other ranks hold of them. Waits while closed: what is decided from a report without them is
+        over before a rank learns in a collective who is wrong.
+
+        Raises ProtocolError unless the state is `step`'s.
+        """
+        self._pass()
+        if self._state_step != step:
+            self._release()
+            raise self._misuse("dispute", step, f"expected the state of that step, got {self._state_step}'s")
+        self._digests = digests
+        self._release()
 
     def fail_update(self, step: int) -> None:
         """The update raised half way: the state is torn, and no update begins any more."""
@@ -247,6 +263,7 @@ class Gate:
         self._record = record
         self._previous_record = None
         self._backup_step = -1
+        self._digests = ()
         self._freezes.renew()
         self._release()
 
@@ -436,4 +453,5 @@ class Gate:
             backup_step=self._backup_step,
             records=self.records,
             final=self._freezes.final,
+            digests=self._digests if closed else (),
         )

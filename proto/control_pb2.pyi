@@ -26,6 +26,7 @@ class CauseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAUSE_KIND_HUNG: _ClassVar[CauseKind]
     CAUSE_KIND_CONTROLLER_LOST: _ClassVar[CauseKind]
     CAUSE_KIND_REQUESTED: _ClassVar[CauseKind]
+    CAUSE_KIND_DIVERGED: _ClassVar[CauseKind]
 PHASE_COMPUTE: Phase
 PHASE_READY: Phase
 PHASE_UPDATING: Phase
@@ -41,6 +42,7 @@ CAUSE_KIND_AGENT_LOST: CauseKind
 CAUSE_KIND_HUNG: CauseKind
 CAUSE_KIND_CONTROLLER_LOST: CauseKind
 CAUSE_KIND_REQUESTED: CauseKind
+CAUSE_KIND_DIVERGED: CauseKind
 
 class UpwardEnvelope(_message.Message):
     __slots__ = ("job_id", "term", "messages", "chunk", "more")
@@ -215,7 +217,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant", "repairs")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +235,7 @@ class Registration(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     REGROUPS_FIELD_NUMBER: _ClassVar[int]
     VACANT_FIELD_NUMBER: _ClassVar[int]
+    REPAIRS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -250,7 +253,8 @@ class Registration(_message.Message):
     copies: bool
     regroups: bool
     vacant: int
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ...) -> None: ...
+    repairs: bool
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ..., repairs: bool = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("rank", "phase", "step", "waiting", "paused", "steps", "step_times_s", "frozen", "owes", "finished")
@@ -277,7 +281,7 @@ class Heartbeat(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ..., steps: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., frozen: _Optional[int] = ..., owes: bool = ..., finished: bool = ...) -> None: ...
 
 class StateReport(_message.Message):
-    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final", "checkpoint")
+    __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final", "checkpoint", "digests")
     RANK_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +293,7 @@ class StateReport(_message.Message):
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     freeze_id: int
     closed: bool
@@ -300,7 +305,18 @@ class StateReport(_message.Message):
     records: _containers.RepeatedCompositeFieldContainer[CommitRecord]
     final: bool
     checkpoint: str
-    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ..., final: bool = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    digests: _containers.RepeatedCompositeFieldContainer[Digest]
+    def __init__(self, rank: _Optional[int] = ..., freeze_id: _Optional[int] = ..., closed: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., state_step: _Optional[int] = ..., torn: bool = ..., backup_step: _Optional[int] = ..., records: _Optional[_Iterable[_Union[CommitRecord, _Mapping]]] = ..., final: bool = ..., checkpoint: _Optional[str] = ..., digests: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+
+class Digest(_message.Message):
+    __slots__ = ("group_id", "value", "holders")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    value: int
+    holders: int
+    def __init__(self, group_id: _Optional[str] = ..., value: _Optional[int] = ..., holders: _Optional[int] = ...) -> None: ...
 
 class FaultReport(_message.Message):
     __slots__ = ("rank", "cause", "detail")

@@ -38,6 +38,8 @@ def check_upward(message: m.Upward, world_size: int) -> None:
             _length(message, "records", len(message.records), MOST_RECORDS)
             for record in message.records:
                 _count(message, "records.step", record.step)
+            for digest in message.digests:
+                _count(message, "digests.holders", digest.holders, 1)
         case m.Registration():
             _counts(message, state_step=message.state_step, pid=message.pid, job_groups=message.job_groups)
             _count(message, "vacant", message.vacant)

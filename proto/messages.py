@@ -12,12 +12,12 @@ Downward, to a stream rather than to a rank: KeepAlive (every stream), StandbyLi
 from __future__ import annotations
 
 import enum
-from typing import Annotated
 
+from ttp.proto.cause import Cause as Cause
+from ttp.proto.cause import CauseKind as CauseKind
+from ttp.proto.cause import Text as Text
+from ttp.proto.cause import in_brief as in_brief
 from ttp.proto.frozen import dataclass
-
-Text = Annotated[str, "for people"]
-"""What is not Unicode in it is escaped on the wire, and what is too long is cut. Any other string crosses as it is, or not at all."""
 
 EXIT_CODE_PERSISTED = 75
 """Exit status of a rank that exited on the controller's order, state saved (EX_TEMPFAIL: try again)."""
@@ -29,15 +29,6 @@ SAVED_EXIT_CODES = (EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED)
 """Exit statuses of ranks that left because the controller had no more use for them: the dump is over."""
 
 
-_BRIEF = 100
-
-
-def in_brief(text: str) -> str:
-    """Return an exception's text in a short line, for where the whole one is elsewhere: in its traceback, in the incident report."""
-    line = " ".join(text.split())
-    return line if len(line) <= _BRIEF else f"{line[:_BRIEF].rstrip()}..."
-
-
 class Phase(enum.IntEnum):
     """Where a rank is within step t (design, section 3). Optimizer state is t-1 until DONE, then t."""
 
@@ -45,35 +36,6 @@ class Phase(enum.IntEnum):
     READY = 1
     UPDATING = 2
     DONE = 3
-
-
-class CauseKind(enum.Enum):
-    """Why a checkpoint was written or a freeze began."""
-
-    PERIODIC = "periodic"  # a `save_interval` was over
-    REQUESTED = "requested"  # the trainer asked for a checkpoint
-    EXITED = "exited"  # the agent saw the process end
-    SILENT = "silent"  # stream broken or heartbeats missing beyond the lease
-    EXCEPTION = "exception"  # the rank's own training code raised
-    PEER_ERROR = "peer_error"  # the rank's collective failed: somebody else is the cause
-    PREEMPTED = "preempted"  # SIGTERM
-    AGENT_LOST = "agent_lost"  # the launcher of the rank is gone
-    HUNG = "hung"  # no rank progresses, while heartbeats go on
-    CONTROLLER_LOST = "controller_lost"  # a standby took over
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What happened to which ranks. `text` is for people: a signal's name, an exception's last line."""
-
-    kind: CauseKind
-    ranks: tuple[int, ...]
-    text: Text
-
-    @property
-    def brief(self) -> str:
-        """The text, an exception's in brief."""
-        return in_brief(self.text) if self.kind is CauseKind.EXCEPTION else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +101,9 @@ class Registration:
     """This rank's shards are copied into its agent's memory every few steps, and into another node's."""
     regroups: bool = False  # it can leave its training, make its groups again, and enter its training again
     vacant: int = 0  # the freeze in which it was started in a process's place, until it holds its shards; else 0
+    repairs: bool = (
+        False  # a replica of its shards that most of a shard's holders prove wrong may be replaced; else the job stops
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +130,15 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """A sum over the bits that the reporting rank holds of a shard group: equal bits have equal sums, and one altered word another."""
+
+    group_id: str
+    value: int  # 64 bits, signed
+    holders: int  # ranks that hold it, lost ones included: a controller that took over may not know them all
+
+
+@dataclass(frozen=True, slots=True)
 class StateReport:
     """A rank's answer to Freeze. `closed` False: the gate could not be closed in time (a stuck update)."""
 
@@ -187,6 +161,8 @@ class StateReport:
     holds no shard yet."""
     checkpoint: Text = ""
     """Path of the newest checkpoint that this rank knows to be published; empty: none."""
+    digests: tuple[Digest, ...] = ()
+    """Of its shard groups that were found to differ between their holders at `state_step`, what this rank itself has read in its own memory."""
 
 
 @dataclass(frozen=True, slots=True)

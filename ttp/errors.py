@@ -16,6 +16,9 @@
     ├── NonFinite          a loss or a gradient is NaN or infinite, and the trainer asked to be stopped then
     ├── NotRepeatable      a step has another result when the training function is entered again (also a ValueError)
     ├── NotAsBefore        training that was entered again, after a recovery in place, does something else than before: the job restarts
+    ├── ReplicasDiffer     replicas hold different bits, and the job ends: `on_divergence="stop"`, or no majority proves which are wrong
+    ├── WrongReplica       this rank's replica is wrong, as most holders of its shard prove: its process is replaced, or the job restarts
+    ├── WrongPeer          another rank's is
     └── Overtaken          the update that a training thread waits to do was done for it: not an error, a way out
     Regroup                training leaves its function, and enters it again with new process groups (a BaseException)
 
@@ -95,8 +98,25 @@ class NotAsBefore(TTPError):
     same."""
 
 
-STAY_WRONG = (ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite, NotRepeatable)
+class ReplicasDiffer(TTPError):
+    """Replicas of a shard hold different bits, and the job ends without a checkpoint of that state: `on_divergence="stop"`, or no majority of the
+    shard's holders proves which of them are wrong."""
+
+
+class WrongReplica(TTPError):
+    """What this rank holds differs from what most holders of a shard hold: its process is replaced, or the others save and the job restarts."""
+
+
+class WrongPeer(TTPError):
+    """The same of another rank."""
+
+
+STAY_WRONG = (
+    ConfigError, LayoutError, DataMismatch, DatasetError, CheckpointMismatch, NonFinite, NotRepeatable, ReplicasDiffer,
+)  # fmt: skip
 """Errors of an attempt that are the same in the next one, until somebody corrects what is wrong."""
+END_THE_JOB = (ReplicasDiffer,)
+"""Those of them after which no restart is made, however many steps were finished: a person says where the job goes on."""
 STAY_WRONG_AT_FIRST = (NotWritable,)
 """The same at the job's first start. Later a disk may have failed, and may come back."""
 

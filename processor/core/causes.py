@@ -33,16 +33,20 @@ _PEER_TEXTS = (
 )
 _PEER = re.compile("|".join(f"(?:{text})" for text in _PEER_TEXTS), re.IGNORECASE | re.DOTALL)
 
-_PEER_TYPES = frozenset({"AbortedCollective", "DistNetworkError"})
+_PEER_TYPES = frozenset({"AbortedCollective", "DistNetworkError", "WrongPeer"})
+_DIVERGED_TYPES = frozenset({"ReplicasDiffer", "WrongReplica"})
 
 _LONGEST_TEXT = 300
 
 
 def classify(text: str, type_name: str = "") -> CauseKind:
-    """Return PEER_ERROR when the error is a collective's that some other rank made fail, else EXCEPTION.
+    """Return PEER_ERROR when some other rank is the cause: of a collective's error, or of replicas that differ. DIVERGED: replicas differ, by this
+    rank's, or no one knows by whose. Else EXCEPTION.
 
     text: the exception's message. type_name: its class's name, without the module.
     """
+    if type_name in _DIVERGED_TYPES:
+        return CauseKind.DIVERGED
     return CauseKind.PEER_ERROR if type_name in _PEER_TYPES or _PEER.search(text) else CauseKind.EXCEPTION
 
 

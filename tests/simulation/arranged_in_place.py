@@ -26,11 +26,13 @@ STEPS = 6
 TIMES = Times(in_place_s=LIMIT_S)
 
 
-def _calm(seed: int, layout: Layout | None = None, harmless: bool = True, standbys: int = 0) -> Scenario:
+def _calm(
+    seed: int, layout: Layout | None = None, harmless: bool = True, standbys: int = 0, times: Times = TIMES
+) -> Scenario:
     """Return a job without faults in which nothing fails by itself."""
     rng = random.Random(f"in place {seed}")
     training = Training(layout or even(4), steps=STEPS, local_copy=False)
-    job = Job(rng, training, TIMES, agents=True, standbys=standbys)
+    job = Job(rng, training, times, agents=True, standbys=standbys)
     job.in_place.failing = 0.0
     job.slowest_s = rng.choice((0.001, 0.005))
     return Scenario(seed, job, harmless)

@@ -39,6 +39,7 @@ def run_and_check(scenario: Scenario) -> list[str]:
     found += late(job)
     found += wrongly_dead_or_alive(job)
     found += _published_content(job) if job.own is None else pieces_found(job)
+    found += job.comparing.violations()
     found += _unprovoked(job)
     found += _not_begun(job)
     found += _said(job)
@@ -316,7 +317,7 @@ def _false_refusal(job: Job) -> list[str]:
     """
     refused = next(snapshot for snapshot in job.snapshots if snapshot.verdict == "refused")
     step = refused.newest(job, sound(job, refused.at_s) - _unheard(job, refused.at_s))
-    if not step or _kept_apart(job, refused.at_s):
+    if not step or job.comparing.disputed or _kept_apart(job, refused.at_s):
         return []
     return [f"I9: step {step} was covered by ranks that nothing happened to, yet refused: {events(job, 'refused')[0]}"]
 

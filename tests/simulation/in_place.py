@@ -72,7 +72,10 @@ class InPlace:
             step, replica = process.gate.state_step, process.replica
             if (process.generation, step) != (newest, living[0].gate.state_step):
                 self.job.broken(f"I18: rank {process.rank} is at step {step} of generation {process.generation}")
-            elif any(value != training.expected(group, step) for group, value in replica.values.items()):
+            elif any(
+                value != training.expected(group, step) and self.job.comparing.wrong_part(group)
+                for group, value in replica.values.items()
+            ):
                 self.job.broken(f"I18: rank {process.rank} trains on from a state that is not that of step {step}")
             elif replica.host_states.get(step) != training.host_state(step):
                 self.job.broken(
@@ -110,6 +113,7 @@ class Replacements:
             agent.report(ReplaceFailed(agent.host, order.rank, order.freeze_id, "no process could be started"))
             return
         if old.alive:
+            job.comparing.ends_process(old)
             job.kill(order.rank)
         new = job.replace(order.rank, order.freeze_id, agent.addresses[agent.place])
         job.happened("replacement started", order.rank)

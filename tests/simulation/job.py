@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.agents import Agent
 from tests.simulation.boundaries import Contribution
 from tests.simulation.collectives import Collectives
+from tests.simulation.comparing import Comparing
 from tests.simulation.controllers import Controller
 from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
 from tests.simulation.held import Hold
@@ -107,6 +108,7 @@ class Job:
         """Nothing had gone wrong before."""
         self.collectives = Collectives(self.scheduler, rng, hang_chance=0.5)
         self.in_place = InPlace(self, random.Random(rng.random()) if times.in_place_s else rng)
+        self.comparing = Comparing(self)
         self.streams: list[Stream] = []
         """All that ranks have opened."""
         self.violations: list[str] = []

@@ -15,12 +15,14 @@ from functools import partial
 
 import pytest
 
+from tests.simulation import arranged_diverged as diverged
 from tests.simulation import arranged_in_place as in_place
 from tests.simulation import losing_controllers as losing
 from tests.simulation import unled
 from tests.simulation import wrong_adapters as adapters
 from tests.simulation import wrong_answers as answers
 from tests.simulation import wrong_controllers as controllers
+from tests.simulation import wrong_divergence as divergence
 from tests.simulation import wrong_liveness as liveness
 from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_pieces as pieces
@@ -240,6 +242,17 @@ MUTATIONS = (
     Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),
     Mutation("a training that has returned is entered again", recoveries.training_that_has_returned_is_entered_again, (RAISED,), in_place.training_returns_in_front_of_it, within=5),
     Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=20),
+    # Replicas that differ.
+    Mutation("digests are not looked at", divergence.digests_are_not_looked_at, ("I19",), diverged.one_of_two, within=20),
+    Mutation("of two that differ the first is right", divergence.first_of_two_is_right, ("I19",), diverged.one_of_two, within=20),
+    Mutation("holders that are dead do not count for a majority", divergence.majority_of_those_that_report, ("I19",), diverged.a_right_one_dies, within=40),
+    Mutation("holders that never came to a standby do not count for a majority", divergence.holders_that_never_came_do_not_count, ("I18", "I19"), diverged.holders_die_with_the_controller, within=40),
+    Mutation("a replica that is proven wrong stays a source", divergence.wrong_replica_stays, ("I19",), diverged.one_of_three, within=20),
+    Mutation("a replica that is proven wrong writes", divergence.wrong_replica_writes, ("I19",), diverged.is_never_replaced, within=20),
+    Mutation("a step is repaired whose ranks have asked for an end", divergence.repaired_without_being_asked, ("I19",), diverged.stopped, within=20),
+    Mutation("a right replica is replaced", divergence.right_replica_is_replaced, ("I19",), diverged.one_of_three, within=20),
+    Mutation("digests pass a closed gate", divergence.digests_pass_a_closed_gate, ("I19",), diverged.frozen_as_they_compare, within=100),
+    Mutation("digests are not reported", divergence.digests_are_not_reported, ("I19",), diverged.one_of_two, within=20),
     # The number of standbys.
     Mutation("lost controllers are not replaced", losing.lost_controllers_are_not_replaced, ("I13",), losing.leader_dies, within=20),
     Mutation("ranks never learn of a new standby", losing.new_standbys_are_sent_to_agents_only, ("I13",), losing.leader_dies, within=20),

@@ -54,11 +54,10 @@ class Rank(Threads):
         self.rank = rank
         self.pid: int = 100 + rank if before is None else before.pid + PIDS_APART
         self.began_in = self.generation = vacant
-        """Its groups were made under that freeze; 0: at the start."""
         self.stuck = False
         """Its training thread comes out of nothing any more."""
         self.returned = False
-        """Its training has returned: the thread waits for the end of the job, and enters no training again."""
+        """Its training has returned, and is not entered again."""
         self.regrouping = Regrouping(self)
         self.waits = Waits(self.clock)
         self.gate: Gate = Gate(rank, waits=self.waits)
@@ -273,8 +272,6 @@ class Rank(Threads):
         if level >= logging.ERROR:
             self.job.refused(text, sys.exception() or AssertionError(text))
 
-    # --- the stream ---
-
     def disconnected(self, stream: Stream) -> None:
         """The processor learns that a stream broke."""
         assert isinstance(stream, RankStream)
@@ -285,7 +282,7 @@ class Rank(Threads):
         world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
         return Registration(
             self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
-            "" if self.began_in else self.job.standbys.first_of(self.rank), regroups=True,
+            "" if self.began_in else self.job.standbys.first_of(self.rank), regroups=True, repairs=self.job.comparing.repairs,
         )  # fmt: skip
 
     @property
@@ -452,6 +449,9 @@ class Rank(Threads):
         if self.main_raised:
             return
         self.gate.waiting = False
+        self.job.comparing.compare(self, step, partial(self._end_step, step))
+
+    def _end_step(self, step: int) -> None:
         if (ending := self.boundary.ending(step)) is Ending.GO_ON:
             self._compute()
         else:
@@ -484,7 +484,7 @@ class Rank(Threads):
         """The training thread raises; in the middle of an update that tears the state."""
         if self.main_raised or not self.alive:
             return
-        if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR):
+        if kind in (CauseKind.EXCEPTION, CauseKind.PEER_ERROR, CauseKind.DIVERGED):
             if self.regrouping.raised(text):
                 return
             self.main_raised = True

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from tests.simulation.comparing import alter
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
 from tests.simulation.held import Hold
 from tests.simulation.in_place import LIMIT_S, TRIED
@@ -101,6 +102,9 @@ def build(
         rehearse(job, random.Random(f"rehearsed {seed}"))
         _slow_down(scenario, inputs)
     scenario.faults += lose_something(job, random.Random(f"lost {seed}"))
+    if altered := alter(job, random.Random(f"altered {seed}")):
+        scenario.faults += altered
+        scenario.harmless = False
     if watched:
         _add_hang(scenario, rng)
     elif shape < 0.12:

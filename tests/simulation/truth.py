@@ -79,8 +79,10 @@ def covers(job: Job, ranks: Collection[int]) -> bool:
 
 def sound(job: Job, until_s: float = inf) -> frozenset[int]:
     """Return the ranks that nothing happened to up to then: neither killed, nor kept from answering for longer than a rank
-    may be silent, nor with a clock that leapt, nor with an update or an order that cannot end."""
-    return frozenset(rank.rank for rank in job.ranks if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank))
+    may be silent, nor with a clock that leapt, nor with an update or an order that cannot end, nor with an altered replica."""
+    altered = {rank for rank, _ in job.comparing.altered}
+    unhurt = (rank.rank for rank in job.ranks if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank))
+    return frozenset(unhurt).difference(altered)
 
 
 def _unhurt(rank: Rank) -> bool:

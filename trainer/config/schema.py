@@ -165,6 +165,8 @@ class ParallelConfig:
     """Ranks that hold each shard of the optimizer state: one fewer may die at a time."""
     compare_replicas_every: int = 100
     """Steps after which the bits of all replicas are compared, to find silent corruption; 0: never."""
+    on_divergence: Literal["report", "stop", "repair"] = "report"
+    """What follows a difference between replicas: report it, stop the job, or repair (replace the process that most holders prove wrong)."""
     gradient_buckets: int | None = None
     """About how many messages a rank's gradients are sent in; null: one for each 25 MiB."""
 
@@ -172,15 +174,12 @@ class ParallelConfig:
         at = "parallel_config."
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
             check(getattr(self, name) >= 1, at + name, getattr(self, name), "1 or more")
-        data = self.data_parallel
-        check(data is None or data >= 1, at + "data_parallel", data, "1 or more, or null")
-        chunks = self.virtual_pipeline_model_parallel_size
-        check(chunks is None or chunks >= 1, at + "virtual_pipeline_model_parallel_size", chunks, "1 or more, or null")
         check(self.optimizer_replicas >= 1, at + "optimizer_replicas", self.optimizer_replicas, "1 or more")
+        for name in ("data_parallel", "virtual_pipeline_model_parallel_size", "gradient_buckets"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, at + name, value, "1 or more, or null")
         every = self.compare_replicas_every
         check(every >= 0, at + "compare_replicas_every", every, "a number of steps, or 0 for never")
-        buckets = self.gradient_buckets
-        check(buckets is None or buckets >= 1, at + "gradient_buckets", buckets, "1 or more, or null")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the size of the data-parallel axis. Raises ConfigError when the world is not the product of the axes."""

@@ -72,6 +72,7 @@ def build_optimizer(
         local_copy=training.local_copy_os,
         gradient_accumulation_shard=training.gradient_accumulation_shard,
         compare_every=config.parallel_config.compare_replicas_every,
+        on_divergence=config.parallel_config.on_divergence,
         lr=settings.learning_rate,
         **base_arguments(settings),
     )

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from ttp.adopt.adopted_state import AdoptedState, check_optimizer
 from ttp.adopt.averages import Average
+from ttp.adopt.comparing import AdoptedCheck
 from ttp.adopt.filling import fill, why_not_filled
 from ttp.adopt.megatron import MegatronState, distributed_optimizer
 from ttp.adopt.numbers import PassNumbers
@@ -38,6 +39,7 @@ from ttp.errors import CheckpointError, ConfigError, NonFinite, ProtocolError
 from ttp.exchange.json_collectives import exchange_json, world
 from ttp.interfaces.update_tracker import UpdateTracker
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
+from ttp.optim.on_divergence import OnDivergence
 from ttp.optim.shard_layout.split import gradient_of
 from ttp.optim.step_agreement.participation import Ending
 from ttp.optim.step_agreement.spanning import Spanning
@@ -60,6 +62,7 @@ class AdoptedOptimizer:
         norm_needed: bool = False,
         on_nonfinite: str = "warn",
         copied: bool = False,
+        on_divergence: str = "report",
     ) -> None:
         """A collective over WORLD. `copied`: the job has copies in memory. `norm_needed`: the commit record has the gradient's norm in barrier mode as well (on every rank alike).
         Raises ConfigError, LayoutError for what cannot be protected."""
@@ -88,6 +91,8 @@ class AdoptedOptimizer:
         )
         self.device = self._state.device
         self._steps = StepState(self.device)
+        self._check = AdoptedCheck(self._state, self._steps, self.exchange, OnDivergence(on_divergence))
+        self.on_divergence = self._check.on_divergence
         self.lane = self._steps.lane
         self._spanning = Spanning(_world(), None, self.device)
         self.spans_job = self._spanning.spans_job
@@ -178,18 +183,9 @@ class AdoptedOptimizer:
                     lambda grad: self._steps.point("backward", self.current_step + 1)
                 )
 
-    def differing(self) -> list[str]:
-        """Compare the bits that replicas hold and say what differs (a collective over WORLD)."""
-        labels = {group.group_id: group.label for group in self._state.shard_groups()}
-        bits = self._state.bits()
-        reported = self.exchange([bits, labels])
-        found = []
-        for group, bits in sorted({pair for sums, _ in reported for pair in sums.items()}):
-            others = [rank for rank, (sums, _) in enumerate(reported) if sums.get(group, bits) != bits]
-            same = [rank for rank, (sums, _) in enumerate(reported) if sums.get(group) == bits]
-            if others and min(same) < min(others):
-                found.append(f"{reported[same[0]][1][group]} has other bits on ranks {same} than on ranks {others}")
-        return found
+    def check_replicas(self) -> list[str]:
+        """See `AdoptedCheck.check` (a collective over WORLD)."""
+        return self._check.check()
 
     def learning_rates(self) -> list[float]:
         """Return each param group's learning rate as it is now; none where a device has one, which would have to be waited for."""
@@ -415,6 +411,7 @@ class AdoptedOptimizer:
             group.update({key: value for key, value in old.items() if key not in group})
         self._state.loaded()
         self._steps.restart(step, record)
+        self.on_divergence.equal_after = step
         self._steps.host_state = self._describe()
         self.lane.mark_updated()  # a dump may come before the first update
 
@@ -436,10 +433,11 @@ class AdoptedOptimizer:
     def keep(self, step: int, record: CommitRecord | None) -> None:
         """Take the state as it is, that of `step`, whose record is `record`: a step that was under way is given up, and `step_back` follows."""
         self._steps.restart(step, record)
+        self.on_divergence.equal_after = step
 
     def compare_replicas(self) -> tuple[str, ...]:
         """Return what differs between those that hold the same (a collective)."""
-        return tuple(self.differing())
+        return tuple(self._check.differing())
 
     # --- inside ---
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from ttp.adopt.averages import Average
+from ttp.adopt.guard_options import GuardOptions
 from ttp.adopt.megatron import distributed_optimizer
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.trainer_state.feed import Feed
@@ -35,7 +34,7 @@ from ttp.adopt.trainer_state.loader_parts import parts
 from ttp.adopt.trainer_state.loader_states import LoaderStates, check_kept
 from ttp.adopt.trainer_state.position import DataPosition
 from ttp.adopt.trainer_state.seeds import Seeds
-from ttp.adopt.trainer_state.seen import CHOICES, SeenBatches, check_record
+from ttp.adopt.trainer_state.seen import SeenBatches, check_record
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotAsBefore
@@ -74,6 +73,7 @@ def protect(
     save_interval: int = 0,
     save_wait: bool = True,
     compare_every: int = 100,
+    on_divergence: str = "report",
     on_nonfinite: str = "warn",
     reseed: bool = True,
     on_data_mismatch: str = "error",
@@ -96,7 +96,8 @@ def protect(
     clip: let ttp clip by the global norm, in place of the trainer's own clipping: the collective for the norm then also is
     the barrier. save_interval: a periodic checkpoint after so many steps (0: none). save_wait: False has training wait
     only until the state is copied into the agent's memory, and processes of low priority write it. compare_every: after so many steps
-    replicas' bits are compared (0: never). reseed: seed all random generators as a function of the place in the run.
+    replicas' bits are compared (0: never). on_divergence: a difference between them is reported ("report"), ends the job ("stop"), or has the process
+    replaced whose replica most holders prove wrong ("repair"); with the latter two saves compare as well. reseed: seed all random generators as a function of the place in the run.
     on_nonfinite: what follows a step whose loss or gradient is NaN or infinite on some rank: "warn" (once, by that rank), "skip"
     (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks, before the update).
     on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
@@ -129,7 +130,14 @@ def protect(
         )
     judged = bool(known.chaos or known.rehearse_every)
     adopted = AdoptedOptimizer(
-        model, optimizer, clip, averages, norm_needed=judged, on_nonfinite=on_nonfinite, copied=copy_options.enabled
+        model,
+        optimizer,
+        clip,
+        averages,
+        norm_needed=judged,
+        on_nonfinite=on_nonfinite,
+        copied=copy_options.enabled,
+        on_divergence=on_divergence,
     )
     adopted.not_filled = (
         "" if options.reseed and options.save_wait else "reseed=False" if options.save_wait else "save_wait=False"
@@ -153,27 +161,6 @@ def protect(
     except BaseException:
         adopted.close()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class GuardOptions:
-    """What `ttp.protect` was asked for. Raises ConfigError for what cannot be."""
-
-    resume: str
-    save_interval: int
-    save_wait: bool
-    compare_every: int
-    reseed: bool
-    on_data_mismatch: str
-
-    def __post_init__(self) -> None:
-        for name, number in (("save_interval", self.save_interval), ("compare_every", self.compare_every)):
-            if not isinstance(number, numbers.Real) or number < 0 or number % 1:  # 1e3 is what a YAML file may say
-                raise ConfigError(f"{name}: got {number!r}, expected a number of steps, or 0 for never")
-        if self.on_data_mismatch not in CHOICES:
-            raise ConfigError(
-                f"invalid on_data_mismatch: got {self.on_data_mismatch!r}, expected one of {', '.join(map(repr, CHOICES))}"
-            )
 
 
 class Guard:
@@ -234,7 +221,7 @@ class Guard:
             self._give_back(point.step, point.state)
             if self.session.rank == 0:
                 show(logging.INFO, "the optimizer's settings (lr and the like) are the checkpoint's, not the script's")
-        elif different := adopted.differing():
+        elif different := adopted.compare_replicas():
             raise ConfigError(
                 f"before the first step, {different[0]}, expected the same weights on replicas; seed all ranks alike"
             )
@@ -450,7 +437,7 @@ class Guard:
         self._passes, self._recomputed = 0, False
         self._usage.step_ended(step)
         if self._options.compare_every and step % self._options.compare_every == 0:
-            for text in self._adopted.differing():
+            for text in self._adopted.check_replicas():
                 if self.session.rank == 0:
                     show(logging.WARNING, f"silent corruption? After step {step}, {text}")
         if self._options.save_interval and step % self._options.save_interval == 0:

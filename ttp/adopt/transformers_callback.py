@@ -51,7 +51,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     """Protects the rank from the beginning of `trainer.train` to its end."""
 
     def __init__(self, *, save_dirs: Sequence[str | os.PathLike[str]], **options: Any) -> None:
-        """`options` go to `ttp.protect`: save_interval, compare_every, on_nonfinite, reseed, on_data_mismatch, layout, log_dir, settings."""
+        """`options` go to `ttp.protect`: save_interval, compare_every, on_divergence, on_nonfinite, reseed, on_data_mismatch, layout, log_dir, settings."""
         self._save_dirs = save_dirs
         self._options = options
         self._pause = contextlib.ExitStack()

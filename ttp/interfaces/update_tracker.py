@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ttp.proto.messages import CommitRecord
+from ttp.proto.messages import CommitRecord, Digest
 
 
 class UpdateTracker(Protocol):
@@ -43,6 +43,10 @@ class UpdateTracker(Protocol):
 
     def fail_update(self, step: int) -> None: ...
 
+    def dispute(self, step: int, digests: tuple[Digest, ...]) -> None:
+        """The holders of these shard groups have found that they differ in the state of `step`: what this rank has read of them. Blocks while frozen. Called
+        before a rank enters the collective in which all learn who is wrong; empty: nothing differs after all."""
+
     def boundary(self, step: int, unled: bool = False) -> None:
         """`step` is finished on this rank; does not return while the process has still to be led out. `unled`: no rank has a
         controller, and all save the step together."""
@@ -68,6 +72,9 @@ class NullTracker:
         pass
 
     def fail_update(self, step: int) -> None:
+        pass
+
+    def dispute(self, step: int, digests: tuple[Digest, ...]) -> None:
         pass
 
     def boundary(self, step: int, unled: bool = False) -> None:

@@ -444,7 +444,7 @@ class HoldAgent(LocalElasticAgent):
         new_step = self._made_a_step(attempt)
         protected, lasted_s = attempt.had_controller, attempt.lasted_s()
         crash = self._crash_loop.ended(new_step=new_step, lasted_s=lasted_s, protected=protected)
-        refused = attempt.refusal() if new_step is False else ""  # after a completed step a restart may succeed
+        refused = attempt.refusal(new_step is not False)
         if refused:
             self._remaining_restarts = 0
             self.failure_reason = f"{what}; {refused}"

@@ -70,11 +70,16 @@ def divergences(
 
 def text(found: Sequence[Divergence]) -> str:
     """Say in a line which tensors differ, between whom, and what to do."""
+    return (
+        f"{differences(found)}; memory, a device or the wire has altered one of them:"
+        " check these hosts, and go back to a checkpoint from before the last comparison that found nothing"
+    )
+
+
+def differences(found: Sequence[Divergence]) -> str:
+    """Say which tensors differ, and between whom."""
     first = found[0]
     sides = " against ".join(f"rank{'s' if len(side) > 1 else ''} {', '.join(map(str, side))}" for side in first.ranks)
     names = ", ".join(divergence.address for divergence in found[:_NAMED])
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return (
-        f"step {first.step}: replicas differ in {names}{more}: {sides}; memory, a device or the wire has altered one of them:"
-        " check these hosts, and go back to a checkpoint from before the last comparison that found nothing"
-    )
+    return f"step {first.step}: replicas differ in {names}{more}: {sides}"

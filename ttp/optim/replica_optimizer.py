@@ -28,13 +28,12 @@ from torch.optim import Optimizer
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, ConfigError
 from ttp.interfaces.update_tracker import UpdateTracker
-from ttp.optim import comparison
 from ttp.optim.assembly import mark_copied, named_groups
 from ttp.optim.base_state import base_defaults, described, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
 from ttp.optim.partition import Cut, Gather, build_part, by_process_group, expected_tensors, job_params
-from ttp.optim.replica_check import compare_parts
+from ttp.optim.replica_check import ReplicaCheck
 from ttp.optim.shards_only import OptimizerOfShards
 from ttp.optim.step_agreement.overflow import SkippedSteps
 from ttp.optim.step_agreement.participation import Ending
@@ -82,6 +81,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         masters_apart: bool = False,
         gradient_accumulation_shard: bool = False,
         compare_every: int = 100,
+        on_divergence: str = "report",
         hosts: Sequence[str] | None = None,
         timeout: timedelta | None = None,
         **base_kwargs: Any,
@@ -105,7 +105,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         `barrier`: where `span` does not hold all ranks that share the model, a process group that does (barrier mode): one
         more all-reduce of 56 bytes right before the update makes the commit record prove that all of them were ready,
         and an overflow anywhere skips the step everywhere. `compare_every`: after so many steps the replicas' bits are
-        compared, and a difference is reported (0: never). `base_kwargs` go to `base`.
+        compared (0: never). `on_divergence`: a difference is reported ("report"), ends the job ("stop"), or has the process replaced whose replica
+        most holders prove wrong ("repair"); with the latter two `save` compares as well. `base_kwargs` go to `base`.
 
         Raises LayoutError when the state cannot be split over the group, ConfigError for a parameter or base that
         cannot be used.
@@ -132,8 +133,6 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         if compare_every < 0:
             raise ConfigError(f"compare_every: got {compare_every}, expected a number of steps, or 0 for never")
         self.compare_every = compare_every
-        self.divergences: tuple[Divergence, ...] = ()
-        """Tensors of which replicas were found to differ, each once, as first seen; the same on every rank of the group."""
         self.device = device
         self._steps = StepState(device)
         self.lane = self._steps.lane
@@ -145,6 +144,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._parts = [
             build_part(of, named, places, cut, device) for of, places in by_process_group(named, self._group)
         ]
+        self._check = ReplicaCheck(self._parts, self._steps, device, on_divergence)
+        self.on_divergence = self._check.on_divergence
         self.layout = self._parts[0].layout
         """How the parameters of `group` are cut."""
         self._params = job_params(self._parts, span, device)
@@ -169,6 +170,11 @@ class TTPReplicaOptimizer(OptimizerOfShards):
     def current_step(self) -> int:
         """Updates that are in the state."""
         return self._steps.step
+
+    @property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """Tensors of which replicas were found to differ, each once, as first seen; the same on every rank of the group."""
+        return self._check.divergences
 
     @property
     def last_record(self) -> CommitRecord | None:
@@ -234,7 +240,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.start_gather(step)
         self.finish_gather()
         if self.compare_every and step % self.compare_every == 0:
-            self.compare_replicas()
+            self.check_replicas()
         self.boundary(step, ending)
         return StepResult(step, record.grad_norm, record.clip_factor, record.skipped, record.loss_scale, record.sums)
 
@@ -292,19 +298,16 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         with self._steps.in_collective():
             self._gather.finish()
 
-    @torch.no_grad()
     def compare_replicas(self) -> tuple[Divergence, ...]:
         """Compare the bits of this step's state with the other holders' and return what differs (a collective over the group).
 
         What is new is reported once, by the group's first rank.
         """
-        with self._steps.in_collective():
-            found = compare_parts(self.current_step, self._parts, self.device)
-        new = comparison.not_known(found, self.divergences)
-        self.divergences += new
-        if new and self._parts[0].rank == 0:
-            log.warning("%s", comparison.text(new))
-        return found
+        return self._check.compare()
+
+    def check_replicas(self) -> None:
+        """Compare, and do what `on_divergence` says about a difference (a collective). Raises ReplicasDiffer, WrongReplica, WrongPeer."""
+        self._check.check()
 
     def masters_from_params(self) -> None:
         """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict): on every rank."""
@@ -390,6 +393,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         way is given up. Hyper-parameters stay, as the program has set them. Refreshes the parameters. Collective: the filled ranks
         call `load_end`."""
         self._steps.restart(step, record)
+        self.on_divergence.equal_after = step
         self._backup_step = -1
         self._share_params()
 
@@ -425,6 +429,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def _set_step(self, step: int, record: CommitRecord | None = None) -> None:
         self._steps.restart(step, record)
+        self.on_divergence.equal_after = step
         self._backup_step = -1
         self._at_ready = [hyper_parameters(group) for group in self.param_groups]
         self._steps.host_state = self._host_backup = self._describe()

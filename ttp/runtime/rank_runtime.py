@@ -19,7 +19,7 @@ import torch
 
 from ttp.config import Settings
 from ttp.controller.agent_link import request_status
-from ttp.errors import ControllerError
+from ttp.errors import ControllerError, WrongPeer
 from ttp.exchange import error_file
 from ttp.exchange.first_step import FirstStep, progress_key
 from ttp.exchange.time_marks import TimeMarks
@@ -231,7 +231,7 @@ class Protection:
         cause = cause_of(self._rank, type(exc).__name__, str(exc))
         if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
             cause = replace(cause, kind=CauseKind.EXCEPTION)
-        if cause.kind is CauseKind.EXCEPTION:
+        if cause.kind is not CauseKind.PEER_ERROR:
             kept = exc if log.hasHandlers() else None  # else stderr has the traceback when the process ends
             log.error(
                 "rank %d raised %s; holding this rank's shards for the others",
@@ -242,7 +242,8 @@ class Protection:
             error_file.record(exc)
             self.processor.release_at_exit()
         else:
-            log.warning("rank %d: a peer is gone (%s); waiting for the controller", self._rank, cause.text)
+            what = cause.text if isinstance(exc, WrongPeer) else f"a peer is gone ({cause.text})"
+            log.warning("rank %d: %s; waiting for the controller", self._rank, what)
         detail = "".join(traceback.format_exception(exc))
         self.processor.fault(cause, detail)
         if until is None:

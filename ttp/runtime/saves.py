@@ -6,14 +6,17 @@ Owns the agreement of the ranks on one write attempt after the other (`PeriodicS
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.staging import discard_staging
 from ttp.config import Settings
@@ -22,6 +25,7 @@ from ttp.copies.region import Description, places_of
 from ttp.errors import CheckpointError, ConfigError
 from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
+from ttp.optim.on_divergence import OnDivergence
 from ttp.proto.messages import Cause, CauseKind, FileEntry, Part, PublishOrder, ShareResult
 from ttp.runtime.directory_agreement import JobDirectories
 from ttp.runtime.rank_runtime import show
@@ -63,10 +67,29 @@ class Saves:
         self._background: BackgroundSaves | None = None
         self.newest = 0
         """The newest step of which this run has written or loaded a checkpoint."""
+        self._on_divergence: OnDivergence | None = getattr(holder.optimizer, "on_divergence", None)
+        if self._on_divergence is not None:
+            self._on_divergence.checkpoint_before = self._checkpoint_before
+
+    def _checkpoint_before(self, step: int) -> str:
+        """Return the newest checkpoint of this step or an older one; empty: none is in sight."""
+        found: list[tuple[int, Path]] = []
+        for directory in self._directories.used:
+            with contextlib.suppress(OSError):
+                found += [entry for entry in steps_in(Path(directory)) if entry[0] <= step]
+        return str(max(found, key=lambda entry: entry[0])[1]) if found else ""
+
+    def _check(self, step: int) -> None:
+        """Compare replicas before they are saved, where a difference has consequences: what is saved is then from before it."""
+        choice, optimizer = self._on_divergence, self._holder.optimizer
+        if choice is not None and choice.acts and choice.equal_after < step == optimizer.current_step:
+            check: Callable[[], object] = getattr(optimizer, "check_replicas")  # noqa: B009 - of the two that have the choice
+            check()
 
     def save(self, step: int, kind: CauseKind, *, wait: bool) -> str:
         """Write `step`, the current one (all ranks call); return its path, empty where it is not waited for. Raises CheckpointError,
         ConfigError."""
+        self._check(step)
         if not wait:
             self.prepare()
             assert self._background is not None

@@ -134,7 +134,11 @@ class OptimizerStateProvider:
         self._io_done = 0  # written by the thread that carries out the order, read by any
 
     def registration(self) -> Registration:
-        return replace(self._registration, state_step=self.optimizer.current_step, standby=self.standby)
+        choice = getattr(self.optimizer, "on_divergence", None)
+        repairs = choice is not None and choice.choice == "repair"
+        return replace(
+            self._registration, state_step=self.optimizer.current_step, standby=self.standby, repairs=repairs
+        )
 
     def roll_forward(self, record: CommitRecord) -> int:
         return self.optimizer.roll_forward(record)

@@ -269,6 +269,8 @@ def begin_copies(
         why = "no collective that every rank of the job enters in each step"
     elif not settings.shared_dirs:
         why = "TTP_SHARED_DIRS=False: copies are saved in directories that all nodes share"
+    elif (choice := getattr(holder.optimizer, "on_divergence", None)) is not None and choice.acts:
+        why = f"on_divergence={choice.choice!r}: a copy may be of replicas that differ, and would be resumed from"
     if why:
         raise ConfigError(f"copies='memory': got {why}. Do without copies, or change that")
     return StepCopies(holder, settings, options, directories, gate)

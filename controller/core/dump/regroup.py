@@ -37,7 +37,7 @@ from .writing import start_writing
 MOST_AT_A_STEP = 3
 """After so many recoveries in a row at one step the next fault is written: its cause is likely to come again."""
 
-_AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION)
+_AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION, CauseKind.DIVERGED)
 """What is known at once and for certain. Silence and hangs take seconds to find, and a silent process may still run: such a fault is written."""
 
 
@@ -56,7 +56,7 @@ def _why_not(state: StateAt[Rolling], now: float) -> str:
     """Say why the step is written instead; empty: the ranks can regroup."""
     fault, dump, settings = state.at.fault, state.at.dump, state.settings
     kinds = {cause.kind for cause in fault.causes} - {CauseKind.PEER_ERROR}
-    if not kinds or not kinds.issubset(_AT_ONCE):
+    if not (kinds or fault.wrong) or not kinds.issubset(_AT_ONCE):
         return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
     if returned := _training_returned(state):
         return returned
@@ -100,11 +100,12 @@ def _why_not_stay(state: StateAt[Rolling], rank: int) -> str:
 
 
 def _why_not_replaced(state: StateAt[Rolling], rank: int) -> str:
-    """A process is replaced that has ended for certain, or that has lost its state and is here: none trains on elsewhere, and none is ended
-    that holds a shard."""
+    """A process is replaced that has ended for certain, or that has lost its state, or holds a wrong one, and is here: none trains on elsewhere,
+    and none is ended that holds a shard."""
     member, report = state.members.table[rank], state.at.fault.reports[rank]
     if member.dead is None:
-        if report is None or not report.torn or member.suspect or not member.attached:
+        lost = (report is not None and report.torn) or rank in state.at.fault.wrong
+        if not lost or member.suspect or not member.attached:
             return "is not at the step, and has not lost its state"
     elif member.dead.kind is not CauseKind.EXITED or member.attached:
         return "may still run"
@@ -121,7 +122,10 @@ def _start(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
     for rank in replaced:
         known, pid = table[rank].registration, 0
         if table[rank].dead is None and known is not None:
-            cause = Cause(CauseKind.EXCEPTION, (rank,), "its update failed half way: its process is replaced")
+            wrong = rank in fault.wrong
+            kind = CauseKind.DIVERGED if wrong else CauseKind.EXCEPTION
+            why = "its replica is wrong" if wrong else "its update failed half way"
+            cause = Cause(kind, (rank,), f"{why}: its process is replaced")
             members, pid = mark_dead(members, rank, cause, False, now), known.pid
         out.append(Tell((agent_of(state, rank),), Replace(rank, pid, state.freeze_id)))
     out.append(Send(tuple(sorted(staying)), order))
@@ -163,7 +167,8 @@ def replacement_came(
     out.append(Journal("replacement_came", {"rank": rank, "host": message.host, "pid": message.pid}))
     members = attach(update(state.members, rank, Member()), message, now, state.settings)
     pace = replace(state.pace, places=state.pace.places.put(rank, None))
-    return replace(state, members=members, pace=pace, at=replace(at, awaited=at.awaited - {rank}))
+    fault = replace(at.fault, wrong=at.fault.wrong - {rank})
+    return replace(state, members=members, pace=pace, at=replace(at, fault=fault, awaited=at.awaited - {rank}))
 
 
 def regrouped(state: StateAt[Regrouping], answer: Regrouped, now: float, out: list[Effect]) -> State:

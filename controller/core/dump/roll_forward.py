@@ -14,6 +14,7 @@ from ttp.proto.messages import Progress, RolledForward, RollForward, StateReport
 
 from ..facts.coverage import Group, named
 from ..facts.decision import Decision, Refusal, decide
+from ..facts.divergence import judge
 from ..facts.events import Effect, Fields, Journal, Send
 from ..facts.incident import stage_ended
 from ..facts.membership import SUSPECT_AFTER, alive_at, silent_since
@@ -35,11 +36,14 @@ from ..facts.state import (
 from .finish import newest_checkpoint, refuse, step_of
 from .freeze import frozen_fields, half_of_the_rest, owes_report
 
+_NAMED = 4
+
 
 def start_dump(state: StateAt[Freezing], now: float, out: list[Effect]) -> ControllerState:
     """All reports are in, or the round's time is over: decide, and order the roll-forwards. Or wait for what no step is covered
     without: the end of an update, or the report of a silent rank that may still come back."""
-    fault = state.at.fault
+    fault = _judged(state, state.at.fault, out)
+    state = state.with_fault(fault)
     verdict = verdict_of(state, fault)
     if isinstance(verdict, Refusal) and (updating := _worth_waiting(state, fault, now)):
         return _wait_for_updates(state, fault, updating, now, out)
@@ -50,6 +54,42 @@ def start_dump(state: StateAt[Freezing], now: float, out: list[Effect]) -> Contr
     if isinstance(verdict, Refusal):
         return refuse(state, _with_what_failed(fault, verdict), now, out)
     return _order_rolls(state, verdict, now, out)
+
+
+def _judged(state: ControllerState, fault: Fault, out: list[Effect]) -> Fault:
+    """Note the ranks that these reports prove wrong. Where the ranks have not asked for it none is."""
+    if not _repairs(state):
+        return fault
+    wrong = judge(state.coverage.groups, _reports(state, fault)).wrong - fault.wrong
+    if wrong:
+        out.append(Journal("wrong_replicas", {"freeze_id": state.freeze_id, "ranks": tuple(sorted(wrong))}))
+    return replace(fault, wrong=fault.wrong | wrong)
+
+
+def _repairs(state: ControllerState) -> bool:
+    """Say whether replicas that are proven wrong are done without. Every rank that has come says the same."""
+    known = (member.registration for member in state.members.table if member.registration is not None)
+    return all(registration.repairs for registration in known)
+
+
+def _reports(state: ControllerState, fault: Fault) -> dict[int, StateReport]:
+    """Return the reports of this round that count, by rank."""
+    return {
+        report.rank: report
+        for report, member in zip(fault.reports, state.members.table, strict=True)
+        if report is not None and member.dead is None and not member.suspect and report.rank not in fault.stuck
+    }
+
+
+def _disputed(state: ControllerState, reports: Mapping[int, StateReport]) -> Refusal | None:
+    """Refuse to write a step of which replicas differ, unless it is proven which of them are wrong, and the ranks have asked for that to be acted on."""
+    if not any(report.digests for report in reports.values()):
+        return None
+    undecided = judge(state.coverage.groups, reports).undecided
+    if undecided:
+        more = f"; and {len(undecided) - _NAMED} more" if len(undecided) > _NAMED else ""
+        return Refusal(f"replicas differ, and no majority of holders agrees: {'; '.join(undecided[:_NAMED])}{more}")
+    return None if _repairs(state) else Refusal("replicas differ, and on_divergence='repair' was not asked for")
 
 
 def _is_less(verdict: Decision | Refusal, fault: Fault) -> bool:
@@ -68,12 +108,10 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
             f"{unknown} of {state.job_groups} shard groups were held only by ranks that never came to this controller"
         )
         return Refusal(f"no live rank can write: {held} ({gone})")
-    stuck = fault.stuck
-    reports = {
-        report.rank: report
-        for report, member in zip(fault.reports, state.members.table, strict=True)
-        if report is not None and member.dead is None and not member.suspect and report.rank not in stuck
-    }
+    reports = _reports(state, fault)
+    if (disputed := _disputed(state, reports)) is not None:
+        return disputed
+    reports = {rank: report for rank, report in reports.items() if rank not in fault.wrong}
     for rank in updating:
         report = fault.reports[rank]
         assert report is not None
@@ -239,8 +277,9 @@ def mark_stuck(state: S, ranks: Iterable[int]) -> S:
 
 
 def is_holder(state: StateAt[Faulted], rank: int) -> bool:
-    """True for a rank that may be given orders: alive and not stuck."""
-    return state.members.table[rank].dead is None and rank not in state.at.fault.stuck
+    """True for a rank that may be given orders: alive, not stuck, and its replica not proven wrong."""
+    fault = state.at.fault
+    return state.members.table[rank].dead is None and rank not in fault.stuck and rank not in fault.wrong
 
 
 def able_holders(state: StateAt[Ordered]) -> frozenset[int]:
@@ -275,6 +314,8 @@ def _absences(state: ControllerState, fault: Fault) -> dict[int, str]:
             absent[rank] = f"dead ({member.dead.text})"
         elif rank in fault.stuck:
             absent[rank] = "stuck in an order"
+        elif rank in fault.wrong:
+            absent[rank] = "whose replica is wrong"
         elif report is None or member.suspect:
             absent[rank] = "which did not answer"
         elif report.torn:

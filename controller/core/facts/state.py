@@ -75,6 +75,8 @@ class Fault:
     """(rank, step): rolling forward to that step failed on that rank."""
     stuck: frozenset[int] = frozenset()
     """Ranks that took an order and did not answer in time: no holders any more during this fault."""
+    wrong: frozenset[int] = frozenset()
+    """Ranks whose replica most holders of its shard have proven wrong in this fault: they hold nothing, and publish nothing."""
     unfit: frozenset[tuple[str, int]] = frozenset()
     """(directory, rank): what the rank's node had written there could not be published; it writes there no more in this fault."""
     unwritable: tuple[tuple[int, frozenset[int]], ...] = ()

@@ -317,8 +317,8 @@ def fault_while_regrouping(
         return state
     out.append(fault_line(message))
     state = add_cause(sign_of_report(state, message, now), message.cause, now)
-    if message.cause.kind is CauseKind.PEER_ERROR:
-        return state
+    if message.cause.kind is CauseKind.PEER_ERROR or message.rank in state.at.fault.wrong:
+        return state  # of a process that is being replaced
     return regroup.write_instead(state, f"rank {message.rank}: {message.cause.text}", now, out)
 
 

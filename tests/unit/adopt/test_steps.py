@@ -206,7 +206,7 @@ def test_a_rank_is_waiting_in_the_collectives_and_nowhere_else(monkeypatch: pyte
     other_ranks(monkeypatch, 2, 1, broken)
     _, adopted, gate = adopt()
     with pytest.raises(ConnectionError):
-        adopted.differing()
+        adopted.compare_replicas()
     assert not gate.waiting
     adopted.on_ready = lambda step: seen.update(host=gate.waiting)
     with pytest.raises(RuntimeError):

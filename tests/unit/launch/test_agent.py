@@ -276,8 +276,10 @@ class Ended(Left):
     refused = ""
     left_on_a_notice = True
 
-    def refusal(self) -> str:
-        return self.refused
+    ends_the_job = False
+
+    def refusal(self, new_step: bool) -> str:
+        return "" if new_step and not self.ends_the_job else self.refused
 
     def preempted(self) -> bool:
         return self.left_on_a_notice
@@ -443,6 +445,18 @@ def test_a_refusal_is_final_however_long_the_attempt_took_if_it_made_no_new_step
     assert attempt.next == (
         "no restart: exit code 2 means an invalid command line or configuration" if final else "restart 1 of 3"
     )
+
+
+@pytest.mark.parametrize("new_step", [False, True, None])
+def test_what_ends_the_job_is_final_after_new_steps_too(new_step: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = make_agent(max_restarts=3)
+    monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
+    monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: new_step)
+    attempt = Ended(Others())
+    attempt.refused, attempt.ends_the_job, attempt.left_on_a_notice = "ReplicasDiffer ends the job", True, False
+    agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 3)  # type: ignore[arg-type]
+    assert agent._remaining_restarts == 0 and attempt.peers.published == ["failed"]
+    assert attempt.next == "no restart: ReplicasDiffer ends the job"
 
 
 def test_an_attempt_is_reported_before_the_back_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,3 +104,15 @@ def test_a_checkpoint_error_may_be_a_disks() -> None:
     """It may go better next time: a file system that was away, a file that a node could not take."""
     error = Recorded("CheckpointError: no space left", "...\nttp.errors.CheckpointError: no space left\n")
     assert refusal({0: 1}, {0: error}) == ""
+
+
+def test_no_restart_follows_where_replicas_differ_however_many_steps_were_made() -> None:
+    """A person says where the job goes on; the other ranks exit on the controller's order, or fail behind it."""
+    differ = Recorded("ReplicasDiffer: step 30: ...", "...\nttp.errors.ReplicasDiffer: step 30: ...\n")
+    said = "ReplicasDiffer ends the job: choose where it resumes"
+    for others in ({1: 75}, {1: -9}):
+        statuses: dict[int, int | Lost | None] = {0: 1, **others}
+        assert refusal(statuses, {0: differ}, new_step=True) == refusal(statuses, {0: differ}) == said
+    wrong = Recorded("WrongReplica: step 30: ...", "...\nttp.errors.WrongReplica: step 30: ...\n")
+    assert refusal({0: 1, 1: 75}, {0: wrong}) == "", "the next attempt has the others' state"
+    assert refusal({0: 1, 1: 75}, {0: MISMATCH}, new_step=True) == ""

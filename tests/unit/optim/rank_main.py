@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.unit.optim import (
     claims_accumulation,
+    claims_divergence,
     claims_faults,
     claims_layout,
     claims_mindio,
@@ -32,6 +33,7 @@ def find_claim(name: str) -> Callable[[], None]:
         for module in (
             claims_training,
             claims_faults,
+            claims_divergence,
             claims_layout,
             claims_split,
             claims_mindio,

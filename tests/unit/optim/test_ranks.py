@@ -112,6 +112,17 @@ def test_a_corrupt_replica_of_three_is_distinguished_from_the_others(run_ranks: 
     run_ranks(3, "the_odd_one_out_of_three_replicas_is_named")
 
 
+def test_what_follows_when_replicas_differ(run_ranks: Callable[..., None]) -> None:
+    run_ranks(
+        3,
+        "most_holders_prove_a_replica_wrong",
+        "without_a_majority_the_step_ends",
+        "who_asks_for_an_end_has_one",
+        "what_was_only_misread_ends_nothing",
+        "a_report_is_all_that_follows_by_default",
+    )
+
+
 @pytest.mark.parametrize("world", [5, pytest.param(6, marks=pytest.mark.long)])
 def test_holders_on_different_hosts(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, "every_row_order_trains_the_same")

@@ -100,6 +100,10 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
             "loss_func_type: got 'CrossEntropy' (str), expected VocabParallelCrossEntropy or CrossEntropyLoss",
         ),
         ("gpt_config: {num_layers: 2}", "gpt_config: got a section of this name and model_config, expected one of"),
+        (
+            "parallel_config: {on_divergence: fix}",
+            "parallel_config.on_divergence: got 'fix' (str), expected report or stop or repair",
+        ),
         ("training_config: {training_iters: 0}", "training_config.training_iters: got 0, expected 1 or more"),
         ("training_config: {save_interval: 0}", "training_config.save_interval: got 0, expected 1 or more, or null"),
         (

@@ -243,10 +243,10 @@ class Attempt:
         all_ended = all(rank in deaths and deaths[rank].settled for rank in self.pids)
         return self._nodes > 1 and all_ended and bool(statuses) and statuses <= set(SAVED_EXIT_CODES)
 
-    def refusal(self) -> str:
-        """Return why a restart would fail the same way: workers reject their input. Empty: it may succeed."""
+    def refusal(self, new_step: bool) -> str:
+        """Return why a restart would fail the same way, or is not to be made. Empty: it may succeed."""
         statuses = {rank: death.status for rank, death in self.deaths().items() if death.failed}
-        return refusal(statuses, self.raised, first_start=self._start.number == 0)
+        return refusal(statuses, self.raised, first_start=self._start.number == 0, new_step=new_step)
 
     def hold(self, why: str = "") -> bool:
         """Wait for the survivors: return when every worker here has ended and none can be replaced, or when waiting saves nothing. Return whether the

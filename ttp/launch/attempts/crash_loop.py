@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ttp.errors
-from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST
+from ttp.errors import END_THE_JOB, STAY_WRONG, STAY_WRONG_AT_FIRST
 from ttp.launch.report.exit_status import Recorded, is_peer_error
 from ttp.launch.watch.processes import Lost
 from ttp.proto.messages import SAVED_EXIT_CODES
@@ -60,13 +60,22 @@ class CrashLoop:
 
 
 def refusal(
-    statuses: Mapping[int, int | Lost | None], raised: Mapping[int, Recorded], *, first_start: bool = False
+    statuses: Mapping[int, int | Lost | None],
+    raised: Mapping[int, Recorded],
+    *,
+    first_start: bool = False,
+    new_step: bool = False,
 ) -> str:
     """Return why a restart would fail the same way; empty: it may succeed.
 
     It would when workers have rejected their input (exit code 2, or an exception of STAY_WRONG) and none has another failure of its own.
     `statuses`: of all that failed. `raised`: what they recorded. `first_start`: the job's first attempt; STAY_WRONG_AT_FIRST counts too.
+    `new_step`: the attempt has made one, and a restart may succeed, except after an exception of END_THE_JOB.
     """
+    if ended := next((error for error in raised.values() if _is_one_of(error, END_THE_JOB)), None):
+        return f"{ended.name} ends the job: choose where it resumes"
+    if new_step:
+        return ""
     reasons = []
     for rank, status in statuses.items():
         error = raised.get(rank)
@@ -81,6 +90,9 @@ def refusal(
 
 def stays_wrong(error: Recorded, first_start: bool = False) -> bool:
     """Return whether an exception is one of STAY_WRONG; another library's of the same name is not."""
+    return _is_one_of(error, (*STAY_WRONG, *STAY_WRONG_AT_FIRST) if first_start else STAY_WRONG)
+
+
+def _is_one_of(error: Recorded, kinds: tuple[type[Exception], ...]) -> bool:
     kind = getattr(ttp.errors, error.name, None)
-    final = (*STAY_WRONG, *STAY_WRONG_AT_FIRST) if first_start else STAY_WRONG
-    return isinstance(kind, type) and issubclass(kind, final) and f"{kind.__module__}.{error.text}" in error.trace
+    return isinstance(kind, type) and issubclass(kind, kinds) and f"{kind.__module__}.{error.text}" in error.trace

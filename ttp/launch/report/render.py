@@ -27,6 +27,7 @@ _KINDS = {
     "silent": "a rank fell silent",
     "exception": "an exception",
     "hung": "a hang",
+    "diverged": "replicas that differ",
     "preempted": "a preemption notice",
     "agent_lost": "an agent was lost",
     "controller_lost": "the controllers were lost",

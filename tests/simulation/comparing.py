@@ -1,0 +1,159 @@
+"""How a simulated job's ranks compare their replicas behind a step, as the shipped optimizers do: once, again where holders differ, and then all know who is
+wrong, if a majority says so. What is altered or misread is arranged; what must be so then is judged (I19).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ttp.processor.core.state import RankMode
+from ttp.proto.messages import CauseKind, Digest
+
+if TYPE_CHECKING:
+    from tests.simulation.job import Job
+    from tests.simulation.rank import Rank
+
+Place = tuple[int, str]
+"""(rank, shard group)."""
+COMPARED = 0.12
+"""Part of the jobs in which replicas differ, or seem to."""
+
+
+class Comparing:
+    """What all ranks of a job share."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.step = 0
+        """Behind which replicas are compared; 0: behind none."""
+        self.repairs = True
+        """What the ranks ask for."""
+        self.to_alter: tuple[Place, ...] = ()
+        """What is altered when its rank comes to the comparison."""
+        self.misread: tuple[Place, ...] = ()
+        """What the first look there reads wrongly."""
+        self.altered: set[Place] = set()
+        self.disputed = False
+        """Some rank has reported to its gate that replicas differ."""
+        self.known = False
+        """Some rank has learned in a collective that they do."""
+        self._read: dict[tuple[str, int, int], dict[str, int]] = {}
+        """By look, generation and rank, what the rank has read."""
+
+    # --- the ranks' part ---
+
+    def compare(self, process: Rank, step: int, go_on: Callable[[], None]) -> None:
+        """The training thread is behind the gather of `step`."""
+        if step != self.step or process.gate.torn:
+            go_on()
+            return
+        for rank, group in self.to_alter:
+            if rank == process.rank and process.state.standing is RankMode.TRAINING:
+                self._job.note(f"rank {rank}'s {group} is altered behind step {step}")
+                process.replica.values = {**process.replica.values, group: process.replica.values[group] + 1 + rank}
+                self.altered.add((rank, group))
+        wrong = {group for rank, group in self.misread if rank == process.rank}
+        values = {group: value + (group in wrong) for group, value in process.replica.values.items()}
+        self._meet(process, "compared", values, partial(self._look_again, process, step, go_on))
+
+    def _meet(self, process: Rank, look: str, values: dict[str, int], then: Callable[[], None]) -> None:
+        self._read[look, process.generation, process.rank] = values
+        process.gate.waiting = True
+        process.enter(look, self.step, self._job.everybody, process.in_turn(then))
+
+    def _differing(self, process: Rank, look: str) -> dict[str, Counter[int]]:
+        """Return the values of each group that differ, with how many holders have read each."""
+        training = self._job.training
+        found = {}
+        for group, holders in zip(training.groups, training.layout.holders, strict=True):
+            values = Counter(self._read[look, process.generation, rank].get(group, 0) for rank in holders)
+            if len(values) > 1:
+                found[group] = values
+        return found
+
+    def _look_again(self, process: Rank, step: int, go_on: Callable[[], None]) -> None:
+        if process.main_raised:
+            return
+        process.gate.waiting = False
+        differing = self._differing(process, "compared")
+        if not differing:
+            go_on()
+            return
+        again = {group: value for group, value in process.replica.values.items() if group in differing}
+        digests = tuple(Digest(group, value, differing[group].total()) for group, value in sorted(again.items()))
+        process.pass_gate(
+            partial(self._dispute, process, step, digests),
+            partial(self._meet, process, "compared again", again, partial(self._learn, process, step, go_on)),
+        )
+
+    def _dispute(self, process: Rank, step: int, digests: tuple[Digest, ...]) -> None:
+        if process.main_raised:
+            return
+        process.gate.dispute(step, digests)
+        self.disputed |= bool(digests)
+
+    def _learn(self, process: Rank, step: int, go_on: Callable[[], None]) -> None:
+        if process.main_raised:
+            return
+        process.gate.waiting = False
+        groups = set(self._differing(process, "compared"))
+        differing = {g: values for g, values in self._differing(process, "compared again").items() if g in groups}
+        if not differing:
+            process.pass_gate(partial(self._dispute, process, step, ()), go_on)
+            return
+        self.known = True
+        most = {group: values.most_common(1)[0] for group, values in differing.items()}
+        proven = all(2 * count > sum(differing[group].values()) for group, (_, count) in most.items())
+        mine = self._read["compared again", process.generation, process.rank]
+        right = all(mine[group] == most[group][0] for group in differing if group in mine)
+        if self.repairs and proven and right:
+            process.fault(CauseKind.PEER_ERROR, "WrongPeer: another rank's replica is wrong")
+        else:
+            process.fault(CauseKind.DIVERGED, "replicas differ")
+
+    # --- what must be so ---
+
+    def proven(self, rank: int) -> bool:
+        """Say whether most holders of a shard have it right that this rank has wrong."""
+        return any(rank == altered and self._has_majority(group) for altered, group in self.altered)
+
+    def _has_majority(self, group: str) -> bool:
+        holders = self._job.training.layout.holders[int(group[1:])]
+        return 2 * sum((rank, group) not in self.altered for rank in holders) > len(holders)
+
+    def ends_process(self, process: Rank) -> None:
+        """I19: a process that lives is replaced only where its state is torn, or its replica is proven wrong."""
+        if not process.gate.torn and not (self.repairs and self.proven(process.rank)):
+            self._job.broken(f"I19: rank {process.rank} is replaced, whose replica is not proven wrong")
+
+    def wrong_part(self, group: str) -> str:
+        """Say what it means that a published part is not that of a fault-free run; empty: no rank could know."""
+        if not any(group == altered for _, altered in self.altered):
+            return "I3"
+        return "I19" if self.known else ""
+
+    def violations(self) -> list[str]:
+        """I19: a step is written, of which replicas differ, only where the ranks have asked for it and each wrong one is proven."""
+        if not self.known or not self._job.disk.published:
+            return []
+        proven = all(self._has_majority(group) for _, group in self.altered)
+        return [] if self.repairs and proven else [f"I19: a step was published, replicas differed in {self.altered}"]
+
+
+def alter(job: Job, rng: random.Random) -> list[str]:
+    """Have replicas of some jobs differ behind a step, or seem to; return what was arranged."""
+    if rng.random() >= COMPARED:
+        return []
+    comparing, training = job.comparing, job.training
+    comparing.step, comparing.repairs = rng.randint(1, training.steps), rng.random() < 0.75
+    places = [(rank, group) for rank in job.everybody for group in training.groups_of(rank)]
+    chosen = tuple(rng.sample(places, rng.choice((1, 1, 1, 2))))
+    kind = rng.random()
+    comparing.misread = chosen if kind < 0.25 else ()
+    comparing.to_alter = chosen if kind >= 0.25 else ()
+    what = "misread" if comparing.misread else "altered"
+    return [f"replicas {chosen} {what} behind step {comparing.step}, {'repair' if comparing.repairs else 'stop'}"]
