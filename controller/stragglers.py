@@ -28,6 +28,8 @@ WINDOW = 16
 """Steps."""
 MARGIN = 1.12
 """A rank is slow in a window if it took so many times as long as the others."""
+LEAST_S = 0.005
+"""And if it took so much longer: what a rank's own log costs in steps of some milliseconds is no defect."""
 FAR = 3.5
 MANY = 5
 """Ranks from which on the spread between them is known."""
@@ -176,6 +178,11 @@ class StragglerWatch:
     def _judge(self, group: _Group) -> Iterator[Change]:
         medians, first = group.medians, group.first
         group.medians, group.first, group.closing_at = {}, group.front, inf
+        if len(medians) < len(
+            group.ranks
+        ):  # one that came in the middle, or was late, ends its next window with the others
+            until = min(self._until[rank] for rank in medians) if medians else 0
+            self._until |= {rank: until for rank in group.ranks if rank not in medians}
         if len(medians) < 2 or 2 * len(medians) < len(group.ranks):
             return
         ordered = sorted(medians.values())
@@ -188,7 +195,8 @@ class StragglerWatch:
         found = [rank for rank, own_s in medians.items() if own_s >= least or rank in self._windows]
         for rank in sorted(found, key=lambda rank: -medians[rank]):
             own_s, others_s = medians[rank], _others(ordered, medians[rank])
-            window = _Window(own_s >= MARGIN * others_s, own_s / others_s, own_s, others_s, first)
+            slow = own_s >= MARGIN * others_s and own_s >= others_s + LEAST_S
+            window = _Window(slow, own_s / others_s, own_s, others_s, first)
             change = self._note(rank, window, group)
             if change is not None:
                 yield change

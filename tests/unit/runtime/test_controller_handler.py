@@ -260,7 +260,7 @@ def test_a_checkpoint_is_in_the_status_once_the_machine_has_accepted_it(
     bench: Bench, event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word of a rank that was given up is not."""
-    monkeypatch.setattr(handlers, "job_status", lambda state, beats, times, published, pid, now: published)
+    monkeypatch.setattr(handlers, "job_status", lambda state, seen, published, pid, now: published)
     link = bench.comes(0)
     bench.orders = lambda received: (Journal(event, {}),)
     bench.receives(link, Published(0, 1, 3, "/c/iter_0000003"))
@@ -273,7 +273,7 @@ def test_a_ranks_newest_step_time_is_in_the_status_until_another_process_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A heartbeat without a new step has none."""
-    monkeypatch.setattr(handlers, "job_status", lambda state, beats, times, published, pid, now: (dict(times), now))
+    monkeypatch.setattr(handlers, "job_status", lambda state, seen, published, pid, now: (dict(seen.step_times_s), now))
     link = bench.comes(0, 1)
     bench.receives(link, Heartbeat(0, Phase.COMPUTE, 3, step_times_s=(0.5, 0.25)), Heartbeat(1, Phase.COMPUTE, 3))
     bench.receives(link, Heartbeat(0, Phase.READY, 3))
