@@ -297,3 +297,35 @@ def test_a_failure_of_the_machine_costs_one_input(bench: Bench, capsys: pytest.C
     bench.receives(link, Finished(0))
     bench.flushes()
     assert link.done == [[((0,), Thaw(1))]] and bench.logged == ["machine_failed"] and not bench.handler.finished
+
+
+def test_a_slow_rank_is_journaled_when_it_is_named_and_when_it_is_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its node; the machine gets the heartbeats as they are. What ranks measured is in the status, and the newest loss."""
+    monkeypatch.setattr(handlers, "job_status", lambda state, seen, published, pid, now: seen)
+    link = Link()
+    for rank in range(4):
+        bench.receives(link, Registration(rank, 4, f"n{rank}", 100 + rank, (), 0, ("/c",), "{}", workload="model"))
+
+    def steps(first: int, last: int, slow: float) -> None:
+        for step in range(first, last + 1):
+            bench.now += 1.0
+            for rank in range(4):
+                own = slow if rank == 2 else 1.0
+                loss = 1.0 / step if rank == 0 else None
+                bench.receives(link, Heartbeat(rank, Phase.COMPUTE, step, own_s=own, waited_s=0.25, loss=loss))
+
+    steps(1, 200, 1.25)
+    assert bench.logged == ["straggler"] and len(bench.received) == 4 + 800
+    bench.handler.take(StatusAsked(bench.status.append))
+    (seen,) = bench.status
+    assert seen.shares_s[2] == (1.25, 0.25) and seen.loss == 1.0 / 200
+    ((named),) = seen.stragglers
+    assert (named.rank, named.host, named.ratio) == (2, "n2", 1.25)
+    steps(201, 400, 1.0)
+    assert bench.logged == ["straggler", "straggler_over"]
+    steps(401, 600, 1.25)
+    bench.receives(link, Finished(2))
+    bench.handler.take(StatusAsked(bench.status.append))
+    assert bench.status[-1].stragglers == ()
