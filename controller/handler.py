@@ -54,7 +54,7 @@ from .core.facts.events import (
 )
 from .core.facts.events import Journal as JournalEffect
 from .core.facts.state import Stage
-from .core.facts.status import Observed, job_status
+from .core.facts.status import Reported, job_status
 from .stragglers import StragglerWatch
 
 TICK_S = 0.25
@@ -222,7 +222,7 @@ class Handler:
             case StreamEnded(link):
                 self._drop(link)
             case StatusAsked(reply):
-                seen = Observed(self._beats, self._step_times, self._shares, self._stragglers.slowest(), self._loss)
+                seen = Reported(self._beats, self._step_times, self._shares, self._stragglers.slowest(), self._loss)
                 reply(job_status(self.state, seen, self._published, os.getpid(), self._clock()))
             case StopWhenUnused():
                 self._leave_if_alone(item)

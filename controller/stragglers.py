@@ -29,7 +29,7 @@ WINDOW = 16
 MARGIN = 1.12
 """A rank is slow in a window if it took so many times as long as the others."""
 LEAST_S = 0.005
-"""And if it took so much longer: what a rank's own log costs in steps of some milliseconds is no defect."""
+"""And if it took so much longer: what a rank's own log costs in steps of some milliseconds is not a defect."""
 FAR = 3.5
 MANY = 5
 """Ranks from which on the spread between them is known."""
@@ -39,7 +39,7 @@ OVER = 3
 LASTING = 8.0
 """Windows over which a rank's ratio is averaged, exponentially, for the spread that lasts."""
 MOST_NAMED = 64
-"""More are no stragglers, but another kind of machine: the slowest are named."""
+"""More of them are another kind of machine, rather than stragglers: the slowest are named."""
 MOST_SAMPLES = 256
 LATE_BEATS = 2.0
 """Heartbeats for which a window's first ranks wait for the others: all finish a step together, and report it within one."""

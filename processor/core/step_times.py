@@ -8,7 +8,6 @@ else than steps and said so.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 KEPT = 32
 """Step times kept for a controller that takes over: enough to know the slow ones, and 256 bytes of a registration."""
@@ -75,8 +74,13 @@ class StepTimes:
             taken.append(self._shares.popleft())
         if not taken:
             return None
-        return median(own for own, _ in taken), median(waited for _, waited in taken)
+        return _median([own for own, _ in taken]), _median([waited for _, waited in taken])
 
     def discard(self) -> None:
         """The step in progress was held up by a freeze: neither its time nor those before it are reported any more."""
         self._discarded = True
+
+
+def _median(values: list[float]) -> float:
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -40,7 +40,7 @@ class Failure:
 
 
 def named_directories(save_dirs: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[str]:
-    """Return the absolute paths of the directories that a program has named. Raises ConfigError for what is no list of paths."""
+    """Return the absolute paths of the directories that a program has named. Raises ConfigError for anything but a list of paths."""
     if isinstance(save_dirs, str | os.PathLike):
         save_dirs = [save_dirs]  # a string is a sequence too: of letters, each of which would be a directory
     try:

@@ -34,7 +34,7 @@ MOST_HOST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Reported:
     """What ranks have reported that no machine keeps, by rank."""
 
     beats: Mapping[int, Heartbeat]
@@ -48,7 +48,7 @@ class Observed:
 
 
 def job_status(
-    state: ControllerState, seen: Observed, published: PublishedCheckpoint | None, pid: int, now: float
+    state: ControllerState, seen: Reported, published: PublishedCheckpoint | None, pid: int, now: float
 ) -> JobStatus:
     """O(world)."""
     settings, table = state.settings, state.members.table
@@ -79,7 +79,7 @@ def job_status(
     )
 
 
-def _rank_status(rank: int, member: Member, seen: Observed, cause: Cause | None, now: float) -> RankStatus:
+def _rank_status(rank: int, member: Member, seen: Reported, cause: Cause | None, now: float) -> RankStatus:
     registration, beat = member.registration, seen.beats.get(rank)
     own_s, waited_s = seen.shares_s.get(rank, (None, None))
     first_step = registration.state_step + 1 if registration is not None else 0

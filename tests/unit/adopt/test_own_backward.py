@@ -17,7 +17,7 @@ from ttp.processor.gate import Gate
 
 
 class Waits:
-    """What a gate was told, beside what a wrapper does at the end of a pass, as DistributedDataParallel does: in a callback that is queued when the last
+    """What a gate has received, beside what a wrapper does at the end of a pass, as DistributedDataParallel does: in a callback that is queued when the last
     gradient is there."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -54,7 +54,7 @@ def test_the_wait_is_the_wrappers_at_the_end_of_the_pass() -> None:
 
 
 def test_a_model_with_several_outputs_waits_once() -> None:
-    """Mappings and sequences, with what is no tensor in them, and what needs no gradient."""
+    """Mappings and sequences, with other values than tensors in them, and what needs no gradient."""
     job = Waits()
     first, second = job.weight * 2, job.weight * 3
     job.backward.watch({"a": first, "b": second, "c": 3, "d": torch.ones(2)})
@@ -113,15 +113,15 @@ def test_on_an_accelerator_the_streams_own_part_is_marked_once_a_step(monkeypatc
 def test_an_adopted_step_reports_what_its_own_time_is() -> None:
     """The pass's end and the step's collectives are waits; the update is not."""
     model, adopted, gate = adopt()
-    told: list[bool] = []
-    gate.on_wait = told.append
+    seen: list[bool] = []
+    gate.on_wait = seen.append
     adopted.begin_pass()
     output = model(torch.ones(1, 2))
     adopted.begin_backward(output)
     output.sum().backward()
-    assert told == [True, False] and not gate.waiting
+    assert seen == [True, False] and not gate.waiting
     adopted.optimizer.step()
-    assert told == [True, False] * 3 and not gate.waiting
+    assert seen == [True, False] * 3 and not gate.waiting
 
 
 def test_waits_within_waits_are_one() -> None:

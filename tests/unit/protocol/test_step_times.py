@@ -55,7 +55,7 @@ def test_a_rank_measures_its_steps_but_not_what_it_does_besides() -> None:
 
 
 def test_a_step_is_shared_between_a_ranks_own_time_and_its_waits_for_others() -> None:
-    """Medians over what was finished since they were taken last. A wait within a pause is no wait, and one that is said again begins anew."""
+    """Medians over what was finished since they were taken last. A wait within a pause does not count, and one that is said again begins anew."""
     times = StepTimes()
     times.wait(1.0)
     times.go_on(5.0)

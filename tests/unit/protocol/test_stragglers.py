@@ -125,7 +125,7 @@ def test_not_more_than_some_are_named() -> None:
     assert [each.rank for each in ranks.watch.slowest()] == [*range(399, 399 - MOST_NAMED, -1)]
 
 
-def test_a_rank_that_is_silent_holds_nobody_up() -> None:
+def test_a_rank_that_is_silent_holds_no_window_up() -> None:
     """A window is judged without those that do not come to its end in time, but not by the minority."""
     silent = frozenset({0})
     assert [c.straggler.rank for c in Ranks(4).do(300, slow(3), silent)] == [3]
