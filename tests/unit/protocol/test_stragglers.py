@@ -232,6 +232,14 @@ def test_twenty_percent_are_found_in_noise_within_200_steps(ranks: int) -> None:
     assert all(1.1 < ratio < 1.35 for _, ratio in found) and SLOWED_AT > KEPT * WINDOW
 
 
+def test_ranks_that_differ_from_one_window_to_the_next_do_not_hide_one_that_is_slow() -> None:
+    """The spread that counts is the one that lasts."""
+    found = Ranks(8).do(
+        400, lambda rank, step: 1.3 if rank == 7 else 1.0 + 0.08 * (-1) ** ((step - 1) // WINDOW + rank)
+    )
+    assert [change.straggler.rank for change in found] == [7]
+
+
 def test_noise_is_what_the_series_have() -> None:
     """The series can name a rank: without the rule of several windows this noise does."""
     noise = replace(NOISES["loud"], lasting=0.1)

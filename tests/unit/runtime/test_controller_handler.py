@@ -320,7 +320,7 @@ def test_a_slow_rank_is_journaled_when_it_is_named_and_when_it_is_over(
     assert bench.logged == ["straggler"] and len(bench.received) == 4 + 800
     bench.handler.take(StatusAsked(bench.status.append))
     (seen,) = bench.status
-    assert seen.shares_s[2] == (1.25, 0.25) and seen.loss == 1.0 / 200
+    assert dict(seen.shares_s)[2] == (1.25, 0.25) and seen.loss == 1.0 / 200
     ((named),) = seen.stragglers
     assert (named.rank, named.host, named.ratio) == (2, "n2", 1.25)
     steps(201, 400, 1.0)
@@ -328,4 +328,7 @@ def test_a_slow_rank_is_journaled_when_it_is_named_and_when_it_is_over(
     steps(401, 600, 1.25)
     bench.receives(link, Finished(2))
     bench.handler.take(StatusAsked(bench.status.append))
-    assert bench.status[-1].stragglers == ()
+    assert bench.status[-1].stragglers == () and 2 in bench.status[-1].shares_s
+    bench.receives(link, Registration(2, 4, "n9", 999, (), 0, ("/c",), "{}", workload="model"))
+    bench.handler.take(StatusAsked(bench.status.append))
+    assert 2 not in bench.status[-1].shares_s, "another process's"
