@@ -28,7 +28,7 @@ class Waits:
         self.lines: list[str] = []
         self.fails = False
         self.weight = torch.nn.Parameter(torch.ones(2))
-        self.weight.register_post_accumulate_grad_hook(self._reduce)
+        self.weight.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
 
     def _reduce(self, param: Any) -> None:
         self.lines.append("gradient")
@@ -46,7 +46,7 @@ def test_the_wait_is_the_wrappers_at_the_end_of_the_pass() -> None:
     for _ in range(2):
         output = job.weight * 2
         job.backward.watch(output)
-        output.sum().backward()
+        torch.autograd.backward(output.sum())
         job.lines.append("clipping")
         job.backward.mark()
     assert job.lines == ["gradient", "waits", "all-reduce", "goes on", "clipping"] * 2
@@ -58,7 +58,7 @@ def test_a_model_with_several_outputs_waits_once() -> None:
     job = Waits()
     first, second = job.weight * 2, job.weight * 3
     job.backward.watch({"a": first, "b": second, "c": 3, "d": torch.ones(2)})
-    (first + second).sum().backward()
+    torch.autograd.backward((first + second).sum())
     job.backward.watch([first, None])
     job.backward.watch(None)
     assert job.lines == ["gradient", "waits", "all-reduce", "goes on"]
@@ -70,7 +70,7 @@ def test_a_wait_that_raises_is_over_when_the_next_pass_begins() -> None:
     output = job.weight * 2
     job.backward.watch(output)
     with pytest.raises(ConnectionError):
-        output.sum().backward()
+        torch.autograd.backward(output.sum())
     assert job.gate.waiting, "it does, until the exception has left training"
     job.backward.watch(job.weight * 2)
     assert not job.gate.waiting and job.lines[-1] == "goes on"
@@ -88,7 +88,7 @@ def test_a_pass_that_is_computed_again_within_its_backward_pass_ends_with_that(r
 
     output = checkpoint(part, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
     job.backward.watch(output)
-    output.sum().backward()
+    torch.autograd.backward(output.sum())
     assert job.lines.count("waits") == job.lines.count("goes on") == 1
     assert job.lines.index("gradient") < job.lines.index("waits") or reentrant
 
@@ -101,7 +101,7 @@ def test_on_an_accelerator_the_streams_own_part_is_marked_once_a_step(monkeypatc
     output = job.weight * 2
     job.backward.watch(output)
     device.queue("own")
-    output.sum().backward()
+    torch.autograd.backward(output.sum())
     device.queue("the others")
     job.backward.mark()
     assert job.steps.lane._own.behind == {"own"}
@@ -118,7 +118,7 @@ def test_an_adopted_step_reports_what_its_own_time_is() -> None:
     adopted.begin_pass()
     output = model(torch.ones(1, 2))
     adopted.begin_backward(output)
-    output.sum().backward()
+    torch.autograd.backward(output.sum())
     assert seen == [True, False] and not gate.waiting
     adopted.optimizer.step()
     assert seen == [True, False] * 3 and not gate.waiting

@@ -67,6 +67,7 @@ class Gate:
         self.report = HELD
         self.settled: list[int] = []
         self.on_step: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[bool], None] = lambda waits: None
 
     def shut(self, freeze_id: int) -> int:
         self.freeze_id = freeze_id

@@ -83,10 +83,10 @@ class LivePage:
         for _ in range(count):
             self.last += 1
             for each, stream in enumerate(self.streams):
-                shares = {"own_s": seconds * (1 + each), "waited_s": 0.25, "loss": None if each else 2.5}
+                own_s, loss = seconds * (1 + each), None if each else 2.5
                 beat = Heartbeat(
-                    each, Phase.DONE, self.last, steps=self.last, step_times_s=(seconds * (1 + each),), **shares
-                )
+                    each, Phase.DONE, self.last, steps=self.last, step_times_s=(own_s,), own_s=own_s, waited_s=0.25, loss=loss
+                )  # fmt: skip
                 stream.outbox.put(encode_upward(JOB, TERM, (beat,)))
 
 
