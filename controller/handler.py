@@ -23,6 +23,7 @@ from ttp.proto.messages import (
     AgentHello,
     Downward,
     Exit,
+    Finished,
     Freeze,
     Heartbeat,
     KeepAlive,
@@ -53,7 +54,8 @@ from .core.facts.events import (
 )
 from .core.facts.events import Journal as JournalEffect
 from .core.facts.state import Stage
-from .core.facts.status import job_status
+from .core.facts.status import Reported, job_status
+from .stragglers import StragglerWatch
 
 TICK_S = 0.25
 """Longest time between two ticks."""
@@ -172,6 +174,10 @@ class Handler:
         self._beats: dict[int, Heartbeat] = {}
         self._step_times: dict[int, float] = {}
         """By rank, what it measured last: for people."""
+        self._shares: dict[int, tuple[float, float]] = {}
+        """By rank, its own time of a step and its wait for others: for people."""
+        self._loss: float | None = None
+        self._stragglers = StragglerWatch(settings.heartbeat_s)
         self._published: PublishedCheckpoint | None = None
         self._refused: dict[str, int] = {}
 
@@ -216,10 +222,8 @@ class Handler:
             case StreamEnded(link):
                 self._drop(link)
             case StatusAsked(reply):
-                status = job_status(
-                    self.state, self._beats, self._step_times, self._published, os.getpid(), self._clock()
-                )
-                reply(status)
+                seen = Reported(self._beats, self._step_times, self._shares, self._stragglers.slowest(), self._loss)
+                reply(job_status(self.state, seen, self._published, os.getpid(), self._clock()))
             case StopWhenUnused():
                 self._leave_if_alone(item)
             case StopAsked(reason):
@@ -270,11 +274,37 @@ class Handler:
                     self._beats[message.rank] = message
                     if message.step_times_s:
                         self._step_times[message.rank] = message.step_times_s[-1]
+                    if message.own_s is not None:
+                        self._measured(message, message.own_s)
+                    if message.loss is not None:
+                        self._loss = message.loss
                     beats.append(message)
                 continue
             self.receive_heartbeats(beats)
             self._receive_one(link, message)
         self.receive_heartbeats(beats)
+        self._look_for_stragglers()
+
+    def _measured(self, beat: Heartbeat, own_s: float) -> None:
+        self._shares[beat.rank] = own_s, beat.waited_s or 0.0
+        self._stragglers.take(beat.rank, beat.step, own_s, self._clock())
+
+    def _look_for_stragglers(self) -> None:
+        """Journal which ranks are slow from now on, and which are not any more; the machine does not know of it."""
+        for change in self._stragglers.look(self._clock()):
+            slow = change.straggler
+            self._log_event(
+                "straggler_over" if change.over else "straggler",
+                {
+                    "rank": slow.rank,
+                    "host": slow.host,
+                    "ratio": round(slow.ratio, 3),
+                    "own_s": round(slow.own_s, 6),
+                    "others_s": round(slow.others_s, 6),
+                    "since_step": slow.since_step,
+                    "step": change.step,
+                },
+            )
 
     def receive_heartbeats(self, beats: list[Heartbeat]) -> None:
         if beats:
@@ -301,6 +331,8 @@ class Handler:
             case _:
                 if not self._is_routed(link, message):
                     return
+                if isinstance(message, Finished):
+                    self._stragglers.leave(message.rank)
         self._step(Received(message), self._clock())
 
     def _route(self, link: RankLink, registration: Registration) -> bool:
@@ -312,6 +344,8 @@ class Handler:
             )
             return False
         self._step_times.pop(rank, None)  # it may be another process
+        self._shares.pop(rank, None)
+        self._stragglers.join(rank, registration.host, registration.pid, registration.workload)
         if registration.step_times_s:
             self._step_times[rank] = registration.step_times_s[-1]
         old = self.routes.get(rank)

@@ -39,6 +39,9 @@ _TYPES = {
     f"{_FACTS}.per_rank:PerRank": "ttp.controller.rank_table:RankTable",
     f"{_FACTS}.state:StateAt": "ttp.controller.state:ControllerState",
     "ttp.proto.messages:Progress": "ttp.proto.messages:Working",
+    "ttp.proto.shares:FileEntry": "ttp.proto.messages:FileEntry",
+    "ttp.proto.shares:Part": "ttp.proto.messages:Part",
+    "ttp.proto.shares:ShareResult": "ttp.proto.messages:ShareResult",
 }
 """Types that had another name then."""
 _FIELDS = {
@@ -48,8 +51,10 @@ _FIELDS = {
     "received_at": "heard",
 }
 """Fields that had another name then."""
-_LEFT_OUT = frozenset({"digest"})
+_LEFT_OUT = frozenset({"digest", "workload"})
 """Fields that came later, where they are empty: journals without signatures are as older versions read them."""
+_UNREAD = frozenset({"own_s", "waited_s", "loss"})
+"""Fields of heartbeats that no machine reads: a replay does without them."""
 _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}
 _FIELDS_READ = {written: name for name, written in _FIELDS.items()}
@@ -75,7 +80,7 @@ def to_json(value: Any) -> Any:
     if _field_names(kind) is not None:
         encoded = {TYPE_KEY: _name(kind)}
         for name, item in _fields(value).items() if kind is not StateAt else _flat(value).items():
-            if item != "" or name not in _LEFT_OUT:
+            if name not in _UNREAD and (item != "" or name not in _LEFT_OUT):
                 encoded[_FIELDS.get(name, name)] = to_json(item)
         return encoded
     if isinstance(value, Mapping):

@@ -171,6 +171,10 @@ class Processor:
         if before == -inf:  # the outermost one
             self._handler.steps.resume(self._clock())
 
+    def report_loss(self, loss: float) -> None:
+        """The next heartbeat has the newest one."""
+        self._handler.loss = loss
+
     def wait_for_verdict(self, timeout_s: float | None = None) -> bool:
         """Stay as a holder until the controller has decided, and say whether this rank was released (or stopped) within the time;
         else the process ends."""

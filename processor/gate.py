@@ -61,6 +61,7 @@ class Gate:
         "_release",
         "_state_step",
         "_step",
+        "_waiting",
         "_waits",
         "after_update",
         "before_ready",
@@ -71,9 +72,9 @@ class Gate:
         "notice",
         "on_first_step",
         "on_step",
+        "on_wait",
         "step_boundary",
         "unled",
-        "waiting",
     )
 
     def __init__(
@@ -109,8 +110,7 @@ class Gate:
         """`begin_update` raises Overtaken, in place of waiting for good, once the work thread has done that very update."""
         self.left: Callable[[], bool] | None = None
         """Says, while the gate is closed, whether the training thread is to leave its step, by Regroup; None: it never is."""
-        self.waiting = False
-        """The training thread stands in a collective (it writes, heartbeats read)."""
+        self._waiting = False
         self.notice = False
         """This rank has a preemption notice (a processor's thread writes, the training thread reads)."""
         self.unled = False
@@ -126,8 +126,21 @@ class Gate:
         """Called on the training thread with the record of the update that it is about to begin; may raise, after `step_back`."""
         self.after_update: Callable[[], None] | None = None
         """Called on the training thread behind `on_step`: what takes time."""
+        self.on_wait: Callable[[bool], None] | None = None
+        """Called on the training thread when `waiting` is set, with its value."""
 
     # --- training thread ---
+
+    @property
+    def waiting(self) -> bool:
+        """The training thread is in a collective (it writes, heartbeats read)."""
+        return self._waiting
+
+    @waiting.setter
+    def waiting(self, waits: bool) -> None:
+        self._waiting = waits
+        if self.on_wait is not None:
+            self.on_wait(waits)
 
     def computing(self, step: int) -> None:
         """Gradients of `step` are about to change. Waits while closed.

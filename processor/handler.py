@@ -46,7 +46,17 @@ from ttp.processor.gate import Gate
 from ttp.processor.worker import Reopen, Settle, Task
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.messages import Cause, CauseKind, Downward, Registration, Regroup, StateReport, Upward, Welcome
+from ttp.proto.messages import (
+    Cause,
+    CauseKind,
+    Downward,
+    Heartbeat,
+    Registration,
+    Regroup,
+    StateReport,
+    Upward,
+    Welcome,
+)
 from ttp.proto.stream import Address
 
 TICK_S = 0.2
@@ -174,7 +184,10 @@ class Handler:
         self._machine = machine if machine is not None else _default_machine()
         self._clock = clock
         self.steps = StepTimes()
+        self.loss: float | None = None
+        """What the program has reported since the last heartbeat (the training thread writes); None: nothing."""
         gate.on_step = lambda: self.steps.finish(clock())
+        gate.on_wait = lambda waits: self.steps.wait(clock()) if waits else self.steps.go_on(clock())
         self.state: Any = None
         """The machine's."""
         self.running = False
@@ -296,6 +309,8 @@ class Handler:
                 assert_never(effect)
 
     def _send(self, message: Upward) -> None:
+        if type(message) is Heartbeat:
+            message = self._with_shares(message)
         if self.stream is None or not self._stream_open:
             self._ports.log(logging.DEBUG, f"no stream, not sent: {type(message).__name__}")
             return
@@ -303,6 +318,14 @@ class Handler:
             self.stream.send(message)
         except CodecError as error:
             self._ports.log(logging.ERROR, str(error))
+
+    def _with_shares(self, beat: Heartbeat) -> Heartbeat:
+        """Add what people are shown, and no machine reads: where the steps' time went on this rank, and the loss."""
+        shares, (loss, self.loss) = self.steps.take_shares(), (self.loss, None)
+        own_s, waited_s = shares if shares is not None else (None, None)
+        if shares is None and loss is None:
+            return beat
+        return replace(beat, own_s=own_s, waited_s=waited_s, loss=loss)
 
     def _connect(self, address: Address) -> None:
         if self.stream is not None:

@@ -217,7 +217,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant", "repairs")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant", "repairs", "workload")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class Registration(_message.Message):
     REGROUPS_FIELD_NUMBER: _ClassVar[int]
     VACANT_FIELD_NUMBER: _ClassVar[int]
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
+    WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -254,10 +255,11 @@ class Registration(_message.Message):
     regroups: bool
     vacant: int
     repairs: bool
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ..., repairs: bool = ...) -> None: ...
+    workload: str
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ..., repairs: bool = ..., workload: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("rank", "phase", "step", "waiting", "paused", "steps", "step_times_s", "frozen", "owes", "finished")
+    __slots__ = ("rank", "phase", "step", "waiting", "paused", "steps", "step_times_s", "frozen", "owes", "finished", "own_s", "waited_s", "loss")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +270,9 @@ class Heartbeat(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     OWES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    OWN_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     phase: Phase
     step: int
@@ -278,7 +283,10 @@ class Heartbeat(_message.Message):
     frozen: int
     owes: bool
     finished: bool
-    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ..., steps: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., frozen: _Optional[int] = ..., owes: bool = ..., finished: bool = ...) -> None: ...
+    own_s: float
+    waited_s: float
+    loss: float
+    def __init__(self, rank: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., waiting: bool = ..., paused: bool = ..., steps: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., frozen: _Optional[int] = ..., owes: bool = ..., finished: bool = ..., own_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class StateReport(_message.Message):
     __slots__ = ("rank", "freeze_id", "closed", "phase", "step", "state_step", "torn", "backup_step", "records", "final", "checkpoint", "digests")
@@ -591,7 +599,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause", "finished", "silent_s", "step_s", "suspect", "waiting", "paused")
+    __slots__ = ("rank", "host", "pid", "attached", "phase", "step", "dead", "cause", "finished", "silent_s", "step_s", "suspect", "waiting", "paused", "own_s", "waited_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -606,6 +614,8 @@ class RankStatus(_message.Message):
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    OWN_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -620,7 +630,25 @@ class RankStatus(_message.Message):
     suspect: bool
     waiting: bool
     paused: bool
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., finished: bool = ..., silent_s: _Optional[float] = ..., step_s: _Optional[float] = ..., suspect: bool = ..., waiting: bool = ..., paused: bool = ...) -> None: ...
+    own_s: float
+    waited_s: float
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., dead: bool = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., finished: bool = ..., silent_s: _Optional[float] = ..., step_s: _Optional[float] = ..., suspect: bool = ..., waiting: bool = ..., paused: bool = ..., own_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
+
+class StragglerStatus(_message.Message):
+    __slots__ = ("rank", "host", "ratio", "own_s", "others_s", "steps")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    OWN_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    ratio: float
+    own_s: float
+    others_s: float
+    steps: int
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., ratio: _Optional[float] = ..., own_s: _Optional[float] = ..., others_s: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class PaceStatus(_message.Message):
     __slots__ = ("steps", "front", "step_s", "slow_s", "still_s", "limit_s")
@@ -675,7 +703,7 @@ class PublishedCheckpoint(_message.Message):
     def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid", "role", "place", "address", "standbys", "save_dirs", "heartbeat_s", "lease_s", "pace", "coverage", "fault", "recoveries")
+    __slots__ = ("job_id", "term", "world_size", "stage", "survives", "ranks", "published", "pid", "role", "place", "address", "standbys", "save_dirs", "heartbeat_s", "lease_s", "pace", "coverage", "fault", "recoveries", "stragglers", "loss")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -695,6 +723,8 @@ class JobStatus(_message.Message):
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     world_size: int
@@ -714,7 +744,9 @@ class JobStatus(_message.Message):
     coverage: CoverageStatus
     fault: FaultStatus
     recoveries: int
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., place: _Optional[int] = ..., address: _Optional[str] = ..., standbys: _Optional[_Iterable[str]] = ..., save_dirs: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., pace: _Optional[_Union[PaceStatus, _Mapping]] = ..., coverage: _Optional[_Union[CoverageStatus, _Mapping]] = ..., fault: _Optional[_Union[FaultStatus, _Mapping]] = ..., recoveries: _Optional[int] = ...) -> None: ...
+    stragglers: _containers.RepeatedCompositeFieldContainer[StragglerStatus]
+    loss: float
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., place: _Optional[int] = ..., address: _Optional[str] = ..., standbys: _Optional[_Iterable[str]] = ..., save_dirs: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., pace: _Optional[_Union[PaceStatus, _Mapping]] = ..., coverage: _Optional[_Union[CoverageStatus, _Mapping]] = ..., fault: _Optional[_Union[FaultStatus, _Mapping]] = ..., recoveries: _Optional[int] = ..., stragglers: _Optional[_Iterable[_Union[StragglerStatus, _Mapping]]] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
     __slots__ = ("job_id", "reason", "term")

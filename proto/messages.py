@@ -18,6 +18,9 @@ from ttp.proto.cause import CauseKind as CauseKind
 from ttp.proto.cause import Text as Text
 from ttp.proto.cause import in_brief as in_brief
 from ttp.proto.frozen import dataclass
+from ttp.proto.shares import FileEntry as FileEntry
+from ttp.proto.shares import Part as Part
+from ttp.proto.shares import ShareResult as ShareResult
 
 EXIT_CODE_PERSISTED = 75
 """Exit status of a rank that exited on the controller's order, state saved (EX_TEMPFAIL: try again)."""
@@ -104,6 +107,8 @@ class Registration:
     repairs: bool = (
         False  # a replica of its shards that most of a shard's holders prove wrong may be replaced; else the job stops
     )
+    workload: str = ""
+    """Ranks with the same one have the same part of the model, so that their own times of a step can be compared. Empty: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,13 @@ class Heartbeat:
     """Steps finished in this attempt."""
     step_times_s: tuple[float, ...] = ()
     """Seconds that the newest of them took, oldest first: those finished since the last heartbeat, a few at most."""
+    own_s: float | None = None
+    """Of a step, the median of those finished since the last heartbeat: without the time in which this rank waited for others. None: not
+    measured. For people: no decision depends on it, as on the next two."""
+    waited_s: float | None = None
+    """Of a step, for other ranks."""
+    loss: float | None = None
+    """The newest that the program has reported since the last heartbeat; None: it has reported none. Any number, NaN too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,34 +221,6 @@ class Vouch:
 
     ranks: tuple[int, ...]
     pids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    name: str
-    nbytes: int
-    checksum: str
-    """Its algorithm, a colon, and hexadecimal digits."""
-    rank: int
-    digest: str = ""
-    """SHA-256 in hexadecimal digits, where checkpoints are signed; else empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareResult:
-    """What one writer wrote, durable (fsync) before this is sent. Which box of which tensor is where is stored in a table at
-    the end of each file: at scale that is hundreds of MB, which must not pass through the controller."""
-
-    files: tuple[FileEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Part `index` of `count` of a shard group, cut by bytes the same way on every holder."""
-
-    group_id: str
-    index: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)

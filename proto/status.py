@@ -33,6 +33,10 @@ class RankStatus:
     """It is in a collective, by its last heartbeat."""
     paused: bool = False
     """It does something else than steps, and has reported so."""
+    own_s: float | None = None
+    """Its own time of a step, without the wait for others, by the newest heartbeat that had one; None: none had."""
+    waited_s: float | None = None
+    """How long it waited for others in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,20 @@ class FaultStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StragglerStatus:
+    """A rank that is slower than those that do the same work."""
+
+    rank: int
+    host: str
+    ratio: float
+    """Its own time of a step over the others' median."""
+    own_s: float
+    others_s: float
+    steps: int
+    """For so many by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedCheckpoint:
     step: int
     path: str
@@ -121,3 +139,7 @@ class JobStatus:
     fault: FaultStatus | None = None
     recoveries: int = 0
     """Faults of this attempt that ended without a checkpoint."""
+    stragglers: tuple[StragglerStatus, ...] = ()
+    """Ranks that are slower than others that do the same work, the slowest first."""
+    loss: float | None = None
+    """The newest that a rank has reported; None: none has. Any number, NaN too."""

@@ -48,7 +48,7 @@ def main() -> int:
         place = page_access.read(folder / "log")
         assert place is not None
         with tempfile.TemporaryDirectory() as own:
-            screenshot(Path(own), page_access.login_link(place, time.time()), PICTURE, 1100, 1290)
+            screenshot(Path(own), page_access.login_link(place, time.time()), PICTURE, 1100, 1570)
     with Image.open(PICTURE) as image:
         image.convert("RGB").quantize(128).save(PICTURE, optimize=True)
     return 0

@@ -325,6 +325,7 @@ TESTED |= {
         ".death_watch --kills 20",
         ".death_watch --kills 100 100 12 --minutes 3 --poll 0.002 0.01",
         ".false_alarms",
+        ".stragglers",
         ".step_time",
         ".step_time --world 2x2 --rounds 14 --steps 2",
         ".step_time --world 2x1 --rounds 14 --steps 2",

@@ -298,6 +298,8 @@ class Trainer:
             self.metrics.append(metrics.line(unix_s=time.time()))
         if self.board is not None:
             self.board.step(metrics)
+        if self.world.rank == 0:
+            self.session.report_loss(metrics.loss)
         self._on_step(metrics)
         self.run_log.step(metrics, line=step == config.training_iters or step % config.log_interval == 0)
 

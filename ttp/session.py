@@ -46,7 +46,6 @@ from ttp.exchange.json_collectives import check_joined, world
 from ttp.exchange.last_step import LastStep
 from ttp.groups.process_groups import GROUPS
 from ttp.groups.vacancy import vacant
-from ttp.inputs import checked
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
 from ttp.regroup.reentry import Reentry, Refillable, why_not_in_place
@@ -54,7 +53,7 @@ from ttp.regroup.rehearsal import Regrouping
 from ttp.resume_search import ResumePoint as ResumePoint
 from ttp.resume_search import ResumeSearch
 from ttp.runtime.boundary_save import BoundarySave
-from ttp.runtime.directory_agreement import JobDirectories
+from ttp.runtime.directory_agreement import JobDirectories, named_directories
 from ttp.runtime.instrumentation import instrumentation
 from ttp.runtime.rank_runtime import Protection, show
 from ttp.runtime.retention import check_keep
@@ -183,15 +182,7 @@ class Session:
             show(logging.WARNING, untested)
         self._handled = id(sys.exception())
         """Of the exception within whose handler all of this runs, if that is so: it is not on its way. Not itself, with all its frames."""
-        if isinstance(save_dirs, str | os.PathLike):
-            save_dirs = [save_dirs]  # a string is a sequence too: of letters, each of which would be a directory
-        try:
-            named = [str(Path(directory).resolve()) for directory in save_dirs]
-        except (TypeError, ValueError):  # no paths; one with NUL
-            shown = checked.shown(save_dirs)
-            raise ConfigError(f"invalid save_dirs: got {shown}, expected a list of paths, or one path") from None
-        if not named:
-            raise ConfigError("save_dirs is empty, expected at least one directory for checkpoints")
+        named = named_directories(save_dirs)
         keys = read_keys(settings)
         self._instrumentation = instrumentation(settings, self.rank, self.world_size, named)
         self._instrumentation.at_start("start")
@@ -210,6 +201,7 @@ class Session:
             save_dirs=tuple(self.save_dirs),
             copies=copies.enabled,
             regroups=not why_not,
+            workload=optimizer.workload,
             layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
@@ -351,6 +343,11 @@ class Session:
         """Say what step + 1 needs in order to go on, once `step` is committed (JSON values; called before its update)."""
         self.holder.step_states.put(step, state)
         self._saves.look()
+
+    def report_loss(self, loss: float) -> None:
+        """Show the newest step's loss on the status page and in the metrics: any number, of one rank or of all alike."""
+        if self._protection is not None:
+            self._protection.processor.report_loss(float(loss))
 
     @contextlib.contextmanager
     def pause(self, at_most_s: float = 3600.0) -> Iterator[None]:

@@ -20,7 +20,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,7 @@ from ttp.adopt.comparing import AdoptedCheck
 from ttp.adopt.filling import fill, why_not_filled
 from ttp.adopt.megatron import MegatronState, distributed_optimizer
 from ttp.adopt.numbers import PassNumbers
+from ttp.adopt.own_backward import OwnBackward
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, ConfigError, NonFinite, ProtocolError
 from ttp.exchange.json_collectives import exchange_json, world
@@ -41,6 +42,7 @@ from ttp.interfaces.update_tracker import UpdateTracker
 from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
 from ttp.optim.on_divergence import OnDivergence
 from ttp.optim.shard_layout.split import gradient_of
+from ttp.optim.shard_layout.workload import workload_of
 from ttp.optim.step_agreement.participation import Ending
 from ttp.optim.step_agreement.spanning import Spanning
 from ttp.optim.step_agreement.step_result import ClipNorm, clip_factor
@@ -93,9 +95,12 @@ class AdoptedOptimizer:
         self._steps = StepState(self.device)
         self._check = AdoptedCheck(self._state, self._steps, self.exchange, OnDivergence(on_divergence))
         self.on_divergence = self._check.on_divergence
+        self._backward = OwnBackward(self._steps)
         self.lane = self._steps.lane
         self._spanning = Spanning(_world(), None, self.device)
         self.spans_job = self._spanning.spans_job
+        # Megatron's stages may have the same names, and do not do the same work.
+        self.workload = workload_of(model) if distributed is None else ""
         self._ending = Ending.GO_ON
         self._record: CommitRecord | None = None
         self._updating = 0
@@ -172,16 +177,9 @@ class AdoptedOptimizer:
             )
 
     def begin_backward(self, output: object) -> None:
-        """A forward pass has ended: look at its loss, if that is there, and have its backward pass look at the output's gradient."""
+        """A forward pass has ended: look at its loss, if that is there, and have its backward pass look at the output's gradient and at the time."""
         self._numbers.look_at(output)
-        if self.on_point is None:
-            return
-        values = output.values() if isinstance(output, Mapping) else output
-        for value in values if isinstance(values, Iterable) and not torch.is_tensor(values) else (values,):
-            if torch.is_tensor(value) and value.requires_grad:
-                value.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad: self._steps.point("backward", self.current_step + 1)
-                )
+        self._backward.watch(output)
 
     def check_replicas(self) -> list[str]:
         """See `AdoptedCheck.check` (a collective over WORLD)."""
@@ -221,6 +219,7 @@ class AdoptedOptimizer:
         instead = _run_closure(args, kwargs)
         self._state.check_unchanged()
         step = self.current_step + 1
+        self._backward.mark()
         with self._steps.in_collective():
             self._state.share_buffers()
         self.on_ready(step)

@@ -39,6 +39,9 @@ class ProtectedOptimizer(Protocol):
     spans_job: bool
     """Every rank of the job enters the collective that makes the commit record: what that counts is known of all."""
 
+    workload: str
+    """Ranks with the same one have the same part of the model, and their own times of a step can be compared; empty: with no other rank's."""
+
     @property
     def lane(self) -> UpdateMarks: ...
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +63,18 @@ class GradBuckets:
     """Hooks, gradients and launches. All methods are for the training thread (and backward's hooks within it)."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], lane: Lane, touched: Callable[[], object], launched: Callable[[], None]
+        self,
+        buckets: Sequence[Bucket],
+        lane: Lane,
+        touched: Callable[[], object],
+        launched: Callable[[], None],
+        waits: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """buckets: in the order in which they are launched, on every rank the same. `touched` is called before reduced
-        gradients may change, `launched` when a step's first bucket is launched."""
+        gradients may change, `launched` when a step's first bucket is launched. `with waits():` encloses the wait for other ranks behind
+        a pass that is not the step's last."""
         self._buckets, self._lane = buckets, lane
-        self._touched, self._launched = touched, launched
+        self._touched, self._launched, self._waits = touched, launched, waits
         self._places = [
             _Place(name, param, _view(bucket.memory.grads, param, offset), index, local_of(param).data_ptr())
             for index, bucket in enumerate(buckets)
@@ -245,12 +251,13 @@ class GradBuckets:
         for place in self._places:
             if place.bucket in left and (place.stale or (self._is_view(place) and place.param.grad is None)):
                 place.view.zero_()
-        while self._next < len(self._order):
-            if len(self._scattering) > SCATTERING:
+        with self._waits():
+            while self._next < len(self._order):
+                if len(self._scattering) > SCATTERING:
+                    self._add_up()
+                self._launch()
+            while self._scattering:
                 self._add_up()
-            self._launch()
-        while self._scattering:
-            self._add_up()
 
     def _arrive(self, place: _Place) -> None:
         """Take in one parameter's gradient, right after backward has accumulated it."""

@@ -34,6 +34,7 @@ from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
 from ttp.optim.partition import Cut, Gather, build_part, by_process_group, expected_tensors, job_params
 from ttp.optim.replica_check import ReplicaCheck
+from ttp.optim.shard_layout.workload import digest
 from ttp.optim.shards_only import OptimizerOfShards
 from ttp.optim.step_agreement.overflow import SkippedSteps
 from ttp.optim.step_agreement.participation import Ending
@@ -148,6 +149,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.on_divergence = self._check.on_divergence
         self.layout = self._parts[0].layout
         """How the parameters of `group` are cut."""
+        self.workload = digest([part.layout.params_digest() for part in self._parts])
         self._params = job_params(self._parts, span, device)
         self._gather = Gather(self._parts)
         self._local_copy = local_copy
@@ -164,7 +166,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         placed = [bucket for part in self._parts for bucket in part.buckets()]
         placed.sort(key=lambda entry: -entry[0])  # as backward fills them, whichever part they belong to
         launched = functools.partial(self._steps.point, "backward")
-        self._buckets = GradBuckets([bucket for _, bucket in placed], self.lane, self._steps.touch, launched)
+        waits = self._steps.in_collective
+        self._buckets = GradBuckets([bucket for _, bucket in placed], self.lane, self._steps.touch, launched, waits)
 
     @property
     def current_step(self) -> int:
@@ -250,6 +253,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         state, step = self._steps, self.current_step + 1
         state.touch()
         self.finish_gather()  # a gather still under way may write where the update will
+        self.lane.mark_own()
         with state.in_collective():
             self._buckets.finish()
             self._at_ready = [hyper_parameters(group) for group in self.param_groups]

@@ -53,6 +53,8 @@ class StepState:
         """This rank's reduced gradients of `step` are final once the current stream gets here. Waits for the device: until then a reduction may
         be aborted, and what it left would be in what this rank contributes. `check(step)` then raises if one was."""
         self.lane.mark_ready()
+        if self.lane.await_own():
+            self.tracker.waiting = True  # from now on: until here the device was busy with this rank's own work
         self.lane.await_ready()
         check(step)
         self._ready = step
@@ -61,12 +63,12 @@ class StepState:
 
     @contextlib.contextmanager
     def in_collective(self) -> Iterator[None]:
-        """This thread may wait for other ranks: it is not suspected of a hang."""
-        self.tracker.waiting = True
+        """This thread may wait for other ranks: it is not suspected of a hang, and the time is not its own."""
+        before, self.tracker.waiting = self.tracker.waiting, True
         try:
             yield
         finally:
-            self.tracker.waiting = False
+            self.tracker.waiting = before
 
     def expect(self, record: CommitRecord) -> None:
         """Raise ProtocolError unless the state is whole, of the step before `record`'s, and READY for that one."""

@@ -54,6 +54,27 @@ class RankLine:
     heartbeat_age_s: float | None
     cause: str
     """What happened to it; empty: no fault of it is known."""
+    own_s: float | None = None
+    """Its own time of a step, without the wait for others."""
+    waited_s: float | None = None
+    """How long it waits for others in a step."""
+    slower: float | None = None
+    """It is named a straggler: its own time over that of the others that do the same work. Null: it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerRow:
+    """A rank that is slower than the others that do the same work."""
+
+    rank: int
+    node: str
+    ratio: float
+    own_s: float
+    """Its own time of a step."""
+    others_s: float
+    """The others' median."""
+    steps: int
+    """For so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +190,14 @@ class JobView:
     checkpoints: list[CheckpointRow]
     """The newest of each directory."""
     end: End | None
+    steps_lost: int = 0
+    """Finished steps that were trained again, or have to be, as far as it is known."""
+    stragglers: list[StragglerRow] = field(default_factory=list)
+    """The slowest first."""
+    loss: float | None = None
+    """The newest that the program has reported; null: it reports none, or it is not finite."""
+    loss_finite: bool | None = None
+    """Null: no loss is known."""
     page: str = ""
     """The address of the status page, if one is served now."""
     notes: list[str] = field(default_factory=list)

@@ -89,6 +89,13 @@ class History:
         ended = self.end.last_step if self.end is not None and self.end.last_step is not None else 0
         return max((ended, *(attempt.last_step for attempt in self.attempts))) or None
 
+    @property
+    def steps_lost(self) -> int:
+        """Finished steps that were trained again, or have to be, as far as it is known: those that faults have cost, and those that an attempt has
+        repeated though they were kept."""
+        kept = sum(fault.steps_lost or 0 for fault in self.faults if fault.outcome == IN_PLACE)
+        return kept + sum(loss.steps or 0 for loss in self.losses.values())
+
 
 def read(log_dir: Path) -> History:
     """Return what the files of a folder know. What cannot be read is left out, with a note."""

@@ -5,6 +5,7 @@ Owns which of the two is believed where: the controller for what is now, the fil
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ttp.proto.address import split_address
 from ttp.proto.messages import CauseKind, Phase
 from ttp.proto.status import JobStatus, RankStatus
 from ttp.status import ask, find_job, history, page_access
-from ttp.status.answer import CheckpointRow, CoverageNow, FaultRow, JobView, Leader, RankLine
+from ttp.status.answer import CheckpointRow, CoverageNow, FaultRow, JobView, Leader, RankLine, StragglerRow
 from ttp.status.find_job import Job
 from ttp.status.goodput import job_time
 from ttp.status.history import History, PastAttempt
@@ -142,12 +143,16 @@ def _of_controller(status: JobStatus, known: History, now: float) -> JobView:
             list(coverage.fatal_nodes), coverage.fatal_node_count, coverage.copies,
         ) if coverage.groups else None,
         rank_count=len(status.ranks),
-        ranks=[_rank_row(rank) for rank in status.ranks],
+        ranks=_rank_rows(status),
         fault_count=len(faults),
         faults=faults,
         **_held(known),
         checkpoints=[],
         end=None,
+        steps_lost=known.steps_lost,
+        stragglers=[StragglerRow(each.rank, each.host, each.ratio, each.own_s, each.others_s, each.steps) for each in status.stragglers],
+        loss=status.loss if status.loss is not None and math.isfinite(status.loss) else None,
+        loss_finite=None if status.loss is None else math.isfinite(status.loss),
     )  # fmt: skip
 
 
@@ -194,7 +199,12 @@ def _current(status: JobStatus, now: float) -> FaultRow | None:
     )
 
 
-def _rank_row(rank: RankStatus) -> RankLine:
+def _rank_rows(status: JobStatus) -> list[RankLine]:
+    slower = {each.rank: each.ratio for each in status.stragglers}
+    return [_rank_row(rank, slower.get(rank.rank)) for rank in status.ranks]
+
+
+def _rank_row(rank: RankStatus, slower: float | None) -> RankLine:
     state = rank.phase.name.lower()
     for name, holds in (
         ("missing", not rank.pid),
@@ -208,16 +218,18 @@ def _rank_row(rank: RankStatus) -> RankLine:
             state = name
             break
     cause = rank.cause.brief if rank.cause is not None else ""
-    return RankLine(rank.rank, rank.host, rank.pid, state, rank.step, rank.step_s, rank.silent_s, cause)
+    place = (rank.rank, rank.host, rank.pid, state, rank.step, rank.step_s, rank.silent_s, cause)
+    return RankLine(*place, rank.own_s, rank.waited_s, slower)
 
 
 _FIRST = ("dead", "missing", "detached", "suspect")
 
 
-def _concern(row: RankLine) -> tuple[int, bool, int, float, float]:
-    """Order ranks by how much they need a look: gone, at fault, behind, slow, silent."""
+def _concern(row: RankLine) -> tuple[int, bool, float, int, float, float]:
+    """Order ranks by how much they need a look: gone, at fault, stragglers, behind, slow, silent."""
     place = _FIRST.index(row.state) if row.state in _FIRST else len(_FIRST)
-    return place, not row.cause, row.step, -(row.step_s or 0.0), -(row.heartbeat_age_s or 0.0)
+    slow_s = row.own_s if row.own_s is not None else row.step_s
+    return place, not row.cause, -(row.slower or 0.0), row.step, -(slow_s or 0.0), -(row.heartbeat_age_s or 0.0)
 
 
 # --- by the files alone ---
@@ -260,6 +272,7 @@ def _of_files(known: History, now: float) -> JobView:
         **_held(known),
         checkpoints=[],
         end=end,
+        steps_lost=known.steps_lost,
     )
 
 

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ttp.launch.report.time_use import use_text
-from ttp.status.answer import CoverageNow, FaultRow, JobView, RankLine
+from ttp.status.answer import CoverageNow, FaultRow, JobView, RankLine, StragglerRow
 from ttp.text.wording import counted, ranks_text, size_text
 
 _COLOURS = {
@@ -61,7 +61,10 @@ def _lines(status: JobView) -> Iterable[tuple[str, str | Text]]:
     yield "job", f"{named}, {counted(status.world_size, 'rank')}" if status.world_size else named
     yield "files", status.log_dir
     yield "step", "" if status.step is None else f"{status.step}{_pace(status)}"
+    yield "loss", _loss(status)
     yield "goodput", _goodput(status)
+    if status.stragglers:
+        yield "slow", _stragglers(status)
     if status.leader is not None:
         leader = status.leader
         which = "the first one, of rank 0" if leader.place == 0 else f"standby {leader.place}"
@@ -85,6 +88,25 @@ def _pace(status: JobView) -> str:
     if status.still_s is not None and status.hang_limit_s is not None:
         parts.append(f"progress {status.still_s:.1f} s ago (a hang after {status.hang_limit_s:.0f} s)")
     return f", {'; '.join(parts)}" if parts else ""
+
+
+def _loss(status: JobView) -> str:
+    if status.loss_finite is None:
+        return ""
+    return f"{status.loss:.6g}" if status.loss is not None else "not finite"
+
+
+def straggler_text(row: StragglerRow) -> str:
+    """`rank 3 on node b: 1.21 times the others' own time of a step (0.121 s, theirs 0.1 s), for 140 steps`."""
+    times = f"{row.own_s:.3g} s, theirs {row.others_s:.3g} s"
+    return f"rank {row.rank} on node {row.node}: {row.ratio:.2f} times the others' own time of a step ({times}), for {counted(row.steps, 'step')}"
+
+
+def _stragglers(status: JobView) -> str | Text:
+    lines = [straggler_text(row) for row in status.stragglers[:_NAMED]]
+    if len(status.stragglers) > _NAMED:
+        lines.append(f"and {len(status.stragglers) - _NAMED} more")
+    return Text("\n".join(lines), style="yellow")
 
 
 def _goodput(status: JobView) -> str:
@@ -129,7 +151,7 @@ def _some(text: str, count: int) -> str:
 
 def _ranks(status: JobView) -> Table:
     table = _table("rank", "node", "pid", "state", Column("step", justify="right"), Column("step time", justify="right"),
-                   Column("heartbeat", justify="right"), "fault")  # fmt: skip
+                   Column("own", justify="right"), Column("heartbeat", justify="right"), "fault")  # fmt: skip
     if len(status.ranks) < status.rank_count:
         table.title = f"ranks: {len(status.ranks)} of {status.rank_count}, those to look at first (--ranks shows all)"
     for row in status.ranks:
@@ -139,6 +161,7 @@ def _ranks(status: JobView) -> Table:
 
 def _rank_cells(row: RankLine) -> Sequence[str | Text]:
     step_time = "" if row.step_s is None else f"{row.step_s:.3g} s"
+    own = "" if row.own_s is None else f"{row.own_s:.3g} s"
     age = "" if row.heartbeat_age_s is None else f"{row.heartbeat_age_s:.1f} s ago"
     state = Text(row.state, style=_COLOURS.get(row.state, ""))
     return (
@@ -148,6 +171,7 @@ def _rank_cells(row: RankLine) -> Sequence[str | Text]:
         state,
         str(row.step or ""),
         step_time,
+        Text(own, style="yellow" if row.slower is not None else ""),
         age,
         Text(row.cause),
     )

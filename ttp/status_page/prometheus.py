@@ -6,6 +6,7 @@ and the worst of each figure. What is not known has no series. Never asks anythi
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from ttp.launch.report.time_use import PARTS
 from ttp.proto.messages import CauseKind, Phase
 from ttp.status.answer import FaultRow, JobView
 from ttp.status.history import FALSE_ALARM, IN_PLACE
@@ -35,6 +37,8 @@ RANK_STATES = (
 OUTCOMES = ("saved", IN_PLACE, "not saved", FALSE_ALARM, "unknown")
 OTHER = "other"
 KINDS = (*(kind.value for kind in CauseKind), OTHER)
+MOST_STRAGGLERS = 16
+"""Series of single ranks."""
 NOW = "now"
 """The outcome of the fault that is handled now."""
 
@@ -55,9 +59,10 @@ class _Job(Collector):
         yield _gauge("ttp_look_timestamp_seconds", "When these metrics were made, in seconds since 1970.", time.time())
         yield from _of_the_controller(view)
         yield from _of_the_pace(view)
+        yield from _of_the_time(view)
         yield from _of_the_ranks(view)
         yield from _of_the_copies(view)
-        yield from _of_the_faults(view.faults)
+        yield from _of_the_faults(view.faults, view.steps_lost)
         yield from _of_the_checkpoints(view)
 
 
@@ -89,6 +94,18 @@ def _of_the_pace(view: JobView) -> Iterator[Metric]:
     )
     yield _gauge("ttp_hang_limit_seconds", "A longer standstill is a hang.", view.hang_limit_s)
     yield _gauge("ttp_goodput_ratio", "The share of the job's time in which new steps were trained.", view.goodput)
+    loss = math.nan if view.loss_finite is False else view.loss
+    yield _gauge("ttp_loss", "The newest loss that the program has reported; NaN: it is not finite.", loss)
+
+
+def _of_the_time(view: JobView) -> Iterator[Metric]:
+    use = view.time_use
+    if use is not None:
+        yield _gauge(
+            "ttp_goodput_ratio_max", "At most this share of the job's time was new steps; where all is known, exactly so much.", use.share
+        )  # fmt: skip
+    parts = {part: use.rank_s[part] for part in PARTS} if use is not None else {}
+    yield _labelled("ttp_rank_time_seconds", "Where the time of all ranks went so far, by part.", "part", parts)
 
 
 def _of_the_ranks(view: JobView) -> Iterator[Metric]:
@@ -105,6 +122,32 @@ def _of_the_ranks(view: JobView) -> Iterator[Metric]:
     slowest = max(times, default=(None, None))
     yield _gauge("ttp_rank_step_duration_max_seconds", "The newest step's time of the slowest rank.", slowest[0])
     yield _gauge("ttp_slowest_rank", "Which rank that is.", slowest[1])
+    own = sorted(rank.own_s for rank in view.ranks if rank.own_s is not None)
+    yield _gauge(
+        "ttp_rank_own_step_seconds_max", "Own time of a step, of the rank that takes longest.", own[-1] if own else None
+    )
+    yield _gauge(
+        "ttp_rank_own_step_seconds_median", "The same of the rank in the middle.", own[len(own) // 2] if own else None
+    )
+    waits = [rank.waited_s for rank in view.ranks if rank.waited_s is not None]
+    yield _gauge(
+        "ttp_rank_wait_seconds_max",
+        "Wait for other ranks in a step, of the rank that waits longest.",
+        max(waits, default=None),
+    )
+    yield _gauge(
+        "ttp_stragglers",
+        "Ranks that are named as slower than the others that do the same work.",
+        len(view.stragglers) if view.source == "controller" else None,
+    )
+    named = GaugeMetricFamily(
+        "ttp_straggler_ratio",
+        "Own time of a step of those ranks, the slowest first, over the others' median.",
+        labels=("rank", "node"),
+    )
+    for row in view.stragglers[:MOST_STRAGGLERS]:
+        named.add_metric((str(row.rank), row.node), row.ratio)
+    yield named
     steps = [rank.step for rank in view.ranks if rank.pid]
     yield _gauge(
         "ttp_rank_steps_behind_max",
@@ -138,7 +181,7 @@ def _of_the_copies(view: JobView) -> Iterator[Metric]:
     )
 
 
-def _of_the_faults(faults: Iterable[FaultRow]) -> Iterator[Metric]:
+def _of_the_faults(faults: Iterable[FaultRow], steps_lost: int) -> Iterator[Metric]:
     over = [fault for fault in faults if fault.outcome != NOW]
     current = [fault for fault in faults if fault.outcome == NOW]
     real = [fault for fault in over if fault.outcome != FALSE_ALARM]
@@ -160,8 +203,8 @@ def _of_the_faults(faults: Iterable[FaultRow]) -> Iterator[Metric]:
                               sum(fault.took_s or 0.0 for fault in over))  # fmt: skip
     yield CounterMetricFamily(
         "ttp_steps_lost",
-        "Finished steps that faults have cost, as far as it is known.",
-        sum(fault.steps_lost or 0 for fault in over),
+        "Finished steps that were trained again, or have to be, as far as it is known.",
+        steps_lost,
     )
     yield _gauge("ttp_fault_in_progress", "1: a fault is handled now.", int(bool(current)))
     yield _gauge(

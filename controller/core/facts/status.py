@@ -7,10 +7,19 @@ and died of. Decides nothing: no other module of the core reads it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from ttp.proto.messages import Cause, Heartbeat, Phase
-from ttp.proto.status import CoverageStatus, FaultStatus, JobStatus, PaceStatus, PublishedCheckpoint, RankStatus
+from ttp.proto.status import (
+    CoverageStatus,
+    FaultStatus,
+    JobStatus,
+    PaceStatus,
+    PublishedCheckpoint,
+    RankStatus,
+    StragglerStatus,
+)
 
 from .coverage import among, fatal_hosts, fatal_ranks
 from .membership import Member
@@ -24,15 +33,24 @@ MOST_CAUSE = 200
 MOST_HOST = 100
 
 
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What ranks have reported that no machine keeps, by rank."""
+
+    beats: Mapping[int, Heartbeat]
+    """The last heartbeat of each rank that sent one."""
+    step_times_s: Mapping[int, float] = field(default_factory=dict)
+    """The newest step's time of each that sent one."""
+    shares_s: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Its own time of a step, and its wait for others, of each that sent them."""
+    stragglers: tuple[StragglerStatus, ...] = ()
+    loss: float | None = None
+
+
 def job_status(
-    state: ControllerState,
-    beats: Mapping[int, Heartbeat],
-    step_times_s: Mapping[int, float],
-    published: PublishedCheckpoint | None,
-    pid: int,
-    now: float,
+    state: ControllerState, seen: Reported, published: PublishedCheckpoint | None, pid: int, now: float
 ) -> JobStatus:
-    """`beats`: the last heartbeat of each rank that sent one. `step_times_s`: the newest step's time of each that sent one. O(world)."""
+    """O(world)."""
     settings, table = state.settings, state.members.table
     causes = {rank: cause for cause in (state.fault.causes if state.fault else ()) for rank in cause.ranks}
     first = next((member.registration for member in table if member.registration is not None), None)
@@ -42,10 +60,7 @@ def job_status(
         world_size=settings.world_size,
         stage=state.stage.value,
         survives=state.survives,
-        ranks=tuple(
-            _rank_status(rank, member, beats.get(rank), step_times_s.get(rank), causes.get(rank), now)
-            for rank, member in enumerate(table)
-        ),
+        ranks=tuple(_rank_status(rank, member, seen, causes.get(rank), now) for rank, member in enumerate(table)),
         published=published,
         pid=pid,
         role="standby" if isinstance(state.at, Standby) else "active",
@@ -59,13 +74,14 @@ def job_status(
         coverage=_coverage(state),
         fault=_fault(state, now),
         recoveries=state.recoveries.count,
+        stragglers=tuple(replace(each, host=each.host[:MOST_HOST]) for each in seen.stragglers),
+        loss=seen.loss,
     )
 
 
-def _rank_status(
-    rank: int, member: Member, beat: Heartbeat | None, step_s: float | None, cause: Cause | None, now: float
-) -> RankStatus:
-    registration = member.registration
+def _rank_status(rank: int, member: Member, seen: Reported, cause: Cause | None, now: float) -> RankStatus:
+    registration, beat = member.registration, seen.beats.get(rank)
+    own_s, waited_s = seen.shares_s.get(rank, (None, None))
     first_step = registration.state_step + 1 if registration is not None else 0
     cause = member.dead if member.dead is not None else cause
     return RankStatus(
@@ -79,10 +95,12 @@ def _rank_status(
         cause=Cause(cause.kind, (rank,), cause.text[:MOST_CAUSE]) if cause is not None else None,
         finished=member.finished,
         silent_s=_age(member.received_at, now),
-        step_s=step_s,
+        step_s=seen.step_times_s.get(rank),
         suspect=member.suspect and member.dead is None,
         waiting=beat is not None and beat.waiting,
         paused=beat is not None and beat.paused,
+        own_s=own_s,
+        waited_s=waited_s,
     )
 
 

@@ -32,6 +32,7 @@ LEFT_OUT = {
     "controller.core.facts.events": "fields, whose defaults are settings that every job overrides",
     "processor.core.events": "fields, whose defaults are settings that every job overrides",
     "proto.messages": "fields",
+    "proto.shares": "fields",
     "proto.hang_limits": "fields, whose defaults are settings that jobs with hangs override",
     "proto.incident": "fields",
     "controller.core.facts.incident": "what is reported of a fault, by which nothing is decided: I15 judges it",

@@ -66,6 +66,7 @@ class Optimizer:
     current_step = 0
     last_record = None
     spans_job = True
+    workload = ""
     drained = 0
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.protocol.bench import HALVES, ControllerBench, registration
 from ttp.controller.core.facts.state import Restoring, Stage
-from ttp.controller.core.facts.status import MOST_NAMED, job_status
+from ttp.controller.core.facts.status import MOST_NAMED, Reported, job_status
 from ttp.proto.codec import MOST_TEXT, encode_status
 from ttp.proto.messages import Cause, CauseKind, FaultReport, Heartbeat, Phase, WorkerExit
 from ttp.proto.status import CoverageStatus, JobStatus, PaceStatus
@@ -26,7 +26,7 @@ def status_of(
     times: Mapping[int, float] = MappingProxyType({}),
     later_s: float = 0.0,
 ) -> JobStatus:
-    return job_status(bench.state, beats, times, None, 7, bench.now + later_s)
+    return job_status(bench.state, Reported(beats, times), None, 7, bench.now + later_s)
 
 
 def test_before_all_have_registered_no_coverage_and_no_pace_is_known() -> None:

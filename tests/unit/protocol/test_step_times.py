@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.protocol.bench import ProcessorBench, registration
 from ttp.processor.core import events
-from ttp.processor.core.step_times import StepTimes
+from ttp.processor.core.step_times import MOST_SHARED, StepTimes
 from ttp.proto.messages import Heartbeat, Phase, Registration, Welcome
 
 
@@ -52,3 +52,40 @@ def test_a_rank_measures_its_steps_but_not_what_it_does_besides() -> None:
     for moment in range(81, 130):
         times.finish(float(moment))
     assert done() == (53, (1.0,) * 32), "the newest ones"
+
+
+def test_a_step_is_shared_between_a_ranks_own_time_and_its_waits_for_others() -> None:
+    """Medians over what was finished since they were taken last. A wait within a pause does not count, and one that is said again begins anew."""
+    times = StepTimes()
+    times.wait(1.0)
+    times.go_on(5.0)
+    times.finish(10.0)
+    assert times.take_shares() is None, "when the first step began is not known"
+    times.wait(11.0)
+    times.go_on(11.5)
+    times.wait(12.0)
+    times.go_on(14.0)
+    times.finish(15.0)
+    assert times.take_shares() == (2.5, 2.5) and times.take_shares() is None
+    times.wait(16.0)
+    times.wait(18.0)  # the device was busy with this rank's own work until here
+    times.go_on(19.0)
+    times.finish(20.0)
+    times.pause(20.0)
+    times.wait(21.0)
+    times.go_on(29.0)
+    times.resume(30.0)
+    times.finish(32.0)
+    times.finish(42.0)
+    assert times.take_shares() == (4.0, 0.0), "of (4, 1), (2, 0), (10, 0)"
+    times.go_on(43.0)
+    times.discard()
+    times.wait(43.0)
+    times.go_on(99.0)
+    times.finish(100.0)
+    assert times.take_shares() is None, "a freeze held it up"
+    times.finish(101.0)
+    assert times.take_shares() == (1.0, 0.0), "its wait is not the next one's"
+    for moment in range(102, 2000):
+        times.finish(float(moment))
+    assert len(times._shares) == MOST_SHARED

@@ -260,7 +260,7 @@ def test_a_checkpoint_is_in_the_status_once_the_machine_has_accepted_it(
     bench: Bench, event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word of a rank that was given up is not."""
-    monkeypatch.setattr(handlers, "job_status", lambda state, beats, times, published, pid, now: published)
+    monkeypatch.setattr(handlers, "job_status", lambda state, seen, published, pid, now: published)
     link = bench.comes(0)
     bench.orders = lambda received: (Journal(event, {}),)
     bench.receives(link, Published(0, 1, 3, "/c/iter_0000003"))
@@ -273,7 +273,7 @@ def test_a_ranks_newest_step_time_is_in_the_status_until_another_process_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A heartbeat without a new step has none."""
-    monkeypatch.setattr(handlers, "job_status", lambda state, beats, times, published, pid, now: (dict(times), now))
+    monkeypatch.setattr(handlers, "job_status", lambda state, seen, published, pid, now: (dict(seen.step_times_s), now))
     link = bench.comes(0, 1)
     bench.receives(link, Heartbeat(0, Phase.COMPUTE, 3, step_times_s=(0.5, 0.25)), Heartbeat(1, Phase.COMPUTE, 3))
     bench.receives(link, Heartbeat(0, Phase.READY, 3))
@@ -297,3 +297,38 @@ def test_a_failure_of_the_machine_costs_one_input(bench: Bench, capsys: pytest.C
     bench.receives(link, Finished(0))
     bench.flushes()
     assert link.done == [[((0,), Thaw(1))]] and bench.logged == ["machine_failed"] and not bench.handler.finished
+
+
+def test_a_slow_rank_is_journaled_when_it_is_named_and_when_it_is_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its node; the machine gets the heartbeats as they are. What ranks measured is in the status, and the newest loss."""
+    monkeypatch.setattr(handlers, "job_status", lambda state, seen, published, pid, now: seen)
+    link = Link()
+    for rank in range(4):
+        bench.receives(link, Registration(rank, 4, f"n{rank}", 100 + rank, (), 0, ("/c",), "{}", workload="model"))
+
+    def steps(first: int, last: int, slow: float) -> None:
+        for step in range(first, last + 1):
+            bench.now += 1.0
+            for rank in range(4):
+                own = slow if rank == 2 else 1.0
+                loss = 1.0 / step if rank == 0 else None
+                bench.receives(link, Heartbeat(rank, Phase.COMPUTE, step, own_s=own, waited_s=0.25, loss=loss))
+
+    steps(1, 200, 1.25)
+    assert bench.logged == ["straggler"] and len(bench.received) == 4 + 800
+    bench.handler.take(StatusAsked(bench.status.append))
+    (seen,) = bench.status
+    assert dict(seen.shares_s)[2] == (1.25, 0.25) and seen.loss == 1.0 / 200
+    ((named),) = seen.stragglers
+    assert (named.rank, named.host, named.ratio) == (2, "n2", 1.25)
+    steps(201, 400, 1.0)
+    assert bench.logged == ["straggler", "straggler_over"]
+    steps(401, 600, 1.25)
+    bench.receives(link, Finished(2))
+    bench.handler.take(StatusAsked(bench.status.append))
+    assert bench.status[-1].stragglers == () and 2 in bench.status[-1].shares_s
+    bench.receives(link, Registration(2, 4, "n9", 999, (), 0, ("/c",), "{}", workload="model"))
+    bench.handler.take(StatusAsked(bench.status.append))
+    assert 2 not in bench.status[-1].shares_s, "another process's"

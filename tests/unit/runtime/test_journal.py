@@ -124,6 +124,15 @@ def test_a_full_disk_loses_lines_says_so_once_and_stops_nothing(
     assert len(complaints) == 1 and "lost lines" in complaints[0]
 
 
+def test_what_no_machine_reads_is_not_journaled() -> None:
+    """Of a heartbeat where a step's time went, and the loss. Nor is a workload that is not known: older versions read the journal."""
+    plain = Heartbeat(0, Phase.READY, 4)
+    assert to_json(replace(plain, own_s=1.0, waited_s=0.5, loss=math.nan)) == to_json(plain)
+    assert not {"own_s", "waited_s", "loss"} & to_json(plain).keys()
+    known = Registration(0, 1, "h", 1, (), 0, (), "{}", workload="w")
+    assert "workload" not in to_json(replace(known, workload="")) and from_json(to_json(known)) == known
+
+
 def test_a_type_has_the_name_that_journals_have_always_had() -> None:
     """Its module has moved; journals that were written before are read, and older versions read those of today."""
     assert to_json(Tick()) == {"$": "ttp.controller.events:Tick"}

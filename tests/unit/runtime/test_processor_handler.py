@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from ttp.processor.core.events import (
 from ttp.processor.handler import Closed, Handler, Incoming, Opened, Stop
 from ttp.processor.worker import Reopen, Settle
 from ttp.proto.codec import CodecError, DownwardParcel
-from ttp.proto.messages import Cause, CauseKind, Downward, Finished, Phase, StateReport, Thaw
+from ttp.proto.messages import Cause, CauseKind, Downward, Finished, Heartbeat, Phase, StateReport, Thaw
 
 HELD = StateReport(0, 1, True, Phase.DONE, 3, 3, False, -1, ())
 NOT_HELD = replace(HELD, closed=False)
@@ -66,6 +67,7 @@ class Gate:
         self.report = HELD
         self.settled: list[int] = []
         self.on_step: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[bool], None] = lambda waits: None
 
     def shut(self, freeze_id: int) -> int:
         self.freeze_id = freeze_id
@@ -342,3 +344,20 @@ def test_a_failure_of_the_machine_costs_one_item(bench: Bench) -> None:
     assert bench.gate.freeze_id == 2 and bench.handler.running
     ((level, text),) = bench.said
     assert level == logging.ERROR and "the processor's machine failed on TrainReturned" in text and "a bug" in text
+
+
+def test_a_heartbeat_has_where_the_time_went_and_the_loss_that_was_reported_since_the_last(bench: Bench) -> None:
+    """No machine knows of them. A loss may be any number, and is said once."""
+    stream, plain = bench.connects(), Heartbeat(0, Phase.COMPUTE, 3)
+    steps = bench.handler.steps
+    bench.does(Send(plain))
+    steps.finish(1.0)
+    bench.now = 2.0
+    bench.gate.on_wait(True)
+    bench.now = 5.0
+    bench.gate.on_wait(False)
+    steps.finish(6.0)
+    bench.handler.loss = math.inf
+    bench.does(Send(plain), Send(plain), Send(Finished(0)))
+    expected = replace(plain, own_s=2.0, waited_s=3.0, loss=math.inf)
+    assert stream.sent[-4:] == [plain, expected, plain, Finished(0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.unit.status.jobs import (
 )
 from ttp.errors import ConfigError
 from ttp.proto.messages import Cause, CauseKind, Phase
-from ttp.proto.status import CoverageStatus, FaultStatus, JobStatus, PaceStatus
+from ttp.proto.status import CoverageStatus, FaultStatus, JobStatus, PaceStatus, StragglerStatus
 from ttp.status import ask, look
 from ttp.status.answer import JobView
 from ttp.status.ask import Reply
@@ -311,3 +312,26 @@ def test_a_checkpoint_directory_that_refuses_to_be_looked_at_is_a_note(
     monkeypatch.setattr(Path, "is_dir", refuses)
     found = looked(log_dir)
     assert any("cannot be listed: Permission denied" in note for note in found.notes) and not found.checkpoints
+
+
+def test_a_slow_rank_is_shown_before_all_that_are_well(answers: list[JobStatus], tmp_path: Path) -> None:
+    """With what it takes and what the others take, in the text as well; its own time is in its row."""
+    many = [rank_status(rank, own_s=0.1, waited_s=0.02) for rank in range(40)]
+    slow = tuple(StragglerStatus(rank, f"n{rank // 8}", 1.25, 0.125, 0.1, 48) for rank in range(20, 30))
+    answers.append(job_status(many, stragglers=slow, loss=1.5))
+    view = looked(job_at(tmp_path))
+    assert [row.rank for row in view.ranks[:10]] == [*range(20, 30)]
+    assert [row.slower for row in view.ranks[9:11]] == [1.25, None] and view.ranks[0].waited_s == 0.02
+    assert (view.loss, view.loss_finite) == (1.5, True)
+    text = text_of(view)
+    assert "rank 20 on node n2: 1.25 times the others' own time of a step (0.125 s, theirs 0.1 s), for 48 steps" in text
+    assert "and 2 more" in text and "loss" in text and "1.5" in text and "0.1 s" in text
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_null_and_said(answers: list[JobStatus], tmp_path: Path, loss: float) -> None:
+    """JSON has no such number."""
+    answers.append(job_status([rank_status(0)], loss=loss))
+    view = looked(job_at(tmp_path))
+    assert (view.loss, view.loss_finite) == (None, False) and "not finite" in text_of(view)
+    json.dumps(asdict(view), allow_nan=False)

@@ -61,6 +61,8 @@ class LivePage:
     controller: ControllerProcess
     log_dir: Path
     streams: list[Stream]
+    last: int = 0
+    """The newest step that the ranks have reported."""
 
     @property
     def place(self) -> PagePlace:
@@ -76,11 +78,16 @@ class LivePage:
     def ask(self, path: str) -> Reply:
         return get(self.place, path, Authorization=f"Bearer {self.token}")
 
-    def step(self, number: int, seconds: float = 0.5) -> None:
-        """Have both ranks report that they have finished a step."""
-        for each, stream in enumerate(self.streams):
-            beat = Heartbeat(each, Phase.DONE, number, steps=number, step_times_s=(seconds * (1 + each),))
-            stream.outbox.put(encode_upward(JOB, TERM, (beat,)))
+    def steps(self, count: int, seconds: float = 0.5) -> None:
+        """Have both ranks report that they have finished so many steps more: rank 1, which takes twice as long, and rank 0 with a loss."""
+        for _ in range(count):
+            self.last += 1
+            for each, stream in enumerate(self.streams):
+                own_s, loss = seconds * (1 + each), None if each else 2.5
+                beat = Heartbeat(
+                    each, Phase.DONE, self.last, steps=self.last, step_times_s=(own_s,), own_s=own_s, waited_s=0.25, loss=loss
+                )  # fmt: skip
+                stream.outbox.put(encode_upward(JOB, TERM, (beat,)))
 
 
 @contextlib.contextmanager
@@ -102,7 +109,9 @@ def live_page(folder: Path, host: str = "n0") -> Iterator[LivePage]:
                 own.use(lambda issued=issued: issued)  # type: ignore[misc]
                 stream = Stream(channels.enter_context(open_channel(controller.address)))
                 group = ShardGroup("g", "all", 1 << 20)
-                registered = Registration(number, 2, host, os.getpid(), (group,), 0, (str(save_dir),), "{}")
+                registered = Registration(
+                    number, 2, host, os.getpid(), (group,), 0, (str(save_dir),), "{}", workload="a model"
+                )
                 stream.say(registered)
                 streams.append(stream)
             operator = authority.issue(Identity(JOB, Role.OPERATOR))

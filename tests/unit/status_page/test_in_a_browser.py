@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -31,7 +31,7 @@ from ttp.errors import ConfigError
 from ttp.identity.secret import Secret
 from ttp.proto.messages import Cause, CauseKind
 from ttp.status import page_access
-from ttp.status.answer import JobView
+from ttp.status.answer import JobView, StragglerRow
 from ttp.status.ask import Reply
 from ttp.status.find_job import Job
 from ttp.status.look import look
@@ -57,11 +57,13 @@ class Served:
         self.server = PageServer(("127.0.0.1", 0), self.looks.answers, Access(token, "started", time.time))
         self.place = PagePlace(f"http://127.0.0.1:{self.server.port}/", "h", 1, "started", str(folder / "token"))
 
-    def look(self, count: int = 3) -> None:
+    def look(self, count: int = 3, losses: Sequence[float | None] = (3.0, 2.5, 2.25)) -> None:
         for number in range(count):
+            loss = losses[number]
             self.view = replace(
-                self.view, unix_s=self.view.unix_s + 2, step=(self.view.step or 0) + 4, step_s=0.5 + number / 10
-            )
+                self.view, unix_s=self.view.unix_s + 2, step=(self.view.step or 0) + 4, step_s=0.5 + number / 10, loss=loss,
+                loss_finite=loss is not None,
+            )  # fmt: skip
             self.looks.look_once()
 
     @property
@@ -114,9 +116,50 @@ def test_a_browser_logs_in_and_shows_the_job(served: Served, tmp_path: Path) -> 
     for words in ("running", "/1, 2 ranks", "700 ms a step", "continued in place", "exited: signal SIGKILL", "3 steps lost",
                   "seen 500 ms, frozen 250 ms, written 1.3 s", "each shard on 2 live ranks or more", "all 1/2", "rank 1"):  # fmt: skip
         assert words in text, words
-    assert len(re.findall(r"<polyline [^>]*points=\"[\d., ]+\"", found)) == 2
+    assert len(re.findall(r"<polyline [^>]*points=\"[\d., ]+\"", found)) == 3
+    assert "no rank is slower than the others" in text
     assert len(re.findall(r'<rect [^>]*class="(?:seen|frozen|written)"', found)) == 3
     assert text.count(HOSTILE) >= 7 and found.count("<img") == 0 and found.count("<script>") == 1
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WITHOUT)
+def test_losses_that_are_not_finite_are_a_gap_and_slow_ranks_and_lost_time_are_shown(
+    served: Served, tmp_path: Path
+) -> None:
+    """The curve goes on behind it; a goodput that is not certain is an upper bound; the parts of the bar are those of the text."""
+    use = served.view.time_use
+    assert use is not None
+    slow = StragglerRow(1, HOSTILE, 1.234, 0.1234, 0.1, 60)
+    rows = [
+        replace(row, own_s=0.25, waited_s=0.125, slower=1.234 if row.rank == 1 else None) for row in served.view.ranks
+    ]
+    served.view = replace(served.view, time_use=replace(use, certain=False), goodput=None, stragglers=[slow], ranks=rows)  # fmt: skip
+    served.look(7, [3.0, 2.5, None, None, 2.0, 1.5, None])
+    found = dom(tmp_path, served.link)
+    text = unescape(re.sub(r"<[^>]+>", "\n", re.sub(r"(?s)<(script|style)>.*?</\1>", "", found)))
+    loss = found[found.index('<div id="loss">') : found.index('<div id="steps">')]
+    assert [points.count(",") for points in re.findall(r'<polyline [^>]*points="([\d., ]+)"', loss)] == [2, 2], loss
+    (share,) = set(re.findall(r"at most ([\d.]+) %", text))
+    assert float(share) == pytest.approx(100 * use.share, abs=0.06)
+    for words in (
+        "not finite",
+        "1.23",
+        "123 ms",
+        "60 steps",
+        "250 ms",
+        "125 ms",
+        "new steps at most",
+        "3 steps trained again",
+    ):
+        assert words in text, (words, text)
+    parts = {part for part, rank_s in use.rank_s.items() if rank_s > 0}
+    bar = found[found.index('<div id="use">') : found.index('class="legend"')]
+    drawn = {
+        name: float(width)
+        for width, name in re.findall(r'<rect x="[\d.]+" width="([\d.]+)"[^>]*class="part (\w+)"', bar)
+    }
+    assert drawn.keys() == parts and sum(drawn.values()) == pytest.approx(1000), bar
+    assert drawn["steps"] == pytest.approx(1000 * use.share) and found.count("<img") == 0
 
 
 @pytest.mark.long

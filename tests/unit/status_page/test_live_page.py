@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.status_page.live_page import NAME, LivePage, get, live_page
 from tests.waiting import until
+from ttp.controller.stragglers import WINDOW
 from ttp.status import page_access
 from ttp.status.main import main
 from ttp.status_page.http_server import MOST_CONNECTIONS
@@ -28,10 +29,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePage]:
-    """Its ranks have finished step 4."""
+    """Its ranks have finished so many steps that the slower one is named."""
     with live_page(tmp_path_factory.mktemp("page")) as live:
-        live.step(4)
-        until(lambda: metrics(live).get("ttp_ranks{done}") == 2, "the step in the metrics")
+
+        def named() -> bool:
+            live.steps(WINDOW)
+            return "ttp_straggler_ratio{n0}{1}" in metrics(live)
+
+        until(named, "a slow rank in the metrics")
+        until(lambda: metrics(live).get("ttp_step") == live.last, "the last step in the metrics")
         yield live
 
 
@@ -50,7 +56,8 @@ def metrics(page: LivePage) -> dict[str, float]:
 
 def test_a_scrape_has_what_the_controller_knows_now(page: LivePage) -> None:
     found = metrics(page)
-    assert found["ttp_step"] == 4
+    assert found["ttp_step"] == page.last
+    assert found["ttp_stragglers"] == 1 and found["ttp_straggler_ratio{n0}{1}"] == 2.0 and found["ttp_loss"] == 2.5
     assert found["ttp_controller_answers"] == 1 and found["ttp_phase{training}"] == 1
     assert found["ttp_ranks{done}"] == 2 and found["ttp_world_size"] == 2
     assert found["ttp_step_duration_median_seconds"] == 0.5  # the shortest that a rank measured
@@ -141,7 +148,13 @@ def test_status_json_has_the_keys_of_ttp_status(page: LivePage, capsys: pytest.C
     assert served.keys() - {"curve"} == printed.keys() - {"status"}
     assert [rank["node"] for rank in served["ranks"]] == ["n0", "n0"]
     curve = served["curve"]
-    assert curve["step"][-1] == 4 and curve["step_s"][-1] == 0.5
+    assert curve["step"][-1] == page.last and curve["step_s"][-1] == 0.5 and curve["loss"][-1] == 2.5
+    (slow,) = served["stragglers"]
+    assert (slow["rank"], slow["node"], slow["ratio"], slow["own_s"], slow["others_s"]) == (1, "n0", 2.0, 1.0, 0.5)
+    assert [(rank["own_s"], rank["waited_s"], rank["slower"]) for rank in served["ranks"]] == [
+        (0.5, 0.25, None),
+        (1.0, 0.25, 2.0),
+    ]
 
 
 def cost(pid: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from tests.unit.status.jobs import (
     start,
 )
 from tests.unit.status_page.live_page import NAME
+from ttp.launch.report.time_use import PARTS
 from ttp.proto.messages import Cause, CauseKind
-from ttp.proto.status import FaultStatus, JobStatus
+from ttp.proto.status import FaultStatus, JobStatus, StragglerStatus
 from ttp.status.answer import JobView
 from ttp.status.ask import Reply
 from ttp.status.find_job import Job
@@ -83,12 +85,52 @@ def test_of_ranks_the_worst_is_said(log_dir: Path) -> None:
     assert found["ttp_ranks{compute}"] == 4 and found["ttp_ranks{missing}"] == 1
 
 
+def test_slow_ranks_are_named_and_counted(log_dir: Path) -> None:
+    """Sixteen series at most, of the slowest."""
+    slow = [StragglerStatus(rank, f"n{rank}", 2.0 - rank / 100, 2.0, 1.0, 40) for rank in range(40)]
+    ranks = [rank_status(rank, own_s=1.0 + rank, waited_s=10.0 - rank) for rank in range(4)]
+    found = samples(looked(log_dir, job_status(ranks, stragglers=tuple(slow))))
+    ratios = {name: value for name, value in found.items() if name.startswith("ttp_straggler_ratio")}
+    assert found["ttp_stragglers"] == 40 and len(ratios) == 16 and ratios["ttp_straggler_ratio{n0}{0}"] == 2.0
+    assert (found["ttp_rank_own_step_seconds_max"], found["ttp_rank_own_step_seconds_median"]) == (4.0, 3.0)
+    assert found["ttp_rank_wait_seconds_max"] == 10.0
+    assert "ttp_stragglers" not in samples(looked(log_dir, None)), "not known"
+    assert samples(looked(log_dir, job_status(ranks)))["ttp_stragglers"] == 0
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(None, None), (2.5, 2.5), (math.nan, math.nan), (math.inf, math.nan)])
+def test_a_loss_that_is_not_finite_is_not_a_number(log_dir: Path, loss: float | None, shown: float | None) -> None:
+    found = samples(looked(log_dir, job_status([rank_status(0)], loss=loss)))
+    assert str(found.get("ttp_loss")) == str(shown)
+
+
+def test_the_time_of_all_ranks_is_there_by_part(log_dir: Path) -> None:
+    """Together it is the whole; where the job's beginning is not known there is none."""
+    view = looked(log_dir, job_status([rank_status(0), rank_status(1)], job_id="run/1"))
+    found, use = samples(view), view.time_use
+    assert use is not None
+    parts = {name: value for name, value in found.items() if name.startswith("ttp_rank_time_seconds")}
+    assert len(parts) == len(PARTS) and sum(parts.values()) == pytest.approx(use.ranks * use.whole_s)
+    assert parts["ttp_rank_time_seconds{steps}"] == pytest.approx(use.rank_s["steps"]) and use.rank_s["steps"] > 0
+    assert found["ttp_goodput_ratio_max"] == pytest.approx(use.share)
+    found = samples(replace(view, time_use=replace(use, certain=False), goodput=None))
+    assert "ttp_goodput_ratio" not in found and found["ttp_goodput_ratio_max"] == pytest.approx(use.share)
+    found = samples(replace(view, time_use=None, goodput=None))
+    assert not any(name.startswith(("ttp_rank_time", "ttp_goodput")) for name in found)
+
+
+def test_steps_that_an_attempt_repeated_are_lost_too(log_dir: Path) -> None:
+    """Though the fault before had kept them: a checkpoint that was broken, say."""
+    report(log_dir, (14.0, "again", {"start": 1, "steps": 5}))
+    assert samples(looked(log_dir, job_status([rank_status(0)], job_id="run/1")))["ttp_steps_lost_total"] == 3 + 5
+
+
 def test_ten_thousand_ranks_have_as_many_series_as_two(log_dir: Path) -> None:
     def count(ranks: int) -> int:
         many = [rank_status(rank, host=f"n{rank}", cause=None) for rank in range(ranks)]
         return len(samples(looked(log_dir, job_status(many, standbys=tuple(f"n{i}:6/2" for i in range(64))))))
 
-    assert count(10_000) == count(2) < 100
+    assert count(10_000) == count(2) < 120
 
 
 def test_where_no_controller_answers_what_is_not_known_has_no_sample(log_dir: Path) -> None:

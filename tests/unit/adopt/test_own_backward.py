@@ -1,0 +1,135 @@
+"""When a rank's own backward pass is over, and its wait for the others begins, under a trainer that knows nothing of it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.unit.adopt.test_steps import adopt
+from tests.unit.optim.test_lane import FakeDevice
+from ttp.adopt.own_backward import OwnBackward
+from ttp.optim.step_state import StepState
+from ttp.processor.gate import Gate
+
+
+class Waits:
+    """What a gate has received, beside what a wrapper does at the end of a pass, as DistributedDataParallel does: in a callback that is queued when the last
+    gradient is there."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.steps = StepState(torch.device(device))
+        self.gate = self.steps.tracker = Gate(0)
+        self.gate.on_wait = lambda waits: self.lines.append("waits" if waits else "goes on")
+        self.backward = OwnBackward(self.steps)
+        self.lines: list[str] = []
+        self.fails = False
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.weight.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
+
+    def _reduce(self, param: Any) -> None:
+        self.lines.append("gradient")
+        torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
+
+    def _finalize(self) -> None:
+        self.lines.append("all-reduce")
+        if self.fails:
+            raise ConnectionError("a peer is gone")
+
+
+def test_the_wait_is_the_wrappers_at_the_end_of_the_pass() -> None:
+    """Not the pass itself, and not what the trainer does behind it: clipping, a learning rate."""
+    job = Waits()
+    for _ in range(2):
+        output = job.weight * 2
+        job.backward.watch(output)
+        torch.autograd.backward(output.sum())
+        job.lines.append("clipping")
+        job.backward.mark()
+    assert job.lines == ["gradient", "waits", "all-reduce", "goes on", "clipping"] * 2
+    assert not job.gate.waiting
+
+
+def test_a_model_with_several_outputs_waits_once() -> None:
+    """Mappings and sequences, with other values than tensors in them, and what needs no gradient."""
+    job = Waits()
+    first, second = job.weight * 2, job.weight * 3
+    job.backward.watch({"a": first, "b": second, "c": 3, "d": torch.ones(2)})
+    torch.autograd.backward((first + second).sum())
+    job.backward.watch([first, None])
+    job.backward.watch(None)
+    assert job.lines == ["gradient", "waits", "all-reduce", "goes on"]
+
+
+def test_a_wait_that_raises_is_over_when_the_next_pass_begins() -> None:
+    job = Waits()
+    job.fails = True
+    output = job.weight * 2
+    job.backward.watch(output)
+    with pytest.raises(ConnectionError):
+        torch.autograd.backward(output.sum())
+    assert job.gate.waiting, "it does, until the exception has left training"
+    job.backward.watch(job.weight * 2)
+    assert not job.gate.waiting and job.lines[-1] == "goes on"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pass_that_is_computed_again_within_its_backward_pass_ends_with_that(reentrant: bool) -> None:
+    """Activation checkpointing."""
+    job = Waits()
+
+    def part(value: torch.Tensor) -> torch.Tensor:
+        output = value * job.weight
+        job.backward.watch(output)
+        return output
+
+    output = checkpoint(part, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
+    job.backward.watch(output)
+    torch.autograd.backward(output.sum())
+    assert job.lines.count("waits") == job.lines.count("goes on") == 1
+    assert job.lines.index("gradient") < job.lines.index("waits") or reentrant
+
+
+def test_on_an_accelerator_the_streams_own_part_is_marked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward pass's callback, before the stream waits for the others; and before the step where there was none."""
+    device = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+    job = Waits("cuda:0")
+    output = job.weight * 2
+    job.backward.watch(output)
+    device.queue("own")
+    torch.autograd.backward(output.sum())
+    device.queue("the others")
+    job.backward.mark()
+    assert job.steps.lane._own.behind == {"own"}
+    assert job.steps.lane.await_own() and not job.steps.lane.await_own(), "once"
+    job.backward.mark()
+    assert job.steps.lane._own.behind == {"own", "the others"}
+
+
+def test_an_adopted_step_reports_what_its_own_time_is() -> None:
+    """The pass's end and the step's collectives are waits; the update is not."""
+    model, adopted, gate = adopt()
+    seen: list[bool] = []
+    gate.on_wait = seen.append
+    adopted.begin_pass()
+    output = model(torch.ones(1, 2))
+    adopted.begin_backward(output)
+    torch.autograd.backward(output.sum())
+    assert seen == [True, False] and not gate.waiting
+    adopted.optimizer.step()
+    assert seen == [True, False] * 3 and not gate.waiting
+
+
+def test_waits_within_waits_are_one() -> None:
+    """The inner one's end is not the outer one's."""
+    job = Waits()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(job.steps.in_collective())
+        with job.steps.in_collective():
+            pass
+        assert job.gate.waiting
+    assert not job.gate.waiting
