@@ -337,6 +337,18 @@ class FreshStoreRendezvous(RendezvousHandler):
         """Return why another node has ended the job; empty: none has, or the handler does not support it."""
         return self._inner.failed_elsewhere() if isinstance(self._inner, FailoverRendezvous) else ""
 
+    def take_excluded(self) -> list[departures.Excluded]:
+        """Return the nodes that were excluded since the last call, as far as they are known here."""
+        return self._inner.take_excluded() if isinstance(self._inner, FailoverRendezvous) else []
+
+    def exclude(self, reason: str) -> bool:
+        """Leave because this node is sick, and keep the rendezvous open for the other nodes; return whether the handler can tell them why."""
+        self._server = None
+        if not isinstance(self._inner, FailoverRendezvous):
+            return False
+        self._inner.exclude(reason)
+        return True
+
     def leave(self, why: str) -> None:
         """Leave, and keep the rendezvous open for the other nodes; publish why where the handler supports it."""
         self._server = None
