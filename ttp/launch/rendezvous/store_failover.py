@@ -313,7 +313,7 @@ class FailoverRendezvous(RendezvousHandler):
         """Publish that this node is sick, and keep the rendezvous open for the others. A node that has not joined yet waits for a store in use,
         for EXCLUDE_S at most."""
         self._stop_polling()
-        place, until_s = self._place, time.monotonic() + EXCLUDE_S
+        place, until_s, joined = self._place, time.monotonic() + EXCLUDE_S, self._place is not None
         while place is None and (place := self._stores.find_in_use()) is None and time.monotonic() < until_s:
             time.sleep(ROUND_S)
         self._place = self._inner = None
@@ -324,7 +324,8 @@ class FailoverRendezvous(RendezvousHandler):
 
         def publish(store: Store) -> None:
             departures.publish_excluded(store, self._run_id, excluded)
-            departures.publish_departure(store, self._run_id, f"{excluded.node} is sick")
+            if joined:  # else no rendezvous counts this node, and nobody need meet again
+                departures.publish_departure(store, self._run_id, f"{excluded.node} is sick")
             self._entry.renew(store, found, SICK)
 
         self._stores.ask(place, publish, CLOSE_S)
