@@ -134,7 +134,7 @@ def test_a_node_that_is_sick_after_a_fault_gives_its_place_to_the_spare(
 def test_a_node_that_is_sick_before_the_first_attempt_gives_its_place_to_the_spare(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
-    """It never joins. What it prints is no text: it is shown as far as it can be."""
+    """It never joins. What it prints are bytes of all kinds, which are shown as far as they can be."""
     a, b, c = nodes(3)
     garbage = bytes(range(256)) * 40 + b"\n\xff\xfe broken \x1b[31m\x00disk\n\n"
     with Checked(tmp_path / "job", (c, a, b), spares=(c,), stores=(c,), sick={b.name: garbage}) as job:
@@ -164,11 +164,11 @@ def test_a_job_with_too_few_nodes_asks_to_be_started_again_and_continues(
         assert "too few nodes joined within 20 s" in job.console(well) and f"excluded: {why}" in job.console(well)
         assert job.story()[-1]["result"] != "succeeded" and why in job.story()[-1]["excluded"]
         assert "Traceback" not in job.console(a) + job.console(b)
+        assert published(job, 0)[0] >= killed.after_step
         job.heal(sick)
         for node in (a, b):
             job.start(node)
         assert job.wait(timeout_s=200) == {a.name: 0, b.name: 0}, job.console_tail(60)
-    assert published(job, 0)[0] >= killed.after_step
     assert_whole(job, whole_job(4, *STEPS))
 
 

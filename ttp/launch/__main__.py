@@ -49,7 +49,7 @@ def _run() -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
     from ttp.config import enabled
-    from ttp.launch.endings import REQUEUE_EXIT_CODE, NeverMet, NotEnded, NotStarted
+    from ttp.launch.endings import REQUEUE_EXIT_CODE, Drained, NeverMet, NotEnded, NotStarted
     from ttp.launch.health.node_health import SickNode
     from ttp.launch.main import main as run
     from ttp.launch.rendezvous.store_failover import TooFewNodes
@@ -66,6 +66,8 @@ def _run() -> None:
         sys.exit(f"ttprun: {signalled}")
     except RendezvousClosedError:
         sys.exit(1)  # the reason is in the log
+    except Drained:
+        sys.exit(REQUEUE_EXIT_CODE)  # the reason is in the log
     except (SickNode, TooFewNodes) as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         sys.exit(REQUEUE_EXIT_CODE)

@@ -30,7 +30,7 @@ from ttp.launch.attempts.begin import begin_attempt
 from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.crash_loop import CrashLoop
 from ttp.launch.attempts.signals import ShutdownSignals
-from ttp.launch.endings import NeverMet, NotEnded, NotStarted
+from ttp.launch.endings import Drained, NeverMet, NotEnded, NotStarted
 from ttp.launch.health.seat import Seat
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S
@@ -258,6 +258,7 @@ class HoldAgent(LocalElasticAgent):
         if not attempt.failed():
             attempt.end_given_up()
         self.seat.fault(attempt.deaths())
+        self._leave_if_drained(attempt)
         if attempt.failed():
             if attempt.hold():
                 return RunResult(state=WorkerState.HEALTHY)  # all that failed were replaced: no restart
@@ -281,6 +282,16 @@ class HoldAgent(LocalElasticAgent):
             end_line.write(root)
         self._decide_restart(attempt, result, worker_group.spec.max_restarts)
         return result
+
+    def _leave_if_drained(self, attempt: Attempt) -> None:
+        """Have all nodes save at the next step boundary, and raise Drained, if this node was asked to leave."""
+        asked = self._rendezvous_handler.drain
+        if asked and attempt.living() and attempt.has_controller and not attempt.failed():
+            why = f"{socket.gethostname()} is drained: {asked}"
+            self._rendezvous_handler.announce_leave(why)
+            attempt.drain(why)
+            if not attempt.succeeded():
+                raise Drained(why)
 
     def _drained_for_node(self, attempt: Attempt) -> bool:
         """Where a node waits to join, have the workers save and exit. False: no node waits, or the job completed before."""

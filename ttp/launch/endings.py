@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: this node is excluded, or too few nodes remain. The job continues from its newest checkpoint when it is started
+"""EX_TEMPFAIL of sysexits.h: this node is excluded or drained, or too few nodes remain. The job continues from its newest checkpoint when it is started
 again, on other nodes. A worker that leaves for a restart has the same code."""
+
+
+class Drained(RuntimeError):
+    """This node was asked to leave (`ttp drain`), and its ranks have saved the step in flight."""
 
 
 class NotStarted(RuntimeError):

@@ -44,6 +44,7 @@ from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers, warn_of_taken_port
+from ttp.launch.endings import Drained
 from ttp.launch.health.check_command import split_check
 from ttp.launch.health.node_health import NodeHealth, SickNode
 from ttp.launch.links.controller_client import ControllerLink
@@ -288,6 +289,11 @@ def launch(
         reason = str(error) or "the rendezvous was closed: the job is over"
         log.error("%s", reason)
         events.record(agent.get_event_failed(), event_log)
+        raise
+    except Drained as error:
+        ended, reason = "left the job", str(error)
+        handler.leave(reason)
+        events.record(agent.get_event_succeeded(), event_log)
         raise
     except SickNode as error:
         ended, reason = "left the job: this node is sick", str(error)

@@ -1,7 +1,7 @@
 """One run of a node's health check: a command, its exit status, and the last line of what it printed.
 
 Owns the process and its bounds: seconds, bytes of output that are kept, and the session that is killed when it is over. A process that not even
-SIGKILL ends, as in uninterruptible sleep, is left behind: the node is sick, and nothing waits for it.
+SIGKILL ends, as in uninterruptible sleep, is abandoned: the node is sick, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHECK_S = 30.0
 LOOK_S = 0.05
 """Between two looks whether the check has ended while it prints nothing, and whether it is to be stopped."""
 END_S = 1.0
-"""How long a check that was killed may take to end; then it is left behind."""
+"""How long a check that was killed may take to end; then it is abandoned."""
 KEPT_BYTES = 4096
 """Of the output, its end."""
 SHOWN = 200
 """Characters of the last line."""
 
 BUILTIN = "builtin"
-"""In place of a command's name: the checks of `ttp.doctor.node_health`; its arguments follow."""
+"""In place of a command's name: the checks of `ttp.doctor.health_check`; its arguments follow."""
 
 
 def split_check(text: str) -> list[str]:
@@ -44,7 +44,7 @@ def split_check(text: str) -> list[str]:
             f"invalid --health-check: got {text!r} ({error}), expected a command with its arguments, or builtin"
         ) from None
     if words[:1] == [BUILTIN]:
-        return [sys.executable, "-m", "ttp.doctor.node_health", *words[1:]]
+        return [sys.executable, "-m", "ttp.doctor.health_check", *words[1:]]
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(
             f"invalid --health-check: got {text!r}, expected a command whose program can be executed, or builtin. Name it by its path, or"

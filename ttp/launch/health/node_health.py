@@ -1,6 +1,6 @@
 """This node's health: the newest verdict of its check, and the check that runs.
 
-Owns one thread for each run, so that nobody's work waits: a fault's survivors are held and save while it runs. Who seats a rank here waits for a
+Owns one thread for each run, so that no thread of the agent waits: a fault's survivors are held and save while it runs. Who seats a rank here waits for a
 verdict that is newer than the last fault on this node. Never decides what follows.
 """
 

@@ -6,6 +6,7 @@
     ttp/succeeded/<run id>   a node on which the job has succeeded
     ttp/sick/<run id>        how many nodes have been excluded so far, because their health checks failed
     ttp/sick/<run id>/<n>    the n-th of them as JSON: its name, and the reason
+    ttp/drain/<run id>/<n>   why the agent with the n-th entry (`spare_nodes.py`) shall leave at a step boundary
 
 and, in the workers' store of an attempt, which a static job's node 0 reads before it waits for the others again:
 
@@ -72,6 +73,17 @@ def excluded_after(store: Store, run_id: str, number: int) -> tuple[Excluded, ..
     return tuple(found)
 
 
+def ask_to_leave(store: Store, run_id: str, number: int, why: str) -> None:
+    """Ask the agent with that entry to leave at the next step boundary."""
+    store.set(_drain(run_id, number), why)
+
+
+def asked_to_leave(store: Store, run_id: str, number: int) -> str:
+    """Return why the agent with that entry was asked to leave; empty: it was not."""
+    key = _drain(run_id, number)
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
 def _decoded(entry: bytes) -> Excluded:
     """Return an entry; of one that another program has written, that much: those after it must be found."""
     try:
@@ -103,6 +115,10 @@ def succeeded(store: Store, run_id: str) -> bool:
 
 def _left(run_id: str) -> str:
     return f"ttp/left/{run_id}"
+
+
+def _drain(run_id: str, number: int) -> str:
+    return f"ttp/drain/{run_id}/{number}"
 
 
 def _sick(run_id: str) -> str:

@@ -349,6 +349,16 @@ class FreshStoreRendezvous(RendezvousHandler):
         self._inner.exclude(reason)
         return True
 
+    @property
+    def drain(self) -> str:
+        """Why this node shall leave at a step boundary; empty: it was not asked to, or the handler does not support it."""
+        return self._inner.drain if isinstance(self._inner, FailoverRendezvous) else ""
+
+    def announce_leave(self, why: str) -> None:
+        """Publish why this node will leave, where the handler supports it. `leave` must follow."""
+        if isinstance(self._inner, FailoverRendezvous):
+            self._inner.announce_leave(why)
+
     def leave(self, why: str) -> None:
         """Leave, and keep the rendezvous open for the other nodes; publish why where the handler supports it."""
         self._server = None

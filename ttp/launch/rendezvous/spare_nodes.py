@@ -14,7 +14,7 @@ has reaped its workers, and renews its entry until then, so that a node whose pr
 Owns the entries and that decision. torch's handler does the rendezvous itself, under a new epoch (`multi_endpoint.py`): the lost node is still a
 participant of the old one. Calls to the store raise RuntimeError when it is lost.
 
-A node whose health check fails has left as well. Where that is before the job's first attempt, its place is free too: nobody else would come.
+A node whose health check fails has left as well. Where that is before the job's first attempt, its place is free too: no other node would come.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class FailoverRendezvous(RendezvousHandler):
         """By endpoint, how many departures this node has read there, those before its own time included."""
         self._departed_before = 0
         """The same when it began to join: a node that has left since may be counted in the rendezvous."""
-        self._departure_seen = False
+        self._departure_seen = self._announced = False
         self._excluded_read: dict[Endpoint, int] = {}
         """By endpoint, how many of its excluded nodes this one has read."""
         self._excluded: list[Excluded] = []
@@ -149,6 +149,7 @@ class FailoverRendezvous(RendezvousHandler):
                     self._drop,
                     epoch=self._epoch,
                     renew=functools.partial(self._entry.renew, place=place, state=RUNNING),
+                    drain=self._asked_to_leave,
                 )
                 return joined
             if not self._anew:
@@ -295,6 +296,22 @@ class FailoverRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
+    def _asked_to_leave(self, store: Store) -> str:
+        return departures.asked_to_leave(store, self._run_id, self._entry.agent.number)
+
+    @property
+    def drain(self) -> str:
+        """Why this node shall leave at a step boundary (`ttp drain`); empty: it was not asked to."""
+        return self._waiting.drain if self._waiting is not None else ""
+
+    def announce_leave(self, why: str) -> None:
+        """Publish why this node will leave, before its ranks have ended: the others' save the same step, and meet anew. `leave` must follow."""
+        if self._place is not None and not self._announced:
+            published = self._stores.ask(
+                self._place, lambda store: departures.publish_departure(store, self._run_id, why), CLOSE_S
+            )
+            self._announced = published is not None
+
     def leave(self, why: str) -> None:
         """Publish why this node leaves, if the store is reachable, and keep the rendezvous open for the others."""
         self._stop_polling()
@@ -302,7 +319,8 @@ class FailoverRendezvous(RendezvousHandler):
             place = self._place
 
             def publish(store: Store) -> None:
-                departures.publish_departure(store, self._run_id, why)
+                if not self._announced:
+                    departures.publish_departure(store, self._run_id, why)
                 self._entry.renew(store, place, LEFT)
 
             self._stores.ask(place, publish, CLOSE_S)
@@ -324,7 +342,7 @@ class FailoverRendezvous(RendezvousHandler):
 
         def publish(store: Store) -> None:
             departures.publish_excluded(store, self._run_id, excluded)
-            if joined:  # else no rendezvous counts this node, and nobody need meet again
+            if joined:  # else no rendezvous counts this node, and the others need not meet again
                 departures.publish_departure(store, self._run_id, f"{excluded.node} is sick")
             self._entry.renew(store, found, SICK)
 
@@ -375,10 +393,13 @@ class _Waiting:
         *,
         epoch: int,
         renew: Callable[[Store], None],
+        drain: Callable[[Store], str] = lambda store: "",
     ) -> None:
         """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
-        this rendezvous. renew: renews this agent's entry."""
+        this rendezvous. renew: renews this agent's entry. drain: returns why it shall leave; empty: it stays."""
         self.count = 0
+        self.drain = ""
+        """Why this agent shall leave at a step boundary, once it was asked to."""
         self.over = ""
         """Why the job is over, once another node has published it."""
         self._window = window
@@ -386,6 +407,7 @@ class _Waiting:
         self._departed = departed
         self._epoch = epoch
         self._renew = renew
+        self._drain = drain
         self._inner: RendezvousHandler | None = inner
         self._give_up = give_up
         self._stopping = threading.Event()
@@ -436,5 +458,6 @@ class _Waiting:
 
     def _ask(self, store: Store) -> tuple[tuple[str, ...], str, int]:
         self._renew(store)
+        self.drain = self.drain or self._drain(store)
         reasons = departures.departures_after(store, self._run_id, self._departed)
         return reasons, departures.over(store, self._run_id), self._window.epoch_in(store)

@@ -1,4 +1,4 @@
-"""Is this node fit for ranks, now? What `ttprun --health-check builtin` runs; also `python -m ttp.doctor.node_health`.
+"""Is this node fit for ranks, now? What `--health-check builtin` of ttprun runs; also `python -m ttp.doctor.health_check`.
 
 Looks for what breaks while a job runs: disks, memory, clocks, NVIDIA's devices. The same findings as `ttp doctor`'s, within a second or so. A warning
 does not make a node sick, and what cannot be looked at is not judged. The last line that is printed says what has failed. Owns the choice of the checks.
@@ -122,7 +122,7 @@ def memory_errors() -> Finding:
 
 
 def clock(peer: str) -> Iterator[Finding]:
-    """Compare the clocks. That the other node does not answer is no fault of this one."""
+    """Compare the clocks. A peer that does not answer makes this node not sick."""
     for each in two_nodes.ask(peer):
         if each.name.endswith(", clock"):
             yield each
