@@ -127,7 +127,7 @@ PARSED: dict[str, Proof] = {
             {**_TRAINER, "sh examples/slurm/drain_sick_node.sh": "--on-event"},
         ),
     "ttp drain node-b --rdzv-endpoint node-a:29400,node-b:29400 --rdzv-id job7 --secret-file job.secret":
-        Proof(_DRAIN, {"ttp.launch.drain": "drain"}),
+        Proof(_DRAIN, {"ttp.launch.drain": "drain", "node-b": "leaves.name"}),
     "ttp drain NODE": Proof(_DRAIN, {"ttp.launch.drain": "drain"}),
     "ttprun --status-port 9105 train.py": Proof(_PAGE, _TRAINER),
     "ttprun --status-port 9105 --status-token-file job.token train.py": Proof(_PAGE, _TRAINER),
