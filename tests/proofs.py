@@ -273,6 +273,10 @@ TESTED: dict[str, Proof] = {
         "tests/unit/examples/test_kubernetes.py::test_every_document_follows_the_schema_of_its_kind",
         {"kubectl": "kubernetes_validate"},
     ),
+    "kubectl apply -f examples/kubernetes/trainjob.yaml": Proof(
+        "tests/unit/examples/test_trainjob.py::test_the_api_takes_both_documents_whole",
+        {"kubectl": "kubernetes_validate"},
+    ),
     "ttp chaos run examples/chaos/kills.yaml -- ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 4000 --save-dir {output}":
         Proof(f"{_HARNESS}::test_the_documents_campaign_holds", _READ),
     "ttp chaos run examples/chaos/kinds.yaml -- ttprun --nproc-per-node 4 --max-restarts 100 -m ttp.trainer --config gpt_tiny"

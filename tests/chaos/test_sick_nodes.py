@@ -82,6 +82,10 @@ class Checked(NodesJob):
             **more,
         )
 
+    def __enter__(self) -> Checked:
+        super().__enter__()
+        return self
+
     def sicken(self, node: Node, text: bytes) -> None:
         (self._state / node.name).write_bytes(text)
 

@@ -94,15 +94,15 @@ def _drain(given: argparse.Namespace) -> int:
         )
     numbers = _find(stores, place, given)
     why = given.reason or f"asked by {_user()} on {socket.gethostname()}"
-    for number in numbers:
-        if stores.ask(place, lambda store, number=number: _ask(store, given.rdzv_id, number, why)) is None:
-            raise ConfigError(f"the rendezvous store at {place} is lost: {stores.trouble()}. Try again")
+    if stores.ask(place, lambda store: _ask(store, given.rdzv_id, numbers, why)) is None:
+        raise ConfigError(f"the rendezvous store at {place} is lost: {stores.trouble()}. Try again")
     print(f"{given.node} was asked to leave at the next step boundary", flush=True)
     return _wait(stores, given, numbers)
 
 
-def _ask(store: Store, run_id: str, number: int, why: str) -> bool:
-    departures.ask_to_leave(store, run_id, number, why)
+def _ask(store: Store, run_id: str, numbers: Sequence[int], why: str) -> bool:
+    for number in numbers:
+        departures.ask_to_leave(store, run_id, number, why)
     return True
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ttp.doctor import health_check, save_directories, two_nodes
+from ttp.doctor import health_check, two_nodes
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding
 from ttp.doctor.health_check import HEALTHY, SICK, main
 
@@ -26,7 +27,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tmp").mkdir()
     for name, file in (("EDAC", "edac"), ("MEMINFO", "meminfo"), ("KERNEL_LOG", "kmsg"), ("DRIVER", "driver")):
         monkeypatch.setattr(health_check, name, tmp_path / file)
-    monkeypatch.setattr(health_check.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     smi(tmp_path, "echo '0, 0, No'; echo '1, [N/A], [N/A]'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path
@@ -102,7 +103,7 @@ def test_a_disk_that_takes_no_bytes_makes_a_node_sick(
     def broken(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(save_directories.os, "fsync", broken)
+    monkeypatch.setattr(os, "fsync", broken)
     assert main(["--save-dirs", str(machine)]) == SICK
     assert f"directory {machine}" in (said := last(capsys)) and "Input/output error" in said
 
