@@ -30,6 +30,7 @@ from ttp.launch.rendezvous.departures import Excluded, excluded_after, publish_e
 from ttp.launch.rendezvous.multi_endpoint import epoch_key
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
+    LEFT,
     RUNNING,
     SICK,
     SPARE,
@@ -70,6 +71,7 @@ def new(number: int, state: str = JOINING, place: int = 0) -> Agent:
         ([new(1), new(2, SICK), new(3, SICK), spare(5), spare(6)], {2, 3}, 6, "node-3"),
         ([new(1), new(2, SICK), new(5, JOINING, place=2), spare(6)], {2}, 6, ""),
         ([new(1), new(2, SICK), new(5, SICK, place=2), spare(6)], {2, 5}, 6, "node-2"),
+        ([new(1), new(2, SICK), new(5, SICK, place=2), spare(6), spare(7)], {2, 5}, 7, ""),
         ([new(1), new(2, SICK), spare(5), spare(6)], {2, 5}, 6, "node-2"),
         # a spare that was sick before had no place
         ([new(1), member(2, SICK, start=3), spare(5)], {2}, 5, ""),
@@ -171,6 +173,18 @@ def test_a_node_that_is_sick_before_it_joins_says_so_where_the_others_meet(monke
     assert departures.departures_after(server, "job", 0) == ()
     assert [each.state for each in read_agents(server, "job") if each.number == 1 or each.state == SICK][-1] == SICK
     well.store_failover.shutdown()
+
+
+@pytest.mark.parametrize(("is_spare", "state"), [(False, SICK), (True, LEFT)])
+def test_only_a_node_of_the_job_leaves_its_place(is_spare: bool, state: str) -> None:
+    """A sick spare leaves none: a node that is late has its own."""
+    place = free_place()
+    server = serve(place)
+    server.set(epoch_key("job"), "1")
+    sick = Bench(place).store_failover
+    sick._spare_node = is_spare
+    sick.exclude("its disk")
+    assert [each.state for each in read_agents(server, "job")] == [state]
 
 
 def test_no_store_within_the_time_is_a_warning(

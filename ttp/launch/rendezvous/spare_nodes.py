@@ -159,7 +159,8 @@ def place_to_take(agents: Sequence[Agent], lost: Collection[int], own: int) -> A
     spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
     if latest is None or latest.start < 0:  # before the first attempt, and when none of the job's nodes remains
         taken = {agent.place for agent in agents if agent.number not in lost}
-        free = [agent for agent in agents if agent.state == SICK and agent.start < 0 and agent.number not in taken]
+        seated = [agent for agent in agents if agent.state == SICK and agent.start < 0 and not agent.place]
+        free = [agent for agent in seated if agent.number not in taken]
         return next((sick for sick, spare in zip(free, spares, strict=False) if spare == own and here), None)
     if not any(agent.state == JOINING and agent.start == latest.start for agent in here):
         return None  # the job runs

@@ -344,7 +344,7 @@ class FailoverRendezvous(RendezvousHandler):
             departures.publish_excluded(store, self._run_id, excluded)
             if joined:  # else no rendezvous counts this node, and the others need not meet again
                 departures.publish_departure(store, self._run_id, f"{excluded.node} is sick")
-            self._entry.renew(store, found, SICK)
+            self._entry.renew(store, found, LEFT if self._spare_node else SICK)  # a spare has no place that were free
 
         self._stores.ask(place, publish, CLOSE_S)
         self._stores.linger(place)
