@@ -180,7 +180,7 @@ def test_only_a_node_of_the_job_leaves_its_place(is_spare: bool, state: str) -> 
     """A sick spare leaves none: a node that is late has its own."""
     place = free_place()
     server = serve(place)
-    server.set(epoch_key("job"), "1")
+    server.set(epoch_key(""), "1")
     sick = Bench(place).store_failover
     sick._spare_node = is_spare
     sick.exclude("its disk")
