@@ -39,8 +39,8 @@ class Agents:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Agents]:
-        gone = Entry("j", "node-b")  # of an agent that was lost
-        gone.renew(self._store, self.place, RUNNING)
+        for node in ("node-b", "node-d"):  # of agents that were lost
+            Entry("j", node).renew(self._store, self.place, RUNNING)
         self._thread.start()
         until(lambda: self._entries["node-c"].agent.beat > 0)
         yield self
@@ -96,6 +96,7 @@ def test_a_node_that_stays_is_waited_for_so_long(capsys: pytest.CaptureFixture[s
     ("node", "said"),
     [
         ("node-x", "no such node: got 'node-x', expected one of the job's nodes: node-a, node-b"),
+        ("node-d", "no such node: got 'node-d', expected one of the job's nodes: node-a, node-b"),
         ("node-c", "node-c waits as a spare and has no ranks. End its ttprun by SIGTERM"),
     ],
 )
