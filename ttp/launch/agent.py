@@ -257,7 +257,7 @@ class HoldAgent(LocalElasticAgent):
         self._launching.mirror.look(self._attempt_directory.path)
         if not attempt.failed():
             attempt.end_given_up()
-        self.seat.fault(attempt.deaths())
+        self.seat.fault(attempt)
         self._leave_if_drained(attempt)
         if attempt.failed():
             if attempt.hold():
@@ -440,7 +440,7 @@ class HoldAgent(LocalElasticAgent):
         """Log in one line what happened and what follows, with the root cause's traceback where the console has none.
         Back off in a crash loop, and allow no restart after a failure that would repeat."""
         what = attempt.outcome()
-        self.seat.fault(attempt.deaths())  # ranks that hung have ended now
+        self.seat.fault(attempt)  # ranks that hung have ended now
         root = next(iter(result.failures), None)
         attempt.raised = recorded_by(result.failures)
         if root is not None and (raised := exception_text(result.failures[root])):

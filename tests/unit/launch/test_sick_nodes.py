@@ -253,15 +253,25 @@ def death(rank: int, status: int | None, seen_s: float) -> Death:
     )  # fmt: skip
 
 
+class Workers:
+    """In an attempt's place."""
+
+    def __init__(self, *deaths: Death) -> None:
+        self._deaths = {each.rank: each for each in deaths}
+
+    def deaths(self) -> dict[int, Death]:
+        return self._deaths
+
+
 def test_a_node_is_checked_since_its_last_fault() -> None:
     """One whose ranks leave for a restart, or succeed, has had none."""
     here = seated()
     here.seat.take()
     (start,) = here.check.begun
-    here.seat.fault({0: death(0, 75, start + 5), 1: death(1, 76, start + 6), 2: death(2, 0, start + 7)})
+    here.seat.fault(Workers(death(0, 75, start + 5), death(1, 76, start + 6), death(2, 0, start + 7)))
     here.seat.take()
     assert here.check.begun == [start, start]
-    here.seat.fault({0: death(0, 75, start + 5), 1: death(1, -9, start + 8)})
+    here.seat.fault(Workers(death(0, 75, start + 5), death(1, -9, start + 8)))
     here.seat.take()
     assert here.check.begun[2:] == [start + 8, start + 8]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from ttp.launch.health.node_health import NodeHealth, SickNode
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
@@ -17,6 +17,13 @@ from ttp.launch.report.exit_status import first_failure
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.watch.death_watch import Death
 from ttp.proto.messages import SAVED_EXIT_CODES
+
+
+class Workers(Protocol):
+    """The workers of an attempt on this node."""
+
+    def deaths(self) -> Mapping[int, Death]:
+        """Return those that have ended, by rank."""
 
 
 class Seat:
@@ -29,10 +36,12 @@ class Seat:
         self._since_s = time.monotonic()
         """A verdict must be newer: of this agent's start, or the last fault on this node."""
 
-    def fault(self, deaths: Mapping[int, Death]) -> None:
-        """Have the node checked, beside whatever follows, if one of these workers has failed. Returns at once."""
-        failed = {rank: death for rank, death in deaths.items() if death.status not in SAVED_EXIT_CODES}
-        if self._health is not None and (first := first_failure(failed)) is not None:
+    def fault(self, workers: Workers) -> None:
+        """Have the node checked, beside whatever follows, if one of its workers has failed. Returns at once."""
+        if self._health is None:
+            return
+        failed = {rank: death for rank, death in workers.deaths().items() if death.status not in SAVED_EXIT_CODES}
+        if (first := first_failure(failed)) is not None:
             self._since_s = max(self._since_s, first.seen_monotonic_s)
             self._health.begin(self._since_s)
 
