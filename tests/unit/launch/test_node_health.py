@@ -55,13 +55,9 @@ def test_output_without_an_end_is_read_and_not_kept() -> None:
 def test_a_check_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
     """Also one that ignores SIGTERM; its child is in its session."""
     pid = tmp_path / "pid"
-    code = (
-        "import os, pathlib, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '1000'])\nprint('waits', flush=True)\n"
-        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\ntime.sleep(1000)"
-    )
-    found = run(code, 5.0)
-    assert found == "its health check took longer than 5 s and was killed; it had printed: waits"
+    script = f"trap '' TERM; sleep 1000 & echo $! > {pid}; echo waits; wait"
+    found = run_check(["sh", "-c", script], 2.0, threading.Event())
+    assert found == "its health check took longer than 2 s and was killed; it had printed: waits"
     until(lambda: not _runs(int(pid.read_text())))
 
 

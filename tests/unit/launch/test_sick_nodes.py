@@ -356,7 +356,9 @@ def test_an_attempt_that_ends_does_not_wait_for_the_check(job: RunningJob) -> No
     until(lambda: check.begun, "the check")
     began = time.monotonic()
     job.attempt._replacements.stop("the attempt ends")
-    assert time.monotonic() - began < 20 and job.line.refusals == [(1, 3, "the attempt ends")]
+    assert time.monotonic() - began < 20
+    until(lambda: job.line.refusals, "the answer")
+    assert job.line.refusals == [(1, 3, "the attempt ends")]
 
 
 @pytest.mark.parametrize("error", [SickNode("this node is excluded: x"), TooFewNodes("too few"), Drained("asked")])
