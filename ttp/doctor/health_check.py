@@ -20,10 +20,10 @@ from pathlib import Path
 from ttp.doctor import two_nodes
 from ttp.doctor.finding import FAILED, OK, Finding, judged
 from ttp.doctor.save_directories import check_briefly
+from ttp.launch.health.builtin_options import parse_builtin
 from ttp.text.wording import size_text
 
 HEALTHY, SICK = 0, 1
-MEMORY_BYTES = 1 << 30
 EDAC = Path("/sys/devices/system/edac/mc")
 """The kernel's counters of memory errors, where it has a driver for the memory controller."""
 MEMINFO = Path("/proc/meminfo")
@@ -40,39 +40,9 @@ _XID = re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)")
 _QUERY = ("index", "ecc.errors.uncorrected.volatile.total", "remapped_rows.failure")
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line. Exits with 2 on a mistake."""
-    parser = argparse.ArgumentParser(
-        prog="ttprun --health-check builtin", description="Is this node fit for ranks, now?"
-    )
-    parser.add_argument("--save-dirs", nargs="+", type=Path, default=[], metavar="DIR",
-                        help="the job's checkpoint directories")  # fmt: skip
-    parser.add_argument(
-        "--memory",
-        type=_gigabytes,
-        default=MEMORY_BYTES,
-        metavar="GB",
-        help="memory that must be available (default: 1)",
-    )
-    parser.add_argument(
-        "--peer", metavar="HOST:PORT", help="compare the clocks with a node on which `ttp doctor --listen` runs"
-    )
-    return parser.parse_args(arguments)
-
-
-def _gigabytes(text: str) -> int:
-    try:
-        found = float(text.upper().removesuffix("GB"))
-    except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1e6:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected gigabytes, 0 to 1000000, as in 4 or 4GB")
-    return int(found * 2**30)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print each finding; return the exit status."""
-    given = parse(argv)
+    given = parse_builtin(argv)
     failed: list[str] = []
     for each in check(given):
         text = f"{each.name}: {each.found}" + (f"; expected {each.expected}" if each.expected else "")

@@ -110,6 +110,14 @@ def test_builtin_names_ttp_s_own_checks() -> None:
     assert split_check("true -x")[1:] == ["-x"]
 
 
+def test_a_wrong_option_of_the_builtin_checks_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else every node would be sick."""
+    with pytest.raises(SystemExit) as caught:
+        split_check("builtin --save-dir")
+    assert caught.value.code == 2
+    assert "ttprun --health-check builtin: error: argument --save-dirs" in capsys.readouterr().err
+
+
 def counted(tmp_path: Path, then: str = "") -> tuple[NodeHealth, Path]:
     """Return a health check that counts its runs in a file, and the file."""
     runs = tmp_path / "runs"

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 
 from ttp.errors import ConfigError
+from ttp.launch.health.builtin_options import parse_builtin
 
 CHECK_S = 30.0
 """A check that takes longer has failed."""
@@ -36,7 +37,8 @@ BUILTIN = "builtin"
 
 
 def split_check(text: str) -> list[str]:
-    """Return the words of --health-check as a command. Raises ConfigError: it is none, or its program is not there."""
+    """Return the words of --health-check as a command. Raises ConfigError: it is none, or its program is not there. Exits with 2 for a wrong
+    option of the built-in checks."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -44,6 +46,7 @@ def split_check(text: str) -> list[str]:
             f"invalid --health-check: got {text!r} ({error}), expected a command with its arguments, or builtin"
         ) from None
     if words[:1] == [BUILTIN]:
+        parse_builtin(words[1:])
         return [sys.executable, "-m", "ttp.doctor.health_check", *words[1:]]
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(
