@@ -23,6 +23,7 @@ class Proof(NamedTuple):
 
 RUN: dict[str, str] = {
     "ttp ckpt list output/checkpoints": "",
+    "python -m ttp.doctor.health_check": "",
     "ttp ckpt inspect output/checkpoints": "",
     "ttp ckpt verify output/checkpoints": "",
     "ttp ckpt verify output/checkpoints/iter_0000042": "",
@@ -76,6 +77,8 @@ RUN: dict[str, str] = {
 _COMMANDS = "tests/chaos/test_commands.py"
 _HARNESS = "tests/chaos/test_harness.py"
 _MAKE = "tests/chaos/test_make.py"
+_DRAIN = "tests/chaos/test_drain.py::test_a_spare_takes_the_place_of_a_drained_node"
+_SICK = "tests/chaos/test_sick_nodes.py"
 _OTHERS = "tests/chaos/test_other_trainers.py"
 _LOOPS = f"{_OTHERS}::test_the_documents_loops_killed_twice_have_the_baseline_run_s_bits"
 _GPT = "tests/chaos/test_mindformers_gpt.py"
@@ -116,6 +119,16 @@ PARSED: dict[str, Proof] = {
         ),
     "ttprun --spare-node --nnodes 3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400,node-b:29400 train.py":
         Proof("tests/chaos/test_spare_nodes.py::test_a_spare_takes_the_place_of_a_lost_node", _WORKER),
+    'ttprun --health-check "builtin --save-dirs output/checkpoints" --nnodes 3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node-a:29400,node-b:29400 train.py':
+        Proof(f"{_SICK}::test_a_node_that_is_sick_after_a_fault_gives_its_place_to_the_spare", _TRAINER),
+    "ttprun --health-check builtin --on-event 'sh examples/slurm/drain_sick_node.sh' train.py":
+        Proof(
+            f"{_SICK}::test_a_node_that_is_sick_after_a_fault_gives_its_place_to_the_spare",
+            {**_TRAINER, "sh examples/slurm/drain_sick_node.sh": "--on-event"},
+        ),
+    "ttp drain node-b --rdzv-endpoint node-a:29400,node-b:29400 --rdzv-id job7 --secret-file job.secret":
+        Proof(_DRAIN, {"ttp.launch.drain": "drain", "node-b": "leaves.name"}),
+    "ttp drain NODE": Proof(_DRAIN, {"ttp.launch.drain": "drain"}),
     "ttprun --status-port 9105 train.py": Proof(_PAGE, _TRAINER),
     "ttprun --status-port 9105 --status-token-file job.token train.py": Proof(_PAGE, _TRAINER),
     "ttprun --on-event 'python examples/monitoring/slack.py' train.py":
@@ -258,6 +271,10 @@ TESTED: dict[str, Proof] = {
     "scancel --signal=TERM": Proof(f"{_SLURM}::test_a_job_that_is_taken_away_is_saved_requeued_and_goes_on"),
     "kubectl apply -f examples/kubernetes/job.yaml": Proof(
         "tests/unit/examples/test_kubernetes.py::test_every_document_follows_the_schema_of_its_kind",
+        {"kubectl": "kubernetes_validate"},
+    ),
+    "kubectl apply -f examples/kubernetes/trainjob.yaml": Proof(
+        "tests/unit/examples/test_trainjob.py::test_the_api_takes_both_documents_whole",
         {"kubectl": "kubernetes_validate"},
     ),
     "ttp chaos run examples/chaos/kills.yaml -- ttprun --nproc-per-node 2 examples/own_trainer/train.py --steps 4000 --save-dir {output}":

@@ -59,6 +59,7 @@ ORDER = (
     "ttp.launch.watch",
     "ttp.launch.links",
     "ttp.launch.report",
+    "ttp.launch.health",
     "ttp.status",
     "ttp.status_page",
     "ttp.launch.attempts",

@@ -3,6 +3,7 @@
     ttp chaos ...      faults for any job, and the verdict (`ttp.chaos.cli`)
     ttp ckpt ...       checkpoints (`ttp.checkpoint.cli.main`)
     ttp status ...     what a job does now (`ttp.status.main`)
+    ttp drain ...      take a node out of a job that runs (`ttp.launch.drain`)
     ttp doctor ...     what a run relies on, before it (`ttp.doctor.main`)
     ttp selftest ...   what TTP relies on, tried on a device (`ttp.selftest.main`)
 
@@ -29,6 +30,7 @@ TOOLS = {
     "chaos": Tool("ttp.chaos.cli", "run a job under a schedule of faults, and judge it"),
     "ckpt": Tool("ttp.checkpoint.cli.main", "look at checkpoints, compare, export and prune them"),
     "status": Tool("ttp.status.main", "show what a job does now: step, pace, coverage, faults, checkpoints"),
+    "drain": Tool("ttp.launch.drain", "take a node out of a job that runs, at its next step boundary"),
     "doctor": Tool("ttp.doctor.main", "look before a long run at what it relies on, and say what to do"),
     "selftest": Tool("ttp.selftest.main", "try what TTP relies on, on this machine's device"),
 }

@@ -7,6 +7,7 @@ Slurm is played by a stand-in (`slurm_stand_in.py`): the batch script is the rea
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -127,6 +128,46 @@ def test_the_batch_script_names_two_meeting_points(stand_in: Path) -> None:
             ["bash", "-c", f"{line}\necho $ENDPOINTS"], env=environ, capture_output=True, text=True, check=True
         )
         assert shell.stdout == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "restarts", "requeued"),
+    [("75 75", "", True), ("0 75", "3", True), ("75 75", "10", False), ("1 0", "", False), ("0 0", "", False)],
+)
+def test_the_batch_script_requeues_a_job_that_asks_for_other_nodes(
+    stand_in: Path, statuses: str, restarts: str, requeued: bool
+) -> None:
+    """A stand-in for ttprun ends with these codes, node by node, and shows its command line; not for ever, as the nodes may be the same again."""
+    first, second = statuses.split()
+    program = stand_in / "ttprun"
+    program.write_text(
+        f'#!/bin/sh\necho "$SLURM_NODEID" "$@"\n[ "$SLURM_NODEID" = 0 ] && exit {first}\nexit {second}\n'
+    )
+    program.chmod(0o755)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"}
+    job |= {"STAND_IN_FOLDER": str(stand_in), "HEALTH_CHECK": "builtin --memory 4", "ON_EVENT": "sh drain.sh"}
+    job |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    with Script(stand_in, "bash", str(EXAMPLES / "slurm" / "train.sbatch"), "--config", "x", **job) as run:
+        assert run.wait() == max(int(first), int(second))
+        assert "--health-check builtin --memory 4 --on-event sh drain.sh -m ttp.trainer --config x" in run.text
+    assert (stand_in / "requeued").exists() is requeued
+
+
+def test_a_sick_node_is_drained_by_the_command_on_events(stand_in: Path) -> None:
+    """And by that event alone; its reason is an argument, whatever it contains."""
+    noted = stand_in / "noted"
+    (stand_in / "scontrol").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {noted}\n')
+    environ = os.environ | {"PATH": f"{stand_in}:{os.environ['PATH']}"}
+    for event, expected in (
+        ({"event": "fault", "why": "sick_node"}, None),
+        (
+            {"event": "sick_node", "node": "node-b", "reason": "disk 'a\nb' $(reboot)"},
+            ["update", "nodename=node-b", "state=drain", "reason=ttp: disk 'a b' $(reboot)"],
+        ),
+    ):
+        script = ["sh", str(EXAMPLES / "slurm" / "drain_sick_node.sh")]
+        subprocess.run(script, input=json.dumps(event), env=environ, text=True, check=True)
+        assert (noted.read_text().splitlines() if noted.exists() else None) == expected
 
 
 @pytest.mark.long

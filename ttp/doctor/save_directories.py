@@ -25,6 +25,8 @@ from ttp.text.wording import size_text
 MEASURED_BYTES = 128 << 20
 """Written to measure the disk; less where it takes longer than MEASURED_S."""
 MEASURED_S = 3.0
+BRIEF_BYTES = 4 << 20
+"""Written where a job waits for the answer."""
 CHUNK = 4 << 20
 SYNCS = 8
 SLOW_SYNC_S = 0.5
@@ -69,6 +71,40 @@ def check(
 ) -> Iterator[Finding]:
     """Yield what is found of one directory. Nothing of it stays."""
     name = f"directory {directory}"
+    found, place = takes_files(directory)
+    yield found
+    if place is None:
+        return
+    try:
+        with _Probe(place) as probe:
+            yield _links(name, probe.folder)
+            speed = measure(probe.folder, clock)
+    except OSError as error:
+        yield _not_measured(name, error, MEASURED_BYTES)
+        return
+    yield _speed(name, speed)
+    yield _room(name, place, dump)
+    if dump is not None:
+        yield _time(name, speed, dump)
+
+
+def check_briefly(directory: Path) -> Iterator[Finding]:
+    """Yield what is found of one directory in a fraction of a second: a little is written and synced there. Nothing of it stays."""
+    name = f"directory {directory}"
+    found, place = takes_files(directory)
+    yield found
+    if place is None:
+        return
+    try:
+        with _Probe(place) as probe:
+            yield _speed(name, measure(probe.folder, nbytes=BRIEF_BYTES))
+    except OSError as error:
+        yield _not_measured(name, error, BRIEF_BYTES)
+
+
+def takes_files(directory: Path) -> tuple[Finding, Path | None]:
+    """Return whether files can be made in a directory, and where they can: there, or in the nearest one above that exists. None: nowhere."""
+    name = f"directory {directory}"
     place = next((each for each in (directory, *directory.absolute().parents) if each.exists()), Path("/"))
     try:
         if not place.is_dir():
@@ -78,27 +114,16 @@ def check(
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         found = f"{place} cannot be written: {getattr(cause, 'strerror', None) or cause}"
         do = "Name another one in save_dirs, or correct its permissions and free space"
-        yield Finding(name, FAILED, found, "a directory that takes a checkpoint", do)
-        return
+        return Finding(name, FAILED, found, "a directory that takes a checkpoint", do), None
     missing = "" if place == directory else f"is not there, will be made in {place}; "
-    yield Finding(name, OK, f"{missing}files are written, synced and renamed there")
-    try:
-        with _Probe(place) as probe:
-            yield _links(name, probe.folder)
-            speed = measure(probe.folder, clock)
-    except OSError as error:
-        yield Finding(
-            name,
-            FAILED,
-            f"could not be measured: {error.strerror or error}",
-            "room for a file of 128 MiB",
-            "Make room, or name another directory",
-        )
-        return
-    yield _speed(name, speed)
-    yield _room(name, place, dump)
-    if dump is not None:
-        yield _time(name, speed, dump)
+    return Finding(name, OK, f"{missing}files are written, synced and renamed there"), place
+
+
+def _not_measured(name: str, error: OSError, nbytes: int) -> Finding:
+    found = f"could not be measured: {error.strerror or error}"
+    return Finding(
+        name, FAILED, found, f"room for a file of {size_text(nbytes)}", "Make room, or name another directory"
+    )
 
 
 class _Probe:
@@ -126,11 +151,11 @@ def _links(name: str, folder: Path) -> Finding:
     return judged(f"{name}, links", linked, found, "a file system with hard links", do)
 
 
-def measure(folder: Path, clock: Callable[[], float] = time.perf_counter) -> Speed:
+def measure(folder: Path, clock: Callable[[], float] = time.perf_counter, nbytes: int | None = None) -> Speed:
     """Measure a disk by what a dump does: bytes that do not compress, written and synced, then small files with an fsync each. Raises OSError."""
     chunk, written, began = os.urandom(CHUNK), 0, clock()
     with open(folder / "bytes", "xb", buffering=0) as file:
-        while written < MEASURED_BYTES and clock() - began < MEASURED_S:
+        while written < (MEASURED_BYTES if nbytes is None else nbytes) and clock() - began < MEASURED_S:
             written += file.write(chunk)
         os.fsync(file.fileno())
     took_s = max(1e-9, clock() - began)

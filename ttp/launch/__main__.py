@@ -49,8 +49,10 @@ def _run() -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
     from ttp.config import enabled
-    from ttp.launch.agent import NeverMet, NotEnded, NotStarted
+    from ttp.launch.endings import REQUEUE_EXIT_CODE, Drained, NeverMet, NotEnded, NotStarted
+    from ttp.launch.health.node_health import SickNode
     from ttp.launch.main import main as run
+    from ttp.launch.rendezvous.store_failover import TooFewNodes
 
     try:
         run(fork_servers=fork_servers)
@@ -64,6 +66,11 @@ def _run() -> None:
         sys.exit(f"ttprun: {signalled}")
     except RendezvousClosedError:
         sys.exit(1)  # the reason is in the log
+    except Drained:
+        sys.exit(REQUEUE_EXIT_CODE)  # the reason is in the log
+    except (SickNode, TooFewNodes) as error:
+        print(f"ttprun: error: {error}", file=sys.stderr)
+        sys.exit(REQUEUE_EXIT_CODE)
     except (NeverMet, NotEnded, NotStarted, RendezvousError) as error:
         because = f" ({str(error.__cause__).splitlines()[0]})" if str(error.__cause__ or "") else ""
         print(f"ttprun: error: {error}{because}", file=sys.stderr)

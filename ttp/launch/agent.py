@@ -30,8 +30,11 @@ from ttp.launch.attempts.begin import begin_attempt
 from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.crash_loop import CrashLoop
 from ttp.launch.attempts.signals import ShutdownSignals
+from ttp.launch.endings import Drained, NeverMet, NotEnded, NotStarted
+from ttp.launch.health.seat import Seat
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S
+from ttp.launch.rendezvous.spare_nodes import UnfitSpare
 from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
@@ -61,18 +64,6 @@ One that did reach it leaves after twice as many: unreachable nodes have left by
 SET_CHANGES = "the set of nodes changes (another node's fault, or a joining node)"
 
 
-class NotStarted(RuntimeError):
-    """The workers' program cannot be executed on this node."""
-
-
-class NeverMet(RuntimeError):
-    """The rendezvous completes, but the workers' store is not reachable from every node."""
-
-
-class NotEnded(RuntimeError):
-    """A worker of the last attempt has not ended after SIGKILL: this node cannot take part in another one."""
-
-
 class HoldAgent(LocalElasticAgent):
     """Runs one node's workers, attempt after attempt, and lets the survivors of a fault save before it restarts them.
 
@@ -87,6 +78,7 @@ class HoldAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs, **agent_arguments)
         self._rendezvous_handler = spec.rdzv_handler
         self._launching = launching
+        self.seat = Seat(launching.health, spec.rdzv_handler, launching.reporter)
         self._attempt: Attempt | None = None
         self._signals = ShutdownSignals()
         self._attempt_directory = AttemptDirectory()
@@ -113,15 +105,18 @@ class HoldAgent(LocalElasticAgent):
         """Join the rendezvous before an attempt, and agree on the ranks.
 
         A node that dies meanwhile leaves it incomplete: the others join again. A node whose rendezvous breaks repeatedly leaves, so that the
-        others can continue without it.
+        others can continue without it. One whose health check fails does so before it joins.
         """
         self._leave_if_never_met()
         self._leave_if_not_ended()
+        self.seat.take()
         broken = 0
         while True:
             try:
                 super()._rendezvous(worker_group)
                 return
+            except UnfitSpare as unfit:
+                self.seat.give_up(str(unfit))
             except DistError as error:
                 broken = 1 if self._rendezvous_handler.saw_departure() else broken + 1  # that node may be the cause
                 if broken == BROKEN_ROUNDS:
@@ -193,6 +188,7 @@ class HoldAgent(LocalElasticAgent):
                 forker=self._warm_start,
             )
             self._pids = self._attempt.pids  # another process may take a worker's place
+            self.seat.report_others()
             for taken in self._rendezvous_handler.places_taken:
                 log.warning("%s", taken)
                 if (reporter := self._launching.reporter) is not None:
@@ -261,6 +257,8 @@ class HoldAgent(LocalElasticAgent):
         self._launching.mirror.look(self._attempt_directory.path)
         if not attempt.failed():
             attempt.end_given_up()
+        self.seat.fault(attempt)
+        self._leave_if_drained(attempt)
         if attempt.failed():
             if attempt.hold():
                 return RunResult(state=WorkerState.HEALTHY)  # all that failed were replaced: no restart
@@ -284,6 +282,16 @@ class HoldAgent(LocalElasticAgent):
             end_line.write(root)
         self._decide_restart(attempt, result, worker_group.spec.max_restarts)
         return result
+
+    def _leave_if_drained(self, attempt: Attempt) -> None:
+        """Have all nodes save at the next step boundary, and raise Drained, if this node was asked to leave."""
+        asked = self._rendezvous_handler.drain
+        if asked and attempt.living() and attempt.has_controller and not attempt.failed():
+            why = f"{socket.gethostname()} is drained: {asked}"
+            self._rendezvous_handler.announce_leave(why)
+            attempt.drain(why)
+            if not attempt.succeeded():
+                raise Drained(why)
 
     def _drained_for_node(self, attempt: Attempt) -> bool:
         """Where a node waits to join, have the workers save and exit. False: no node waits, or the job completed before."""
@@ -432,6 +440,7 @@ class HoldAgent(LocalElasticAgent):
         """Log in one line what happened and what follows, with the root cause's traceback where the console has none.
         Back off in a crash loop, and allow no restart after a failure that would repeat."""
         what = attempt.outcome()
+        self.seat.fault(attempt)  # ranks that hung have ended now
         root = next(iter(result.failures), None)
         attempt.raised = recorded_by(result.failures)
         if root is not None and (raised := exception_text(result.failures[root])):

@@ -99,6 +99,14 @@ def make_parser() -> ArgumentParser:
         help="command that is run for each event of the job, with the event as a line of JSON on its stdin (default: none)",
     )
     group.add_argument(
+        "--health-check",
+        "--health_check",
+        default="",
+        metavar="COMMAND",
+        help="command that looks whether this node is fit for ranks, before it joins and after each fault on it: an exit status other than 0"
+        " excludes the node; `builtin` names TTP's own checks (default: none)",
+    )
+    group.add_argument(
         "--status-port",
         "--status_port",
         type=whole(most=65535),

@@ -44,6 +44,9 @@ from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
 from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers, warn_of_taken_port
+from ttp.launch.endings import Drained
+from ttp.launch.health.check_command import split_check
+from ttp.launch.health.node_health import NodeHealth, SickNode
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous.choose import check_spare_node, make_rendezvous, plain_endpoint
@@ -63,7 +66,7 @@ log = logging.getLogger("ttp.launch")
 def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
     """Run a job on this node, as `torchrun` does: return when it has succeeded, raise ChildFailedError (exit code 1) when it has failed.
     `fork_servers`: fork the workers; they were started before torch was imported here."""
-    identities = copies = events = None
+    identities = copies = events = health = None
     try:
         use_ttp = enabled()
         parser = make_parser()
@@ -87,6 +90,7 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         if settings.status_token_file:
             page_access.read_token(Path(settings.status_token_file))
         event_words = split_command(args.on_event) if args.on_event and use_ttp else []
+        check_words = split_check(args.health_check) if args.health_check and use_ttp else []
         if settings.mirror:
             check_mirror(settings.mirror)
         _log_to_stderr()
@@ -116,10 +120,12 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         identities = make_identities(settings)
         copies = make_copies()
         events = EventCommand(event_words) if event_words else None
+        health = NodeHealth(check_words) if check_words else None
         launching = replace(
             make_launching(settings, args, config.run_id, fork_servers, events),
             identities=identities,
             copies=copies,
+            health=health,
             secret=source.read if settings.tls else None,
             require_secret=settings.require_secret,
         )
@@ -129,7 +135,7 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         raise SystemExit(2) from None
     finally:
         with ExitStack() as closing:  # the events last: they may wait, and a second Ctrl-C then skips nothing
-            for each in (events, fork_servers, identities, copies):
+            for each in (events, fork_servers, identities, copies, health):
                 if each is not None:
                     closing.callback(each.close)
 
@@ -238,7 +244,11 @@ def launch(
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = without_ignored(config.signals_to_handle)
     try:
         handler = make_rendezvous(
-            config, spare_node=launching.spare_node, secret=launching.secret, require_secret=launching.require_secret
+            config,
+            spare_node=launching.spare_node,
+            secret=launching.secret,
+            require_secret=launching.require_secret,
+            health=launching.health,
         )
     except ConfigError:
         raise
@@ -280,6 +290,15 @@ def launch(
         log.error("%s", reason)
         events.record(agent.get_event_failed(), event_log)
         raise
+    except Drained as error:
+        ended, reason = "left the job", str(error)
+        handler.leave(reason)
+        events.record(agent.get_event_succeeded(), event_log)
+        raise
+    except SickNode as error:
+        ended, reason = "left the job: this node is sick", str(error)
+        events.record(agent.get_event_failed(), event_log)
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         handler.leave(f"{here}: {reason}")
@@ -290,6 +309,7 @@ def launch(
             try:
                 launching.mirror.finish()
             finally:
+                agent.seat.report_others()
                 if launching.reporter is not None:
                     launching.reporter.finish(ended, reason)
         finally:  # a signal may have come there

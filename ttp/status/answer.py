@@ -200,5 +200,7 @@ class JobView:
     """Null: no loss is known."""
     page: str = ""
     """The address of the status page, if one is served now."""
+    excluded: list[str] = field(default_factory=list)
+    """Nodes that take no part any more as their health checks failed, each with the reason."""
     notes: list[str] = field(default_factory=list)
     """What could not be asked or read, one line each."""

@@ -82,6 +82,8 @@ class History:
     """Attempt -> what its fault has cost."""
     use: TimeUse | None = None
     """What the launcher has summed up at the job's end."""
+    excluded: tuple[str, ...] = ()
+    """Nodes whose health checks failed, each with the reason."""
 
     @property
     def last_step(self) -> int | None:
@@ -275,6 +277,7 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
     faults = sorted([*faults, *reported.values()], key=lambda fault: fault.unix_s)
     ends = {int(line["start"]): line for line in job if line["event"] == "fault"}
     again = {int(line["start"]): int(line["steps"]) for line in since if line["event"] == "again"}
+    sick = [f"{line['node']}: {line['reason']}" for line in since if line["event"] == "sick_node"]
     following = str(job[-1]["next"]) if job and job[-1]["event"] == "fault" else ""
     return History(
         attempts=tuple(attempts),
@@ -285,6 +288,7 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
         times=_times(attempts, ends, over, ended),
         losses=_losses(faults, again),
         use=read_use(ended["time_use"]) if ended is not None and ended.get("time_use") else None,
+        excluded=tuple(dict.fromkeys(sick)),
     )
 
 

@@ -77,6 +77,7 @@ def look(
         faults=[*reversed(found.faults)],
         checkpoints=checkpoints,
         page=place.url if place is not None else "",
+        excluded=[*known.excluded],
         notes=[*known.notes, *([reply.error] if reply.error else []), *unseen, *unread],
     )
     return found if all_ranks else shortened(found)

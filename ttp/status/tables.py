@@ -75,6 +75,8 @@ def _lines(status: JobView) -> Iterable[tuple[str, str | Text]]:
     yield "survives", status.survives
     if status.coverage is not None:
         yield "coverage", coverage_text(status.coverage)
+    for each in status.excluded:
+        yield "sick", each
     if status.end is not None:
         end = status.end
         yield "ended", f"{time_text(end.unix_s)}: {end.result}" + (f": {end.why}" if end.why else "")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from ttp.launch.arguments import make_parser
+from ttp.launch.endings import REQUEUE_EXIT_CODE
 
 MANIFEST = Path(__file__).resolve().parents[3] / "examples" / "kubernetes" / "job.yaml"
 VERSIONS = ("1.31", "1.37")
@@ -28,6 +29,15 @@ def test_every_document_follows_the_schema_of_its_kind(version: str) -> None:
         kubernetes_validate.validate(document, version, strict=True)
         kinds.append(document["kind"])
     assert kinds == ["Service", "Job"]
+
+
+def test_a_pod_that_asks_to_be_started_again_is_replaced_and_not_counted() -> None:
+    """Exit code 75 of its ttprun; any other counts as a failure."""
+    _, job = documents()
+    (rule,) = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    expected = {"containerName": container["name"], "operator": "In", "values": [REQUEUE_EXIT_CODE]}
+    assert (rule["action"], rule["onExitCodes"]) == ("Ignore", expected)
 
 
 def test_the_schema_finds_a_misspelt_field() -> None:

@@ -92,7 +92,7 @@ _INTERNAL = {
 def test_every_command_is_listed_and_nothing_else_is() -> None:
     """Those of `ttp`, of `ttp ckpt` and of `ttp chaos`, with the line that `--help` has of each, and every module that can be started."""
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.*?) \|", COMMANDS, re.MULTILINE))
-    alone = {f"ttp {name}": cli.TOOLS[name].summary for name in ("status", "doctor")}
+    alone = {f"ttp {name}": cli.TOOLS[name].summary for name in ("status", "drain", "doctor")}
     assert {name: rows.get(name) for name in alone} == alone
     expected = {"ttprun", *alone}
     for tool, parser in (("ckpt", ttp.checkpoint.cli.main.parser()), ("chaos", ttp.chaos.cli.parser())):

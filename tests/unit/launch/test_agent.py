@@ -21,8 +21,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.unit.launch.test_fresh_store import FixedNodes
 from ttp.launch import agent as agent_module
-from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent, NeverMet, NotEnded, NotStarted
+from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent
 from ttp.launch.attempts.context import LaunchContext, Workers
+from ttp.launch.endings import NeverMet, NotEnded, NotStarted
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
 from ttp.launch.report.exit_status import Recorded

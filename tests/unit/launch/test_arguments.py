@@ -27,6 +27,8 @@ from ttp.launch.rendezvous.choose import store_host
 from ttp.launch.rendezvous.topology import choose_rendezvous
 
 OWN_FLAGS = [
+    "--health-check",
+    "--health_check",
     "--on-event",
     "--on_event",
     "--preload",
@@ -62,6 +64,7 @@ OWN_DEFAULTS: dict[str, object] = {
     "ttp_futile_starts": 3,
     "ttp_story": None,
     "on_event": "",
+    "health_check": "",
     "status_port": None,
     "status_token_file": None,
     "preload": [],

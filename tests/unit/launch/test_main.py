@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from ttp.launch.report.reporter import Reporter
 
 class Ended:
     """An agent whose workers have all succeeded."""
+
+    seat = SimpleNamespace(report_others=lambda: None)
 
     def run(self) -> RunResult:
         return RunResult(state=WorkerState.SUCCEEDED, return_values={0: None})

@@ -34,7 +34,7 @@ SAVED_KEYS = ["step", "path", "bytes", "ranks"]
 END_KEYS = [
     "unix_s", "event", "launch", "result", "starts", "faults", "notices", "false_alarms", "saved_steps", "steps_lost", "unknown_losses",
     "lost_s", "lasted_s", "untold_starts", "why", "lasted_since", "protected", "steps_again",
-    "ended_in_fault", "last", "mirror", "recovered", "time_use",
+    "ended_in_fault", "last", "mirror", "recovered", "excluded", "time_use",
 ]  # fmt: skip
 KILLED_AT_S = float(journal("killed")[-1]["unix_s"])
 

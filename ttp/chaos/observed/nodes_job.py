@@ -37,21 +37,24 @@ class NodesJob(Observed):
         *,
         nnodes: str = "",
         stores: Sequence[Node] = (),
+        spares: Sequence[Node] = (),
         overrides: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
         own_checkpoints: bool = False,
     ) -> None:
-        """nnodes: MIN:MAX (default: all). stores: the nodes that may hold the rendezvous' store, in order (default: all).
+        """nnodes: MIN:MAX (default: all but the spares). stores: the nodes that may hold the rendezvous' store, in order (default: all). spares: those
+        of the nodes that wait as spares.
         own_checkpoints: every node has a disk of its own for `output_dir/checkpoints`."""
         super().__init__(output_dir)
         self.nodes = tuple(nodes)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         """The last agent of each node, by the node's name."""
         self._own_checkpoints = own_checkpoints
+        self._spares = {node.name for node in spares}
         endpoint = ",".join(f"{node.name}:{PORT}" for node in stores or nodes)
         self._command = [
-            *(sys.executable, "-m", "ttp.launch", "--nnodes", nnodes or str(len(nodes))),
+            *(sys.executable, "-m", "ttp.launch", "--nnodes", nnodes or str(len(nodes) - len(spares))),
             *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
             *("--rdzv-id", "nodes", "--rdzv-conf", RENDEZVOUS, *launcher, "-m", "ttp.trainer", "--config", "gpt_tiny"),
             *("--training_config.output_dir", str(output_dir), *overrides),
@@ -86,7 +89,10 @@ class NodesJob(Observed):
             own.mkdir(parents=True, exist_ok=True)
             private = {shared: own}
         with open(self._console(node), "ab", opener=files.opener) as console:
-            self.agents[node.name] = node.popen(self._command, environ=self._environ, private=private, output=console)
+            command = list(self._command)
+            if node.name in self._spares:
+                command.insert(command.index("--nnodes"), "--spare-node")
+            self.agents[node.name] = node.popen(command, environ=self._environ, private=private, output=console)
 
     def disk(self, node: Node) -> Path:
         """Return where this node's own checkpoint folder is, seen from outside."""

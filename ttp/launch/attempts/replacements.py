@@ -21,6 +21,7 @@ from ttp.fork_server.request import NotForked
 from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.faults import Faults
 from ttp.launch.attempts.identities import Identities
+from ttp.launch.health.node_health import NodeHealth
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.links.controller_shutdown import is_controller
 from ttp.launch.report.reporter import Reporter
@@ -82,8 +83,10 @@ class Replacements:
         identities: Identities | None,
         copies: Copies | None,
         reporter: Reporter | None,
+        health: NodeHealth | None = None,
     ) -> None:
-        """`pids`: the workers, by rank, which are changed here. `forker`: None: they cannot be forked. `nodes`: how many take part."""
+        """`pids`: the workers, by rank, which are changed here. `forker`: None: they cannot be forked. `nodes`: how many take part. `health`: no
+        process is started on a node whose check fails."""
         self._pids = pids
         self._forker = forker
         self._nodes = nodes
@@ -95,6 +98,7 @@ class Replacements:
         self._identities = identities
         self._copies = copies
         self._reporter = reporter
+        self._health = health
         self._orders: SimpleQueue[Replace | None] = SimpleQueue()
         self._first: list[ForkedChild] = []
         """Processes that were replaced, whose sessions are not swept yet."""
@@ -239,6 +243,7 @@ class Replacements:
         if self._controller.sent_away_monotonic_s is not None:
             raise _Refused("the ranks were ordered to exit")
         begun_s = self._end_first(order)
+        self._refuse_if_sick(begun_s)
         try:
             if self._identities is not None:
                 self._identities.starting()
@@ -275,6 +280,17 @@ class Replacements:
             if time.monotonic() >= until_s:
                 raise _Refused(f"process {now} of rank {rank} has not ended within {END_S:g} s")
         return self._watch.deaths()[rank].seen_monotonic_s
+
+    def _refuse_if_sick(self, begun_s: float) -> None:
+        """Wait for a verdict on this node that is newer than the end of the process. Raises _Refused."""
+        if self._health is None:
+            return
+        self._health.begin(begun_s)
+        while (sick := self._health.wait(LOOK_S)) is None:
+            if self._stopped or self._controller.sent_away_monotonic_s is not None:
+                raise _Refused(self._stopped or "the ranks were ordered to exit while this node's health was checked")
+        if sick:
+            raise _Refused(f"this node is sick: {sick}")
 
     def _clean_up(self) -> None:
         """End what the replaced processes have left in their sessions (data loaders, tools), and reap them."""

@@ -28,22 +28,28 @@ from ttp.launch.rendezvous.job_secret import NONE, UNSAFE, JobSecret, Read
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
 from ttp.launch.rendezvous.one_node import OneNode
 from ttp.launch.rendezvous.sealed_state import make_c10d
+from ttp.launch.rendezvous.spare_nodes import Health
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 log = logging.getLogger("ttp.launch")
 
 
 def make_rendezvous(
-    config: LaunchConfig, *, spare_node: bool = False, secret: Read | None = None, require_secret: bool = False
+    config: LaunchConfig,
+    *,
+    spare_node: bool = False,
+    secret: Read | None = None,
+    require_secret: bool = False,
+    health: Health | None = None,
 ) -> FreshStoreRendezvous:
     """Make torch's handler for the chosen backend, in the wrapper that gives each attempt a fresh store. `spare_node`: this node waits until
     the job has lost another one (`check_spare_node` has accepted that). `secret`: see JobSecret; `require_secret`: several nodes must be given
-    one. Raises ConfigError, ValueError (torch's, for values that it rejects), RendezvousError."""
+    one; `health`: checks a spare before it takes a place. Raises ConfigError, ValueError (torch's, for values that it rejects), RendezvousError."""
     job_secret = JobSecret(config.run_id, secret)
     if config.max_nodes > 1:
         _check_secret(job_secret, require_secret)
     if has_places(config.rdzv_backend, config.rdzv_endpoint, _store_type(config)):
-        failover = make_failover(config, spare_node=spare_node, secret=job_secret)
+        failover = make_failover(config, spare_node=spare_node, secret=job_secret, health=health)
         return FreshStoreRendezvous(
             failover,
             store_host(config),
@@ -170,7 +176,7 @@ def check_spare_node(args: Namespace) -> None:
 
 
 def make_failover(
-    config: LaunchConfig, *, spare_node: bool = False, secret: JobSecret | None = None
+    config: LaunchConfig, *, spare_node: bool = False, secret: JobSecret | None = None, health: Health | None = None
 ) -> FailoverRendezvous:
     """Make the handler that survives the loss of its store. Raises ConfigError for invalid endpoints, ValueError for an invalid value in
     --rdzv-conf."""
@@ -190,6 +196,7 @@ def make_failover(
         join_timeout_s=_seconds(config, "join_timeout", 600),
         node=config.local_addr or socket.gethostname(),
         spare_node=spare_node,
+        health=health,
     )
 
 

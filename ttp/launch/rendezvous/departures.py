@@ -4,20 +4,39 @@
     ttp/left/<run id>/<n>    `node-b: ...`, the n-th node's reason
     ttp/over/<run id>        the reason of the node that has closed the rendezvous for all
     ttp/succeeded/<run id>   a node on which the job has succeeded
+    ttp/sick/<run id>        how many nodes have been excluded so far, because their health checks failed
+    ttp/sick/<run id>/<n>    the n-th of them as JSON: its name, and the reason
+    ttp/drain/<run id>/<n>   why the agent with the n-th entry (`spare_nodes.py`) shall leave at a step boundary
 
 and, in the workers' store of an attempt, which a static job's node 0 reads before it waits for the others again:
 
     ttp/nodes/failed         the reason of a node that cannot restart
 
-The count has no seal (`sealed_store.py`): where another program has changed it, a node's reason is written where it is not read, and its
+The counts have no seal (`sealed_store.py`): where another program has changed one, a node's reason is written where it is not read, and its
 departure is found out as that of a node that was lost. Owns the keys. Every call may wait for the store, and raises RuntimeError when it is lost. Never handles that: the caller does.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass
+
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ttp.inputs import checked
+
 FAILED = "ttp/nodes/failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A node that takes no part in the job any more, and why."""
+
+    node: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.reason}"
 
 
 def failed_for_good(job_store: Store) -> str:
@@ -38,6 +57,40 @@ def departures_after(store: Store, run_id: str, number: int) -> tuple[str, ...]:
     while store.check([key := f"{_left(run_id)}/{number + len(found) + 1}"]):
         found.append(store.get(key).decode())
     return tuple(found)
+
+
+def publish_excluded(store: Store, run_id: str, excluded: Excluded) -> None:
+    """Publish that this node is sick, and why: the others do without it."""
+    number = int(store.add(_sick(run_id), 1))
+    store.set(f"{_sick(run_id)}/{number}", json.dumps(asdict(excluded)))
+
+
+def excluded_after(store: Store, run_id: str, number: int) -> tuple[Excluded, ...]:
+    """Return the nodes that were excluded after the `number`-th, in order, up to the first that is not written yet."""
+    found: list[Excluded] = []
+    while store.check([key := f"{_sick(run_id)}/{number + len(found) + 1}"]):
+        found.append(_decoded(store.get(key)))
+    return tuple(found)
+
+
+def ask_to_leave(store: Store, run_id: str, number: int, why: str) -> None:
+    """Ask the agent with that entry to leave at the next step boundary."""
+    store.set(_drain(run_id, number), why)
+
+
+def asked_to_leave(store: Store, run_id: str, number: int) -> str:
+    """Return why the agent with that entry was asked to leave; empty: it was not."""
+    key = _drain(run_id, number)
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _decoded(entry: bytes) -> Excluded:
+    """Return an entry; of one that another program has written, that much: those after it must be found."""
+    try:
+        fields = checked.mapping(json.loads(entry), "entry")
+        return Excluded(*(checked.string(*checked.field(fields, name, "")) for name in ("node", "reason")))
+    except (ValueError, RecursionError):
+        return Excluded("a node", "its entry in the rendezvous store cannot be read")
 
 
 def publish_over(store: Store, run_id: str, why: str) -> None:
@@ -62,6 +115,14 @@ def succeeded(store: Store, run_id: str) -> bool:
 
 def _left(run_id: str) -> str:
     return f"ttp/left/{run_id}"
+
+
+def _drain(run_id: str, number: int) -> str:
+    return f"ttp/drain/{run_id}/{number}"
+
+
+def _sick(run_id: str) -> str:
+    return f"ttp/sick/{run_id}"
 
 
 def _over(run_id: str) -> str:

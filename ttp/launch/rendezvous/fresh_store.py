@@ -337,6 +337,28 @@ class FreshStoreRendezvous(RendezvousHandler):
         """Return why another node has ended the job; empty: none has, or the handler does not support it."""
         return self._inner.failed_elsewhere() if isinstance(self._inner, FailoverRendezvous) else ""
 
+    def take_excluded(self) -> list[departures.Excluded]:
+        """Return the nodes that were excluded since the last call, as far as they are known here."""
+        return self._inner.take_excluded() if isinstance(self._inner, FailoverRendezvous) else []
+
+    def exclude(self, reason: str) -> bool:
+        """Leave because this node is sick, and keep the rendezvous open for the other nodes; return whether the handler can tell them why."""
+        self._server = None
+        if not isinstance(self._inner, FailoverRendezvous):
+            return False
+        self._inner.exclude(reason)
+        return True
+
+    @property
+    def drain(self) -> str:
+        """Why this node shall leave at a step boundary; empty: it was not asked to, or the handler does not support it."""
+        return self._inner.drain if isinstance(self._inner, FailoverRendezvous) else ""
+
+    def announce_leave(self, why: str) -> None:
+        """Publish why this node will leave, where the handler supports it. `leave` must follow."""
+        if isinstance(self._inner, FailoverRendezvous):
+            self._inner.announce_leave(why)
+
     def leave(self, why: str) -> None:
         """Leave, and keep the rendezvous open for the other nodes; publish why where the handler supports it."""
         self._server = None

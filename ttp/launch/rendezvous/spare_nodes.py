@@ -13,6 +13,8 @@ has reaped its workers, and renews its entry until then, so that a node whose pr
 
 Owns the entries and that decision. torch's handler does the rendezvous itself, under a new epoch (`multi_endpoint.py`): the lost node is still a
 participant of the old one. Calls to the store raise RuntimeError when it is lost.
+
+A node whose health check fails has left as well. Where that is before the job's first attempt, its place is free too: no other node would come.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
@@ -41,7 +44,7 @@ all of them in turn. It matters only while another agent of the job waits for it
 MOST_AGENTS = 10_000
 """So many entries are read: those of a job's nodes, and of the agents that were started again."""
 
-JOINING, RUNNING, SPARE, LEFT = "joining", "running", "spare", "left"
+JOINING, RUNNING, SPARE, LEFT, SICK = "joining", "running", "spare", "left", "sick"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +63,11 @@ class Agent:
     """Of how many nodes that was."""
     epoch: int = 0
     """The epoch of the store under which they met."""
+    place: int = 0
+    """The number of the agent whose place this one, a spare before, has taken; 0: none's, or it is not known."""
 
 
-_NUMBERS = ("number", "beat", "start", "size", "epoch")
+_NUMBERS = ("number", "beat", "start", "size", "epoch", "place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,10 @@ class Entry:
     def met(self, start: int, size: int, epoch: int) -> None:
         """Note the attempt that all nodes have joined."""
         self.agent = replace(self.agent, start=start, size=size, epoch=epoch)
+
+    def took(self, place: int) -> None:
+        """Note whose place this node, a spare, has taken."""
+        self.agent = replace(self.agent, place=place)
 
     def renew(self, store: Store, place: Endpoint, state: str) -> None:
         """Write the entry; in a store that has none of this agent's, under the next number."""
@@ -137,7 +146,7 @@ class Silence:
             if beat != agent.beat:
                 since_s = now_s
             self._renewed[agent.number] = (agent.beat, since_s)
-            if agent.state == LEFT or now_s - since_s >= self._lost_s:
+            if agent.state in (LEFT, SICK) or now_s - since_s >= self._lost_s:
                 lost.add(agent.number)
         return lost
 
@@ -147,16 +156,20 @@ def place_to_take(agents: Sequence[Agent], lost: Collection[int], own: int) -> A
     for it."""
     here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
     latest = max(here, key=lambda agent: agent.start, default=None)
-    if latest is None or latest.start < 0:
-        return None  # before the first attempt, and when none of the job's nodes remains
+    spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
+    if latest is None or latest.start < 0:  # before the first attempt, and when none of the job's nodes remains
+        taken = {agent.place for agent in agents if agent.number not in lost}
+        seated = [agent for agent in agents if agent.state == SICK and agent.start < 0 and not agent.place]
+        free = [agent for agent in seated if agent.number not in taken]
+        return next((sick for sick, spare in zip(free, spares, strict=False) if spare == own and here), None)
     if not any(agent.state == JOINING and agent.start == latest.start for agent in here):
         return None  # the job runs
     missing = latest.size - len(here)  # a node that was started again is here too
-    spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
     if own not in spares or (turn := spares.index(own)) >= missing:
         return None
     gone = [agent for agent in agents if agent.start == latest.start and agent.number in lost][-missing:]
-    return replace(latest, node=gone[turn].node if turn < len(gone) else "a lost node")
+    name, number = (gone[turn].node, gone[turn].number) if turn < len(gone) else ("a lost node", 0)
+    return replace(latest, node=name, number=number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +179,33 @@ class _View:
     succeeded: bool
 
 
-def wait_for_place(stores: Stores, run_id: str, entry: Entry, silence_s: float) -> PlaceTaken:
-    """Wait until the job needs this node; return whose place it takes.
+class Health(Protocol):
+    """This node's health check."""
 
-    Raises RendezvousGracefulExitError when the job has succeeded, RendezvousClosedError when it has failed, RendezvousTimeoutError when a job that
+    def begin(self, since_monotonic_s: float) -> None:
+        """Have the node checked, unless a check has begun since then. Returns at once."""
+
+    def verdict(self) -> str | None:
+        """Return why this node is sick, empty: it is not; None: not known yet."""
+
+
+class UnfitSpare(Exception):
+    """This spare's health check has failed when the job needed it; its text is the reason."""
+
+
+def wait_for_place(
+    stores: Stores, run_id: str, entry: Entry, silence_s: float, health: Health | None = None
+) -> PlaceTaken:
+    """Wait until the job needs this node; return whose place it takes. `health`: it is checked anew before it takes one, which no other spare
+    takes meanwhile.
+
+    Raises UnfitSpare, RendezvousGracefulExitError when the job has succeeded, RendezvousClosedError when it has failed, RendezvousTimeoutError when a job that
     was there has not been seen for `silence_s`. Before, there is no time limit.
     """
     where = ", ".join(map(str, stores.endpoints))
     log.info("waiting as a spare node for job %r at %s, without a time limit", run_id, where)
     lost_s = LOST_S + CONNECT_S * (len(stores.endpoints) - 1)
-    silence, seen_s, moved_s = Silence(lost_s), 0.0, 0.0
+    silence, seen_s, moved_s, needed_s = Silence(lost_s), 0.0, 0.0, 0.0
     before: Endpoint | None = None
     while True:
         place = stores.find_in_use()
@@ -196,15 +226,29 @@ def wait_for_place(stores: Stores, run_id: str, entry: Entry, silence_s: float) 
                 seen_s = now_s
             # After a move the agents come to the new store one by one.
             taken = place_to_take(view.agents, lost, entry.agent.number) if now_s - moved_s >= lost_s else None
-            if taken is not None:
+            needed_s = (needed_s or now_s) if taken is not None else 0.0
+            if taken is not None and _is_fit(health, needed_s):
                 log.warning("%s", PlaceTaken(entry.agent.node, taken.node))
-                stores.begin_anew(place, taken.epoch)
+                entry.took(taken.number)
+                if taken.start >= 0:  # else they have not met: there is nothing to begin anew
+                    stores.begin_anew(place, taken.epoch)
                 return PlaceTaken(entry.agent.node, taken.node)
         if seen_s and now_s - seen_s > silence_s:
             raise RendezvousTimeoutError(
                 f"no node of the job {run_id!r} was seen at {where} for {silence_s:.0f} s (--rdzv-conf join_timeout)"
             )
         time.sleep(ROUND_S)
+
+
+def _is_fit(health: Health | None, needed_s: float) -> bool:
+    """Return whether this node has passed a check since it is needed. Raises UnfitSpare."""
+    if health is None:
+        return True
+    health.begin(needed_s)
+    sick = health.verdict()
+    if sick:
+        raise UnfitSpare(sick)
+    return sick is not None
 
 
 def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint) -> _View:

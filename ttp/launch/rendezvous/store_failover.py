@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ttp.launch.rendezvous import departures
 from ttp.launch.rendezvous.bounded_call import BoundedCall
+from ttp.launch.rendezvous.departures import Excluded
 from ttp.launch.rendezvous.job_secret import OtherSecret
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Window
 from ttp.launch.rendezvous.sealed_state import StateRefused
@@ -31,8 +32,10 @@ from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
     LEFT,
     RUNNING,
+    SICK,
     SPARE,
     Entry,
+    Health,
     PlaceTaken,
     read_agents,
     wait_for_place,
@@ -46,6 +49,12 @@ FIRST_PATIENCE_S = 30.0
 """How long a new job waits for the first endpoint of the list before it opens another one."""
 CLOSE_S = 10.0
 """How long the store may take for each of the last calls; after one without an answer there are no more."""
+EXCLUDE_S = 30.0
+"""How long a node that is sick before it has joined looks for a store to publish it in: another node may have to open one first."""
+
+
+class TooFewNodes(RendezvousTimeoutError):
+    """A job that ran, or that has excluded sick nodes, has too few nodes left: it asks to be started again, with others."""
 
 
 class FailoverRendezvous(RendezvousHandler):
@@ -60,15 +69,17 @@ class FailoverRendezvous(RendezvousHandler):
         join_timeout_s: float,
         node: str = "",
         spare_node: bool = False,
+        health: Health | None = None,
     ) -> None:
         """`make(place)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch. `node`: this node's name.
-        `spare_node`: it joins when the job has lost another node."""
+        `spare_node`: it joins when the job has lost another node, and has passed its `health` check then."""
         self._stores = stores
         self._make = make
         self._run_id = run_id
         self._join_timeout_s = join_timeout_s
         self._entry = Entry(run_id, node)
         self._spare_node = spare_node
+        self._health = health
         self._secret = stores.secret
         self.took_place: PlaceTaken | None = None
         """Whose place this node, a spare, takes in the next attempt."""
@@ -83,13 +94,21 @@ class FailoverRendezvous(RendezvousHandler):
         """By endpoint, how many departures this node has read there, those before its own time included."""
         self._departed_before = 0
         """The same when it began to join: a node that has left since may be counted in the rendezvous."""
-        self._departure_seen = False
+        self._departure_seen = self._announced = False
+        self._excluded_read: dict[Endpoint, int] = {}
+        """By endpoint, how many of its excluded nodes this one has read."""
+        self._excluded: list[Excluded] = []
+        """All of them, in order, each once."""
+        self._not_taken = 0
+        """From which on they have not been returned."""
 
     def wait_as_spare(self) -> None:
-        """On a spare node, wait until the job has lost another node; then this one is as any other. Raises RendezvousError, see
+        """On a spare node, wait until the job has lost another node; then this one is as any other. Raises RendezvousError and UnfitSpare, see
         `wait_for_place`."""
         if self._spare_node:
-            self.took_place = wait_for_place(self._stores, self._run_id, self._entry, self._join_timeout_s)
+            self.took_place = wait_for_place(
+                self._stores, self._run_id, self._entry, self._join_timeout_s, self._health
+            )
             self._spare_node = False
 
     def met(self, start: int, size: int) -> None:
@@ -98,7 +117,8 @@ class FailoverRendezvous(RendezvousHandler):
         self._entry.met(start, size, self._epoch)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round at the endpoint in use. Raises RendezvousTimeoutError, RendezvousClosedError (why the job is over), OtherSecret."""
+        """Join the next round at the endpoint in use. Raises RendezvousTimeoutError (TooFewNodes where another allocation may help),
+        RendezvousClosedError (why the job is over), OtherSecret."""
         why = self._waiting.over if self._waiting is not None else ""
         self._stop_polling()
         if why:
@@ -109,8 +129,10 @@ class FailoverRendezvous(RendezvousHandler):
             if left_s <= 0:
                 where = ", ".join(map(str, self._stores.endpoints))
                 why = self._stores.trouble() or "all endpoints answer. Check that every node was started"
-                raise RendezvousTimeoutError(
-                    f"too few nodes joined within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}"
+                sick = f"; excluded: {'; '.join(map(str, self._excluded))}" if self._excluded else ""
+                kind = TooFewNodes if sick or self._entry.agent.start >= 0 else RendezvousTimeoutError
+                raise kind(
+                    f"too few nodes joined within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}{sick}"
                 )
             first = self._stores.epoch == 0
             place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
@@ -127,6 +149,7 @@ class FailoverRendezvous(RendezvousHandler):
                     self._drop,
                     epoch=self._epoch,
                     renew=functools.partial(self._entry.renew, place=place, state=RUNNING),
+                    drain=self._asked_to_leave,
                 )
                 return joined
             if not self._anew:
@@ -200,17 +223,31 @@ class FailoverRendezvous(RendezvousHandler):
         """Log why nodes have left, except for those that left before this one joined."""
         before = self._departed.get(place)
 
-        def read(store: Store) -> tuple[str, ...]:
-            self._entry.renew(store, place, JOINING)
-            return departures.departures_after(store, self._run_id, before or 0)
+        known = self._excluded_read.get(place, 0)
 
-        reasons = self._stores.ask(place, read, within_s)
-        if reasons is None:
+        def read(store: Store) -> tuple[tuple[str, ...], tuple[Excluded, ...]]:
+            self._entry.renew(store, place, JOINING)
+            reasons = departures.departures_after(store, self._run_id, before or 0)
+            return reasons, departures.excluded_after(store, self._run_id, known)
+
+        found = self._stores.ask(place, read, within_s)
+        if found is None:
             return
+        reasons, excluded = found
+        self._excluded_read[place] = known + len(excluded)
+        for each in excluded:
+            if each not in self._excluded:  # the same entry may be in the store before
+                self._excluded.append(each)
+                log.warning("a node is excluded: %s", each)
         self._departed[place] = (before or 0) + len(reasons)
         if before is not None:
             _log_departures(reasons)
             self._departure_seen = self._departure_seen or bool(reasons)
+
+    def take_excluded(self) -> list[Excluded]:
+        """Return the nodes that were excluded, as far as this one has read, and that no earlier call has returned."""
+        found, self._not_taken = self._excluded[self._not_taken :], len(self._excluded)
+        return found
 
     def saw_departure(self) -> bool:
         """Return whether a node has left since the last call."""
@@ -259,6 +296,22 @@ class FailoverRendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
+    def _asked_to_leave(self, store: Store) -> str:
+        return departures.asked_to_leave(store, self._run_id, self._entry.agent.number)
+
+    @property
+    def drain(self) -> str:
+        """Why this node shall leave at a step boundary (`ttp drain`); empty: it was not asked to."""
+        return self._waiting.drain if self._waiting is not None else ""
+
+    def announce_leave(self, why: str) -> None:
+        """Publish why this node will leave, before its ranks have ended: the others' save the same step, and meet anew. `leave` must follow."""
+        if self._place is not None and not self._announced:
+            published = self._stores.ask(
+                self._place, lambda store: departures.publish_departure(store, self._run_id, why), CLOSE_S
+            )
+            self._announced = published is not None
+
     def leave(self, why: str) -> None:
         """Publish why this node leaves, if the store is reachable, and keep the rendezvous open for the others."""
         self._stop_polling()
@@ -266,12 +319,35 @@ class FailoverRendezvous(RendezvousHandler):
             place = self._place
 
             def publish(store: Store) -> None:
-                departures.publish_departure(store, self._run_id, why)
+                if not self._announced:
+                    departures.publish_departure(store, self._run_id, why)
                 self._entry.renew(store, place, LEFT)
 
             self._stores.ask(place, publish, CLOSE_S)
             self._stores.linger(place)
         self._place = self._inner = None
+
+    def exclude(self, reason: str) -> None:
+        """Publish that this node is sick, and keep the rendezvous open for the others. A node that has not joined yet waits for a store in use,
+        for EXCLUDE_S at most."""
+        self._stop_polling()
+        place, until_s, joined = self._place, time.monotonic() + EXCLUDE_S, self._place is not None
+        while place is None and (place := self._stores.find_in_use()) is None and time.monotonic() < until_s:
+            time.sleep(ROUND_S)
+        self._place = self._inner = None
+        if place is None or self._stores.hangs(place):
+            log.warning("no rendezvous store answers: the other nodes do not learn that this one is excluded")
+            return
+        excluded, found = Excluded(self._entry.agent.node, reason), place
+
+        def publish(store: Store) -> None:
+            departures.publish_excluded(store, self._run_id, excluded)
+            if joined:  # else no rendezvous counts this node, and the others need not meet again
+                departures.publish_departure(store, self._run_id, f"{excluded.node} is sick")
+            self._entry.renew(store, found, LEFT if self._spare_node else SICK)  # a spare has no place that were free
+
+        self._stores.ask(place, publish, CLOSE_S)
+        self._stores.linger(place)
 
     def shutdown(self, why: str = "") -> bool:
         """Close the rendezvous for all, if its store is reachable, and publish why the job failed (empty: it has not); end this agent's own
@@ -317,10 +393,13 @@ class _Waiting:
         *,
         epoch: int,
         renew: Callable[[Store], None],
+        drain: Callable[[Store], str] = lambda store: "",
     ) -> None:
         """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
-        this rendezvous. renew: renews this agent's entry."""
+        this rendezvous. renew: renews this agent's entry. drain: returns why it shall leave; empty: it stays."""
         self.count = 0
+        self.drain = ""
+        """Why this agent shall leave at a step boundary, once it was asked to."""
         self.over = ""
         """Why the job is over, once another node has published it."""
         self._window = window
@@ -328,6 +407,7 @@ class _Waiting:
         self._departed = departed
         self._epoch = epoch
         self._renew = renew
+        self._drain = drain
         self._inner: RendezvousHandler | None = inner
         self._give_up = give_up
         self._stopping = threading.Event()
@@ -378,5 +458,6 @@ class _Waiting:
 
     def _ask(self, store: Store) -> tuple[tuple[str, ...], str, int]:
         self._renew(store)
+        self.drain = self.drain or self._drain(store)
         reasons = departures.departures_after(store, self._run_id, self._departed)
         return reasons, departures.over(store, self._run_id), self._window.epoch_in(store)

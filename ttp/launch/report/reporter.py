@@ -124,6 +124,8 @@ class Reporter:
         """The last report of this node's mirror process."""
         self._lost_s = 0.0
         self._recovered: list[Recovery] = []
+        self._excluded: list[str] = []
+        """The nodes that were excluded, and why."""
         self._followed = -1
         """The attempt whose table was shown; used by `follow` only."""
         self._looks = 0
@@ -146,6 +148,20 @@ class Reporter:
         """Write to story.jsonl that a spare node takes a lost node's place from this attempt on."""
         with self._lock:
             self._write("spare", {"start": attempt, "node": spare, "in_place_of": lost})
+
+    def excluded(self, node: str, reason: str) -> None:
+        """Note that a sick node takes no part any more, and write it to story.jsonl."""
+        with self._lock:
+            self._excluded.append(f"{node}: {reason}")
+            if self._here:
+                self._write("sick_node", {"start": self._number, "node": node, "reason": reason})
+
+    def sick_here(self, node: str, reason: str, *, shared: bool) -> None:
+        """Report that this node is sick: to the command on events at once, and where no other agent learns of it (not `shared`) as `excluded`."""
+        if not shared:
+            self.excluded(node, reason)
+        if not (self._here and not shared):
+            self._file.announce(self._clock(), "sick_node", {"start": self._number, "node": node, "reason": reason})
 
     def saved_from_copies(self, attempt: int, step: int, path: str) -> None:
         """A step was saved from copies in memory, before this attempt: the fault before it has lost fewer steps than its controller knew."""
@@ -265,6 +281,7 @@ class Reporter:
             starts=self._first + self._starts,
             faults=len(faults) + len(recovered),
             recovered=len(recovered),
+            excluded=tuple(self._excluded),
             notices=sum(fault["kind"] == NOTICE for fault in faults),
             false_alarms=self._false_alarms,
             saved_steps=tuple(

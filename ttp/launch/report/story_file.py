@@ -60,6 +60,10 @@ class ReportFile:
         self._unwritten.append(self._text(unix_s, event, fields))
         self._write_out()
 
+    def announce(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> None:
+        """Give an event to `on_event` alone: another agent writes it."""
+        self._text(unix_s, event, fields)
+
     def write_in_thread(self, unix_s: float, event: str, fields: Mapping[str, Any]) -> None:
         """Append a line during a fault, in a thread: a hanging disk may hold the lock."""
         self._late.append(self._text(unix_s, event, fields))

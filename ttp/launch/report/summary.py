@@ -54,6 +54,8 @@ class Summary:
     """How far the mirror has come on this node; empty: there is none."""
     recovered: int = 0
     """Faults after which the ranks trained on in the same attempt."""
+    excluded: tuple[str, ...] = ()
+    """Nodes whose health checks failed, each with the reason."""
     time_use: TimeUse | None = None
     """Where the job's time went; None: its beginning is not known, or nothing was protected."""
 
@@ -83,6 +85,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ("saved", f"step{'s' if len(summary.saved_steps) > 1 else ''} {more}{saved}" if saved else ""),
         ("lost", lost_text(summary)),
         ("mirror", summary.mirror),
+        *(("sick", each) for each in summary.excluded),
     ]
     return ["--- the job has ended ---", *labelled(found)]
 

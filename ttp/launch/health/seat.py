@@ -1,0 +1,66 @@
+"""This node's seat in the job: taken only while its health check passes, and given up with the reason when it fails.
+
+Owns what follows from a verdict: the other agents learn of it through the rendezvous store, the report has it, and the agent ends. The nodes that
+others have excluded are reported here too.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
+
+from ttp.launch.health.node_health import NodeHealth, SickNode
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
+from ttp.launch.report.exit_status import first_failure
+from ttp.launch.report.reporter import Reporter
+from ttp.launch.watch.death_watch import Death
+from ttp.proto.messages import SAVED_EXIT_CODES
+
+
+class Workers(Protocol):
+    """The workers of an attempt on this node."""
+
+    def deaths(self) -> Mapping[int, Death]:
+        """Return those that have ended, by rank."""
+
+
+class Seat:
+    """One agent's. `health`: None: it is never checked."""
+
+    def __init__(self, health: NodeHealth | None, handler: FreshStoreRendezvous, reporter: Reporter | None) -> None:
+        self._health = health
+        self._handler = handler
+        self._reporter = reporter
+        self._since_s = time.monotonic()
+        """A verdict must be newer: of this agent's start, or the last fault on this node."""
+
+    def fault(self, workers: Workers) -> None:
+        """Have the node checked, beside whatever follows, if one of its workers has failed. Returns at once."""
+        if self._health is None:
+            return
+        failed = {rank: death for rank, death in workers.deaths().items() if death.status not in SAVED_EXIT_CODES}
+        if (first := first_failure(failed)) is not None:
+            self._since_s = max(self._since_s, first.seen_monotonic_s)
+            self._health.begin(self._since_s)
+
+    def take(self) -> None:
+        """Wait for the verdict before the node joins. Raises SickNode."""
+        if self._health is not None:
+            self._health.begin(self._since_s)
+            if sick := self._health.wait():
+                self.give_up(sick)
+
+    def give_up(self, sick: str) -> NoReturn:
+        """Tell the other nodes and the report, and raise SickNode."""
+        shared = self._handler.exclude(sick)
+        if self._reporter is not None:
+            self._reporter.sick_here(socket.gethostname(), sick, shared=shared)
+        raise SickNode(f"this node is excluded: {sick}. Repair it, or start this command on another node")
+
+    def report_others(self) -> None:
+        """Report the nodes that were excluded, as far as they are known here."""
+        for each in self._handler.take_excluded():
+            if self._reporter is not None:
+                self._reporter.excluded(each.node, each.reason)
