@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,7 @@ from ttp.errors import CheckpointError, ConfigError, NotWritable
 from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
 from ttp.groups.vacancy import vacant
+from ttp.inputs import checked
 from ttp.runtime.directory_lock import NO_ROOM, RunDirectories, check_same, why_unusable
 from ttp.runtime.rank_runtime import show
 
@@ -49,6 +52,20 @@ def split_directories(
     barred = {directory for failures in found for directory, failure in failures.items() if not failure.full}
     used = tuple(directory for directory in save_dirs if directory not in barred)
     return used, tuple(directory for directory in used if directory not in reasons), reasons
+
+
+def absolute_paths(save_dirs: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the checkpoint directories that a program names. Raises ConfigError."""
+    if isinstance(save_dirs, str | os.PathLike):
+        save_dirs = [save_dirs]  # a string is a sequence too: of letters, each of which would be a directory
+    try:
+        named = [str(Path(directory).resolve()) for directory in save_dirs]
+    except (TypeError, ValueError):  # no paths; one with NUL
+        shown = checked.shown(save_dirs)
+        raise ConfigError(f"invalid save_dirs: got {shown}, expected a list of paths, or one path") from None
+    if not named:
+        raise ConfigError("save_dirs is empty, expected at least one directory for checkpoints")
+    return named
 
 
 class JobDirectories:
