@@ -56,7 +56,11 @@ def _persistent(train: Callable[P, R], *, in_place: bool) -> Callable[P, R]:
             session.begin_train(_named(train), in_place=in_place)
         try:
             while (result := _called(train, *args, **kwargs)) is _LEFT:
-                current_session().come_back()
+                session = current_session()
+                if session.begun:
+                    session.come_back()
+                else:  # it was started inside
+                    session.begin_train(_named(train), in_place=in_place)
             if (session := find_session()) is not None:
                 session.regrouping.end_train()
         except BaseException as exc:

@@ -100,9 +100,8 @@ def start(
     training, as `ttp ckpt prune` does it; None: all stay.
     copies: `CopyOptions("memory")` keeps copies of what this rank holds in its agent's memory and, of what has no replica on another node, in the
     next node's: see `ttp.runtime.step_copies.CopyOptions`.
-    in_place: a rank that dies is replaced by another process, and the others keep running: without a checkpoint, where that can be done. `train` is
-    then entered again; a rehearsal has to have shown once that it can be (`docs/rehearsal.md`; "unrehearsed": without one). The program
-    joins its process group by `ttp.init_process_group`. TTP_IN_PLACE goes before it.
+    in_place: a rank that dies is replaced by another process, and the others keep running, where that can be done. `train` is then entered again; a
+    rehearsal has to have shown once that it can be (`docs/rehearsal.md`; "unrehearsed": without one). TTP_IN_PLACE goes before it.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
     is not a process group).
     """
@@ -226,7 +225,7 @@ class Session:
         self.enters_again_after = ""
         """What else has to come before training can be entered again; who sets this then calls `reentry.begin()`."""
         self._over = False
-        self.raised = False
+        self.begun = self.raised = False
         """Training has raised on this rank."""
         self.regrouping: Regrouping
         self.reentry: Reentry | None = None
@@ -398,6 +397,7 @@ class Session:
                 "the function decorated with ttp_to_persist was called again: the session ended when every rank had returned"
                 " from it; decorate the function that holds the whole training loop"
             )
+        self.begun = True
         if not in_place:
             return self.end_in_place(f"{train} is not to be entered again: ttp_to_persist(in_place=False)")
         self.regrouping.begin_train(train)

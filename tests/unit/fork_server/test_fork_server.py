@@ -223,6 +223,15 @@ def test_a_module_that_starts_a_thread_is_not_forked_with(script: Callable[[str]
         assert run(server, name, folder=tmp_path, environ=path)[:2] == (0, "False\n")
 
 
+@pytest.mark.parametrize("said", [None, "background_thread:false,narenas:1"])
+def test_pyarrow_is_forked_with(script: Callable[[str], str], tmp_path: Path, said: str | None) -> None:
+    """Its jemalloc starts a thread as it is loaded; the variable that has it start none is not left to the workers."""
+    name = script("import sys, os; print('pyarrow' in sys.modules, os.environ.get('JE_ARROW_MALLOC_CONF'))")
+    environ = {"JE_ARROW_MALLOC_CONF": said} if said else {}
+    with serving(["pyarrow"], environ=environ) as server:
+        assert run(server, name, folder=tmp_path, environ=environ)[:2] == (0, f"True {said}\n")
+
+
 def test_a_module_that_was_changed_is_imported_anew(script: Callable[[str], str], tmp_path: Path) -> None:
     name = script("import sys; print(sys.modules['mine'].VALUE)")
     path = module(tmp_path, "mine", "VALUE = 1")

@@ -53,7 +53,7 @@ class Regrouping:
 def session(monkeypatch: pytest.MonkeyPatch) -> Any:
     """This process's session, without its threads."""
     made: Any = object.__new__(module.Session)
-    made.calls, made.rank, made._over, made.enters_again_after = [], 0, False, ""
+    made.calls, made.rank, made._over, made.begun, made.enters_again_after = [], 0, False, False, ""
     made._protection, made.reentry, made.regrouping = None, Reentry(), Regrouping(made.calls)
     made.hold_after = lambda exc: made.calls.append(f"hold {type(exc).__name__}")
     made.hold_until_all_finish = lambda: made.calls.append("finished")
@@ -106,7 +106,7 @@ def test_a_return_that_the_rehearsal_refuses_is_held_for_as_an_exception(session
 
 
 def test_a_function_that_leaves_for_a_rehearsal_is_called_again(session: Any) -> None:
-    session.reentry = None
+    session.reentry, session.begun = None, True
     times = []
 
     def leaves_once() -> int:
@@ -117,3 +117,20 @@ def test_a_function_that_leaves_for_a_rehearsal_is_called_again(session: Any) ->
 
     assert ttp.ttp_to_persist(leaves_once)() == 2
     assert session.calls[1:] == ["enter", "groups made again", "step back", "enter", "end NoneType", "finished"]
+
+
+def test_one_that_leaves_as_its_session_begins_is_begun_then(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers.Trainer's does, within it: nothing is left yet, and nothing is stepped back."""
+    session.reentry = None
+    monkeypatch.setattr(module, "_current", None)
+    times = []
+
+    def starts_a_session() -> int:
+        times.append(1)
+        if len(times) == 1:
+            monkeypatch.setattr(module, "_current", session)
+            raise Regroup("the session begins")
+        return len(times)
+
+    assert ttp.ttp_to_persist(starts_a_session)() == 2
+    assert [call.split()[0] for call in session.calls] == ["begin", "enter", "end", "finished"]
