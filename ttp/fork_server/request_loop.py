@@ -113,7 +113,7 @@ class RequestLoop:
     def _preload(self, names: Sequence[str]) -> dict[str, Any]:
         """Import modules. One that fails is reported; a worker that needs it fails as it would have without a fork server."""
         failed = {}
-        with ttp_importable(), without_arrows_thread():
+        with ttp_importable():
             for name in names:
                 try:
                     importlib.import_module(name)
@@ -182,19 +182,6 @@ class RequestLoop:
             with contextlib.suppress(OSError):  # the server is gone, and the program does not run
                 os.write(write_end, f"{pid}\n".encode())
         os._exit(0)
-
-
-@contextlib.contextmanager
-def without_arrows_thread() -> Iterator[None]:
-    """Have pyarrow's jemalloc start no thread as it is loaded: nothing could be forked then. What the user has said of it stays."""
-    name = "JE_ARROW_MALLOC_CONF"
-    said = os.environ.get(name)
-    os.environ[name] = said or "background_thread:false"
-    try:
-        yield
-    finally:
-        if not said:
-            del os.environ[name]
 
 
 def _close(*descriptors: int) -> None:

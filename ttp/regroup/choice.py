@@ -53,13 +53,15 @@ def choose(
     if why and not whys[0]:
         why = f"rank {whys.index(why)}: {why}"
     if rank == 0 and (in_place or settings.in_place):
-        show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why}" if why else IN_PLACE)
+        show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why}" if why else _exposure(settings))
     return why
 
 
-IN_PLACE = (
-    "a rank that dies is replaced by a new process, and the others keep theirs; nothing is written where that succeeds"
-)
+def _exposure(settings: Settings) -> str:
+    return (
+        f"a rank that dies is replaced by a new process, and the others keep theirs. Until it has its state, {settings.in_place_s:g} s at most, the newest step is in"
+        " their memory alone: it is written only if that fails"
+    )
 
 
 def why_not_in_place(

@@ -283,6 +283,14 @@ def test_a_variable_that_comes_too_late_is_named(script: Callable[[str], str], t
     assert "OMP_NUM_THREADS=3 was set after" in err and "MINE" not in err
 
 
+def test_variables_that_are_put_back_cause_no_warning(script: Callable[[str], str], tmp_path: Path) -> None:
+    """As accelerate does around its own: all are cleared, and set again."""
+    name = script("import os; was = os.environ.copy(); os.environ.clear(); os.environ.update(was)")
+    environ = {"OMP_NUM_THREADS": "1"}
+    with serving(environ=environ) as server:
+        assert run(server, name, folder=tmp_path, environ=environ)[2] == ""
+
+
 def test_a_server_that_died_is_started_again(script: Callable[[str], str], tmp_path: Path) -> None:
     """Any number of times, as long as workers are forked in between."""
     name = script("")

@@ -120,7 +120,7 @@ def test_a_function_that_leaves_for_a_rehearsal_is_called_again(session: Any) ->
 
 
 def test_one_that_leaves_as_its_session_begins_is_begun_then(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers.Trainer's does, within it: nothing is left yet, and nothing is stepped back."""
+    """As transformers.Trainer's does, within it: there is nothing to step back."""
     session.reentry = None
     monkeypatch.setattr(module, "_current", None)
     times = []
