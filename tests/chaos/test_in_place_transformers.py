@@ -31,7 +31,7 @@ samples = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (co
 class Note(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **more):
         if "grad_norm" in logs or "eval_loss" in logs:
-            numbers = " ".join(f"{name} {float(value).hex()}" for name, value in sorted(logs.items()) if name in ("loss", "grad_norm", "learning_rate", "eval_loss"))
+            numbers = " ".join(f"{name} {float(value).hex()}" for name, value in sorted(logs.items()) if name in ("loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen"))
             with open(out / f"lines-{rank}", "a") as file:
                 file.write(f"{state.global_step} {os.getpid()} {numbers}\\n")
 
@@ -49,6 +49,7 @@ settings = TrainingArguments(
     output_dir=str(out / "trainer"), max_steps=16, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=3e-3, logging_steps=1,
     lr_scheduler_type="reduce_lr_on_plateau" if "plateau" in options else "cosine", warmup_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, seed=3,
     eval_strategy="steps" if "evaluation" in options or "plateau" in options else "no", eval_steps=4,
+    include_num_input_tokens_seen="all" if "evaluation" in options else "no",
     **({"neftune_noise_alpha": 5.0} if "noise" in options else {}),
 )
 torch.manual_seed(0)

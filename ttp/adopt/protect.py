@@ -333,11 +333,6 @@ class Guard:
         self.session.close()
         self._usage.end()  # a fault may have had this rank save, while it waited for the others
 
-    def draw_anew(self) -> None:
-        """Training is entered again: what is drawn next is what was drawn after the newest step's last forward pass."""
-        if (step := self._adopted.current_step) and not self._feed.used:
-            self._seeds.seed_after(step, int(self.session.step_state().get("passes", 0)) - 1)
-
     # --- inside ---
 
     def _take(self, step: int) -> None:

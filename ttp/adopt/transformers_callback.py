@@ -137,8 +137,6 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
             session = guard.session
             if self._entered is not None and (session.reentry is not None or session.regrouping.rehearses):
                 raise Regroup("training begins anew, now that its session has begun")
-        else:  # entered again
-            guard.draw_anew()
         assert self._progress is not None
         self._progress.follow(state)
         if guard.step != state.global_step:

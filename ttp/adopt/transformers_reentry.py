@@ -1,6 +1,6 @@
 """`transformers.Trainer.train`, entered again in the same process: with the model, optimizer and schedule that are there, from the newest step.
 
-The Trainer can resume, from a folder. Owns that folder, which holds its step count alone, and what of the Trainer and of accelerate is put back before: the
+The Trainer can resume, from a folder. Owns that folder, which holds its step count alone, and what of the Trainer is put back before: the
 rest is the optimizer's and the guard's. Private names of transformers: `tests/chaos/test_in_place_transformers.py` fails where another version has others.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.state import GradientState
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import has_length
 
@@ -50,7 +49,10 @@ class EnteredTrainer:
     def enter(self, step: int, taken: Mapping[str, Any]) -> Any:
         """Call `train` with what this process has. `taken`: what was taken of the Trainer's state in `step`; 0: it begins anew."""
         trainer = self._trainer
-        self._forget_the_pass()
+        trainer._created_lr_scheduler = False  # it keeps the schedule that it has
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
+        np.random.set_state(self._random[2])
         if not step:
             return trainer.train()
         state = TrainerState(**from_json(taken))
@@ -62,12 +64,3 @@ class EnteredTrainer:
                 return trainer.train(resume_from_checkpoint=folder)
         finally:
             del trainer._load_from_checkpoint
-
-    def _forget_the_pass(self) -> None:
-        trainer, gradients = self._trainer, GradientState()
-        gradients.dataloader_references = [None]  # of a pass over the data that an exception has ended
-        gradients._set_sync_gradients(True)
-        trainer._created_lr_scheduler = False  # it keeps the schedule that it has
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        np.random.set_state(self._random[2])

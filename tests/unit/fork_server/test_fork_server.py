@@ -232,6 +232,12 @@ def test_pyarrow_is_forked_with(script: Callable[[str], str], tmp_path: Path, sa
         assert run(server, name, folder=tmp_path, environ=environ)[:2] == (0, f"True {said}\n")
 
 
+def test_what_the_user_has_said_of_pyarrow_stays(script: Callable[[str], str], tmp_path: Path) -> None:
+    name, environ = script(""), {"JE_ARROW_MALLOC_CONF": "background_thread:true"}
+    with serving(["pyarrow"], environ=environ) as server, pytest.raises(NotForked, match="started 1 threads"):
+        run(server, name, folder=tmp_path, environ=environ)
+
+
 def test_a_module_that_was_changed_is_imported_anew(script: Callable[[str], str], tmp_path: Path) -> None:
     name = script("import sys; print(sys.modules['mine'].VALUE)")
     path = module(tmp_path, "mine", "VALUE = 1")

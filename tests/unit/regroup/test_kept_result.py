@@ -59,6 +59,10 @@ def test_a_later_step_that_is_unequal_takes_it_back_for_all_attempts_of_the_job(
     assert "cannot be entered again, as the rehearsal of step 6 has shown: 'grad_norm was 1.0, then 2.0'" in why
     kept(tmp_path, attempt=1).passed(9)
     assert kept(tmp_path).why_not() == why, "a restart of the same job may be past what was unequal"
+    same = kept(tmp_path)
+    same.failed(6, "grad_norm was 1.0, then 2.0")
+    same.passed(9)
+    assert kept(tmp_path).why_not() == why, "of one process the unequal one counts, whatever follows"
     kept(tmp_path).passed(3)
     assert kept(tmp_path).why_not() == "", "the job was started anew, by somebody who has mended it"
 

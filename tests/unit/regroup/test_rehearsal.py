@@ -117,6 +117,7 @@ def test_a_function_that_returns_without_the_step_is_named() -> None:
     ) as refused:
         regrouping.end_train()
     regrouping.end_train(refused.value)
+    regrouping.end_train()
     assert [step for step, _ in kept.results] == [6] and gate.state_step == 5
 
 

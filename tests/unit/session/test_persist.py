@@ -106,7 +106,7 @@ def test_a_return_that_the_rehearsal_refuses_is_held_for_as_an_exception(session
 
 
 def test_a_function_that_leaves_for_a_rehearsal_is_called_again(session: Any) -> None:
-    session.reentry, session.begun = None, True
+    session.reentry = None
     times = []
 
     def leaves_once() -> int:
