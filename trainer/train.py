@@ -137,7 +137,7 @@ class Trainer:
             log_dir=output_dir / "log",
             keep_checkpoint_max=config.training_config.keep_checkpoint_max,
             copies=ttp.CopyOptions(config.training_config.copies),
-            in_place=True,
+            in_place="unrehearsed",  # the tests do
         )
         self.session.regrouping.on_regroup(self._renew_groups)
         self._describe(text, replicas)

@@ -33,7 +33,7 @@
 | TTP_MIRROR_END_S | 600 | seconds that ttprun waits at the job's end for the newest checkpoint's copy |
 | TTP_MIRROR_OPTIONAL | False | True: a job that finds no checkpoint, and no answer from its mirror, begins at step 1 |
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
-| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; cuda: on an accelerator too, where it was tried on one device |
+| TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; unrehearsed: also where no rehearsal has shown that they can; cuda: on an accelerator too, where it was tried on one device |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
 | TTP_STATUS_PORT | none | port at which the leading controller's page and metrics are served; 0: any free one; not set: nowhere. ttprun sets it by --status-port |
 | TTP_STATUS_TOKEN_FILE | status_token beside the journals | the file of the token that the page asks for; ttprun sets it by --status-token-file |
@@ -106,7 +106,7 @@ class Settings:
     rehearse_every: int = 0
     """Steps from one rehearsal to the next; 0: none."""
     in_place: str = ""
-    """What TTP_IN_PLACE says: `off`, `on`, `cuda`; empty: nothing."""
+    """What TTP_IN_PLACE says: `off`, `on`, `unrehearsed`, `cuda`; empty: nothing."""
     in_place_s: float = 5.0
     status_port: int = -1
     """Of the status page; 0: any free one; -1: there is no page."""
@@ -409,15 +409,13 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _in_place(environ: Mapping[str, str]) -> str:
-    """Return what TTP_IN_PLACE says: `off`, `on`, `cuda`; empty where it is not set."""
-    if in_place_on_devices(environ):
-        return "cuda"
-    if not environ.get("TTP_IN_PLACE", "").strip():
-        return ""
+    """Return what TTP_IN_PLACE says: `off`, `on`, `unrehearsed`, `cuda`; empty where it is not set."""
+    if (said := _text(environ, "TTP_IN_PLACE").lower()) in ("", "cuda", "unrehearsed"):
+        return said
     try:
         return "on" if _flag(environ, "TTP_IN_PLACE", False) else "off"
     except ConfigError as error:
-        raise ConfigError(f"{error}, or cuda") from None
+        raise ConfigError(f"{error}, unrehearsed or cuda") from None
 
 
 def _rehearse(environ: Mapping[str, str]) -> int:

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ttp import torch_range
-from ttp.checkpoint.format.durable import newest_step
 from ttp.checkpoint.format.signature import read_keys
 from ttp.checkpoint.reader import Reader
 from ttp.config import Settings
@@ -48,7 +47,9 @@ from ttp.groups.process_groups import GROUPS
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
-from ttp.regroup.reentry import Reentry, Refillable, why_not_in_place
+from ttp.regroup.choice import check_asked, choose
+from ttp.regroup.kept_result import KeptResults, this_program
+from ttp.regroup.reentry import Reentry, Refillable
 from ttp.regroup.rehearsal import Regrouping
 from ttp.resume_search import ResumePoint as ResumePoint
 from ttp.resume_search import ResumeSearch
@@ -85,7 +86,7 @@ def start(
     publisher: Publisher | None = None,
     keep_checkpoint_max: int | None = None,
     copies: CopyOptions = NO_COPIES,
-    in_place: bool = False,
+    in_place: bool | str = False,
 ) -> Session:
     """Protect this rank (all ranks call, after `init_process_group` and after the optimizer was built).
 
@@ -99,9 +100,8 @@ def start(
     training, as `ttp ckpt prune` does it; None: all stay.
     copies: `CopyOptions("memory")` keeps copies of what this rank holds in its agent's memory and, of what has no replica on another node, in the
     next node's: see `ttp.runtime.step_copies.CopyOptions`.
-    in_place: a rank that dies is replaced by another process, and the others keep running: without a checkpoint, where that can be done. `train` is
-    then entered again, as `docs/rehearsal.md` has it, and the program joins its process group by `ttp.init_process_group`. TTP_IN_PLACE
-    goes before it.
+    in_place: a rank that dies is replaced by another process, and the others keep running, where that can be done. `train` is then entered again; a
+    rehearsal has to have shown once that it can be (`docs/rehearsal.md`; "unrehearsed": without one). TTP_IN_PLACE goes before it.
     Raises NotWritable, ControllerError (no controller could be started or reached), ConfigError (also: WORLD_SIZE is above 1 and there
     is not a process group).
     """
@@ -171,8 +171,9 @@ class Session:
         publisher: Publisher | None,
         keep_checkpoint_max: int | None = None,
         copies: CopyOptions = NO_COPIES,
-        in_place: bool = False,
+        in_place: bool | str = False,
     ) -> None:
+        check_asked(in_place)
         check_keep(keep_checkpoint_max, settings.shared_dirs)
         self.optimizer = optimizer
         self.settings = settings
@@ -190,7 +191,13 @@ class Session:
         self.save_dirs = self._directories.used
         self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
         self._instrumentation.logs_in(self.log_dir)
-        why_not = why_not_in_place(settings, optimizer, in_place, copies=copies.enabled, own_form=publisher is not None)
+        facts = json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True)
+        program = this_program(self.world_size, self._device.type, facts)
+        kept_results = KeptResults(self._directories.serving, program, settings.round_number)
+        own = self._saves_itself = publisher is not None
+        why_not = choose(
+            settings, optimizer, in_place, kept_results, rank=self.rank, copies=copies.enabled, own_form=own
+        )
         registration = Registration(
             rank=self.rank,
             world_size=self.world_size,
@@ -202,7 +209,7 @@ class Session:
             copies=copies.enabled,
             regroups=not why_not,
             workload=optimizer.workload,
-            layout=json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True),
+            layout=facts,
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
         kept = keep_checkpoint_max if keep_checkpoint_max is not None and self._directories.keeps else None
@@ -214,13 +221,12 @@ class Session:
             self._mirror = MirrorResume(settings, self._directories, self.rank, self._device, keys.verify)
             self._mirror.tell_agent(kept)
         self._first_step = optimizer.current_step
-        self.warns_unsaved = publisher is None
+        self.warns_unsaved = not own
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
-        self._saves_itself = publisher is not None
         self.enters_again_after = ""
         """What else has to come before training can be entered again; who sets this then calls `reentry.begin()`."""
         self._over = False
-        self.raised = False
+        self.begun = self.raised = False
         """Training has raised on this rank."""
         self.regrouping: Regrouping
         self.reentry: Reentry | None = None
@@ -244,14 +250,12 @@ class Session:
             else None
         )
         gate = self._protection.gate if self._protection is not None else None
-        self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=publisher is not None)
-        every, own = settings.rehearse_every, self._saves_itself
-        self.regrouping = Regrouping(optimizer, gate, every, self.rank, self.pause, own_groups=own)
+        self._copies = begin_copies(copies, self.holder, settings, self.save_dirs, gate, own_form=own)
+        rehearsal = settings.rehearse_every, self.rank, self.pause
+        self.regrouping = Regrouping(optimizer, gate, *rehearsal, own_groups=own, kept=kept_results)
         self._search = ResumeSearch(
             self.holder, self._directories, self._mirror, self.rank, settings.round_number > 0, self._skipped
         )
-        if (in_place or settings.in_place) and self.rank == 0 and why_not:
-            show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why_not}")
         atexit.register(self._report_end)
         self._instrumentation.attach(optimizer, self.holder)
         self._instrumentation.at_start("protected")
@@ -392,17 +396,27 @@ class Session:
 
     # --- the end of train ---
 
-    def begin_train(self) -> None:
-        """`train` is called. Raises ConfigError when it has returned before: the ranks have parted, nothing is protected."""
+    def begin_train(self, train: str, *, in_place: bool = True) -> None:
+        """The function `train` is called; `in_place`: it can be entered again. Raises ConfigError when it has returned before, so that nothing is protected."""
         if self._over:
             raise ConfigError(
                 "the function decorated with ttp_to_persist was called again: the session ended when every rank had returned"
                 " from it; decorate the function that holds the whole training loop"
             )
-        self.regrouping.begin_train()
+        self.begun = True
+        if not in_place:
+            return self.end_in_place(f"{train} is not to be entered again: ttp_to_persist(in_place=False)")
+        self.regrouping.begin_train(train)
         if self.reentry is not None and not GROUPS.recovery:
             self.regrouping.make_again()  # from now on their connections are known
             self.reentry.begin(self.enters_again_after)
+
+    def end_in_place(self, why: str) -> None:
+        """From now on a rank that dies costs a checkpoint and a restart (every rank calls)."""
+        if self.reentry is not None and not self.reentry.closed:
+            self.reentry.close(why)
+            if self.rank == 0:
+                show(logging.INFO, f"a rank that dies costs a checkpoint and a restart from now on: {why}")
 
     def enters_again(self, exc: BaseException) -> bool:
         """Training ended with `exc`: say whether it is to be entered again, after `come_back`. Waits for what becomes of the job."""
@@ -473,7 +487,7 @@ class Session:
     def _write_last_step(self) -> None:
         """Have the agent know which step was the last, and whether it is on disk (rank 0)."""
         if self.rank == 0 and self.protected and self.pid == os.getpid():
-            saved = None if self._saves_itself else max(self._saves.newest, newest_step(self.save_dirs))
+            saved = None if self._saves_itself else self._saves.newest_anywhere()
             last_step.write(self.log_dir, self.settings.round_number, LastStep(self.optimizer.current_step, saved))
 
     def _report_end(self) -> None:
@@ -488,10 +502,5 @@ class Session:
         self.regrouping.report()
         self._write_last_step()
         step = self.optimizer.current_step
-        if warns and step > self._first_step and step > max(self._saves.newest, newest_step(self.save_dirs)):
-            newest = f"the newest is of step {self._saves.newest}" if self._saves.newest else "none was written"
-            show(
-                logging.WARNING,
-                f"TTP has no checkpoint of step {step}, the last one: {newest}. Unless the trainer saves the weights itself, they are"
-                " lost: call session.save() as the last line of train, on all ranks",
-            )
+        if warns and step > self._first_step:
+            self._saves.warn_unsaved(step)

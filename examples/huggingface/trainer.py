@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-import ttp  # TTP
 from ttp.adopt.transformers_callback import TTPCallback  # TTP
 
 LENGTH = 32
@@ -69,8 +68,7 @@ def main() -> None:
     protection = TTPCallback(save_dirs=[args.save_dir])  # TTP
     callbacks = [Print(), protection]
     trainer = Trainer(model=model, args=settings, train_dataset=samples(192), callbacks=callbacks)
-    train = ttp.ttp_to_persist(trainer.train)  # TTP
-    train(resume_from_checkpoint=protection.checkpoint(trainer))  # TTP
+    protection.train(trainer)  # TTP: in place of trainer.train()
     if trainer.is_world_process_zero():
         weights = torch.cat([value.double().view(-1) for value in model.parameters()])
         print(f"final weights: {weights.norm().item().hex()}", flush=True)

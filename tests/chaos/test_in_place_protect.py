@@ -42,7 +42,7 @@ schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)]
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled="scaler" in options)
 averages = {"ema": torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))}
 guard = ttp.protect(
-    net if "within" in options else model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {}, in_place=True,
+    net if "within" in options else model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {},
     save_dirs=[str(out / "checkpoints")], clip=ttp.ClipNorm(1.0) if "clip" in options else None,
     save_interval=4 if "save" in options else 0, save_wait="quick" not in options,
 )
@@ -132,7 +132,7 @@ class Ended:
 
     def __init__(self, out: Path, ranks: int, options: str, faults: str, script: str) -> None:
         out.mkdir()
-        environ = {"TTP_FAULTS": faults, "TTP_IN_PLACE_S": "30"}  # a loaded machine
+        environ = {"TTP_FAULTS": faults, "TTP_IN_PLACE": "unrehearsed", "TTP_IN_PLACE_S": "30"}  # a loaded machine
         if "rehearses" in options:
             environ["TTP_REHEARSE"] = "every:3"
         with Launch(out, script, "--nproc-per-node", str(ranks), environ=environ, arguments=(options,)) as job:
@@ -326,7 +326,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 MICRO = 2 if "accumulate" in options else 1
 guard = ttp.protect(
-    model, optimizer, schedulers=[schedule], in_place=True, save_dirs=[str(out / "checkpoints")],
+    model, optimizer, schedulers=[schedule], save_dirs=[str(out / "checkpoints")],
     clip=ttp.ClipNorm(1.0) if "clip" in options else None,
 )
 
@@ -403,7 +403,7 @@ ttp.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-guard = ttp.protect(model, optimizer, in_place=True, on_data_mismatch=sys.argv[2], save_dirs=[str(out / "checkpoints")])
+guard = ttp.protect(model, optimizer, on_data_mismatch=sys.argv[2], save_dirs=[str(out / "checkpoints")])
 batches = iter([torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(guard.step, 60)])
 
 @ttp.ttp_to_persist

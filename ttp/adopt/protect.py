@@ -84,7 +84,7 @@ def protect(
     layout: Mapping[str, Any] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
-    in_place: bool = False,
+    in_place: bool | str = False,
 ) -> Guard:
     """Protect this rank and load the newest checkpoint (all ranks call, after `init_process_group`, `fully_shard` and the
     building of the optimizer; DDP's wrapper or the model within).
@@ -105,7 +105,7 @@ def protect(
     fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many
     steps; None: as often as the budget lets. copy_budget: copies take at most this part of the steps' time.
     in_place: a rank that dies is replaced by another process and the others keep running, as `docs/how_in_place_works.md` has it: the loop is in a
-    function that `ttp_to_persist` decorates, and the program joins by `ttp.init_process_group`.
+    function that `ttp_to_persist` decorates and that was rehearsed once ("unrehearsed": also without), and the program joins by `ttp.init_process_group`.
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
@@ -356,15 +356,7 @@ class Guard:
         """The trainer takes its batches from this loader."""
         self._usage.asks_for_batches()
         if any(getattr(part, "persistent_workers", False) for _, part in parts(loader)):
-            self._end_in_place("a loader's workers are persistent")
-
-    def _end_in_place(self, why: str) -> None:
-        """From now on a rank that dies costs a checkpoint and a restart."""
-        reentry = self.session.reentry
-        if reentry is not None and not reentry.closed:
-            reentry.close(why)
-            if self.session.rank == 0:
-                show(logging.INFO, f"a rank that dies costs a checkpoint and a restart from now on: {why}")
+            self.session.end_in_place("a loader's workers are persistent")
 
     def _look_around(self) -> None:
         """Find the wrapper of the model in its first pass, which is too late for a process in a lost one's place."""
@@ -372,7 +364,7 @@ class Guard:
             self._outermost = wrapper
             if self._successor is not None:  # as `train` was entered
                 renew_model(wrapper, self._successor)
-            self._end_in_place("ttp.protect was given the model within DistributedDataParallel")
+            self.session.end_in_place("ttp.protect was given the model within DistributedDataParallel")
 
     def _renew(self, successor: Successor) -> None:
         """The process groups were made again."""
@@ -446,7 +438,7 @@ class Guard:
         if reentry is not None and not self._can_be_replaced:
             self._can_be_replaced = True
             if why := self._adopted.why_not_filled():  # what was done to the model behind ttp.protect
-                self._end_in_place(why)
+                self.session.end_in_place(why)
             reentry.begin()
 
     def _save_periodically(self) -> None:

@@ -2,7 +2,7 @@
 
     callback = TTPCallback(save_dirs=["checkpoints"])
     trainer = Trainer(model=model, args=args, train_dataset=samples, callbacks=[callback])
-    ttp.ttp_to_persist(trainer.train)(resume_from_checkpoint=callback.checkpoint(trainer))
+    callback.train(trainer)
     callback.close()
 
 Owns the joining of the Trainer's loop with `ttp.protect`. The Trainer itself knows only one way to go on where it stood: a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -30,12 +31,16 @@ from transformers.trainer_utils import has_length
 
 from ttp.adopt.protect import Guard, protect
 from ttp.adopt.trainer_state.host_objects import from_json
+from ttp.adopt.transformers_reentry import EnteredTrainer
 from ttp.checkpoint import find
 from ttp.checkpoint.find import open_checkpoint
 from ttp.checkpoint.format.signature import key_of_environment
 from ttp.checkpoint.reader import Reader
-from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, DataMismatch
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, DataMismatch, Regroup
 from ttp.exchange.json_collectives import broadcast_json
+from ttp.groups.vacancy import vacant
+from ttp.persist import ttp_to_persist
+from ttp.regroup.wrappers import count_anew
 from ttp.runtime.rank_runtime import show
 
 _FOLDER = "ttp_resume"
@@ -51,13 +56,30 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     """Protects the rank from the beginning of `trainer.train` to its end."""
 
     def __init__(self, *, save_dirs: Sequence[str | os.PathLike[str]], **options: Any) -> None:
-        """`options` go to `ttp.protect`: save_interval, compare_every, on_divergence, on_nonfinite, reseed, on_data_mismatch, layout, log_dir, settings."""
+        """`options` go to `ttp.protect`: save_interval, compare_every, on_divergence, on_nonfinite, reseed, on_data_mismatch, layout, log_dir,
+        settings, in_place."""
         self._save_dirs = save_dirs
         self._options = options
         self._pause = contextlib.ExitStack()
         self._progress: _Progress | None = None
         self.guard: Guard | None = None
         """From the beginning of training on."""
+        self._entered: EnteredTrainer | None = None
+        """The Trainer, where `train` of this callback was called."""
+
+    def train(self, trainer: Any) -> Any:
+        """Call `trainer.train` with what `checkpoint` returns, protected; return what it returns (all ranks call, `ttp_to_persist` is not needed). With
+        `in_place=True` it is entered again when a rank was replaced."""
+        entered = self._entered = EnteredTrainer(trainer)
+        train = functools.wraps(trainer.train)(lambda: self._train(trainer, entered))  # by the name that messages show
+        return ttp_to_persist(train)()
+
+    def _train(self, trainer: Any, entered: EnteredTrainer) -> Any:
+        if self.guard is None:
+            return trainer.train(resume_from_checkpoint=None if vacant() else self.checkpoint(trainer))
+        self._pause.close()
+        taken = self.guard.session.step_state().get("state", {}).get("trainer", {})
+        return entered.enter(self.guard.step, {key: value for key, value in taken.items() if key != _PASSES})
 
     def checkpoint(self, trainer: Any) -> str | None:
         """Return what `trainer.train(resume_from_checkpoint=...)` takes, None for a run's beginning (all ranks call).
@@ -109,28 +131,42 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     # --- what the Trainer calls ---
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        loader: Any = objects.get("train_dataloader")
+        if (guard := self.guard) is None:
+            guard = self.guard = self._protect(state, loader, objects)
+            session = guard.session
+            if self._entered is not None and (session.reentry is not None or session.regrouping.rehearses):
+                raise Regroup("training begins anew, now that its session has begun")
+        assert self._progress is not None
+        self._progress.follow(state)
+        if guard.step != state.global_step:
+            raise ConfigError(
+                f"the newest checkpoint is of step {guard.step}, the Trainer is at step {state.global_step}: call"
+                " trainer.train(resume_from_checkpoint=callback.checkpoint(trainer))"
+            )
+        if self._progress.passes:
+            self._say_one_pass(f"step {guard.step} is in pass {self._progress.passes + 1} over the stream")
+        loader = getattr(loader, "base_dataloader", loader)  # what accelerate has wrapped
+        if getattr(loader, "batch_sampler", None) is not None and loader.num_workers == 0:
+            loader.collate_fn = guard.seeded_collate(loader.collate_fn)
+
+    def _protect(self, state: Any, loader: Any, objects: dict[str, Any]) -> Guard:
         optimizer, schedule = objects["optimizer"], objects["lr_scheduler"]
         follows_updates = not isinstance(schedule, ReduceLROnPlateau)
-        loader: Any = objects.get("train_dataloader")
         self._progress = _Progress(state, streams=loader is not None and not has_length(loader))
-        self.guard = protect(
-            objects["model"],
+        model = objects["model"]
+        if self._entered is not None and self._options.get("in_place"):
+            model = self._entered.model
+            model.why_not_in_place = self._entered.why_not(loader)
+            count_anew(model)
+        return protect(
+            model,
             getattr(optimizer, "optimizer", optimizer),  # what accelerate has wrapped
             schedulers=[schedule] if follows_updates else [],
             state={"trainer": self._progress, **({} if follows_updates else {"schedule": schedule})},
             save_dirs=self._save_dirs,
             **self._options,
         )
-        if self.guard.step != state.global_step:
-            raise ConfigError(
-                f"the newest checkpoint is of step {self.guard.step}, the Trainer is at step {state.global_step}: call"
-                " trainer.train(resume_from_checkpoint=callback.checkpoint(trainer))"
-            )
-        if self._progress.passes:
-            self._say_one_pass(f"step {self.guard.step} is in pass {self._progress.passes + 1} over the stream")
-        loader = getattr(loader, "base_dataloader", loader)  # what accelerate has wrapped
-        if getattr(loader, "batch_sampler", None) is not None and loader.num_workers == 0:
-            loader.collate_fn = self.guard.seeded_collate(loader.collate_fn)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         assert self._progress is not None and self.guard is not None
@@ -176,6 +212,10 @@ class _Progress:
         self._streams = streams
         self.passes = 0
         """Passes over a stream that were begun, over all attempts; 0 where the data have a length, which the Trainer reckons with."""
+
+    def follow(self, state: Any) -> None:
+        """The Trainer has another state object now."""
+        self._state = state
 
     def begin_pass(self) -> int:
         """Count a pass, and return how many there are."""

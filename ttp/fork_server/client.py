@@ -27,7 +27,7 @@ from ttp import files
 from ttp.fork_server import frames
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.linux import adopting_orphans
-from ttp.fork_server.preload import read_at_import, shadowing, without_workers_own
+from ttp.fork_server.preload import NO_THREADS, read_at_import, shadowing, without_workers_own
 from ttp.fork_server.request import NotForked
 
 log = logging.getLogger("ttp.launch")
@@ -138,7 +138,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", str(PROGRAM), str(os.getpid()), str(theirs.fileno()), *listening, "-" * room],
                 stdin=subprocess.DEVNULL,
-                env={**self._environ, "_TTP_ROOM": "-" * _ROOM},
+                env={**NO_THREADS, **self._environ, "_TTP_ROOM": "-" * _ROOM},
                 pass_fds=[theirs.fileno(), *map(int, listening)],
                 start_new_session=True,
             )

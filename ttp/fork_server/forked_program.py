@@ -90,6 +90,7 @@ class ForkedProgram:
         main = ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __annotations__={})
         sys.modules["__main__"] = main
+        _loaded_with.update(os.environ)
         sys.addaudithook(_warn_of_late_variable)
         try:
             if program[0] == "-m":
@@ -143,12 +144,16 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+_loaded_with: dict[str, str] = {}
+"""The variables with which the program began, those of the libraries that are loaded among them."""
+
+
 def _warn_of_late_variable(event: str, arguments: tuple[Any, ...]) -> None:
     """Warn of a variable that the script sets for a library that has been loaded before (an audit hook: called for every event)."""
     if event != "os.putenv":
         return
     name, value = (os.fsdecode(argument) for argument in arguments)
-    if name.startswith(BY_INTERPRETER) or os.environ.get(name) == value:
+    if name.startswith(BY_INTERPRETER) or value in (os.environ.get(name), _loaded_with.get(name)):
         return
     if is_read_at_import(name):
         print(

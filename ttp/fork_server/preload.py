@@ -25,6 +25,9 @@ WORKERS = (
 )
 """Imported for the workers of every job. A module that is not installed is passed over."""
 
+NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Variables of the server alone, where the job sets no others: pyarrow's jemalloc starts a thread as it is loaded, and nothing could be forked then."""
+
 CONTROLLERS = ("ttp.controller.__main__",)
 """Imported for controllers."""
 

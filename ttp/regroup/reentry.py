@@ -25,9 +25,7 @@ from ttp.config import Settings
 from ttp.errors import STAY_WRONG, CheckpointError, NotAsBefore, Regroup
 from ttp.exchange import error_file
 from ttp.exchange.json_collectives import exchange_json
-from ttp.fork_server.forked_program import is_forked
-from ttp.groups.device_backends import without_abort
-from ttp.groups.process_groups import GROUPS, Successor, recipes
+from ttp.groups.process_groups import GROUPS, Successor
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.core.events import RegroupDone, WorkFailed
@@ -75,41 +73,6 @@ class Returned:
     saves: SaveMarks
     optimizer: dict[str, Any]
     """The optimizer's host state."""
-
-
-def why_not_in_place(
-    settings: Settings, optimizer: ProtectedOptimizer, asked: bool, *, copies: bool, own_form: bool
-) -> str:
-    """Return why this rank takes no part in a recovery without a checkpoint; empty: it does. `asked`: by the program. `copies`: of the state in the
-    agent's memory. `own_form`: checkpoints are in a form of the trainer's own."""
-    cases = (
-        (settings.in_place == "off", "TTP_IN_PLACE=False"),
-        (not (asked or settings.in_place), "the program has not asked for more (in_place=True)"),
-        (not settings.launched, "the job was not started by ttprun"),
-        (
-            not is_forked(),
-            "this process was executed, not forked, so that no other one is started in its place (docs/warm_starts.md)",
-        ),
-        (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
-        (copies, "copies='memory'"),
-        (GROUPS.meeting is not None, "this process had a session before"),
-        (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
-        (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process"),
-        (
-            settings.launched and not GROUPS.replaceable,
-            "the program has joined by torch.distributed.init_process_group (ttp.init_process_group)",
-        ),
-        (
-            optimizer.device.type != "cpu" and settings.in_place != "cuda",
-            f"on {optimizer.device.type} it is not on by itself (TTP_IN_PLACE=cuda)",
-        ),
-    )
-    why = next((why for applies, why in cases if applies), "")
-    if not why and (lacking := without_abort()):
-        return f"process groups of backend {lacking[0]} cannot be aborted"
-    if not why and any(recipe.device is not None for recipe in recipes()):
-        return "process groups are bound to a device (init_process_group(device_id=...))"
-    return why or getattr(optimizer, "why_not_filled", str)()
 
 
 class Reentry:

@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ttp.errors import ConfigError, NotRepeatable, Regroup
+from ttp.errors import STAY_WRONG, ConfigError, NotRepeatable, Regroup, TTPError
 from ttp.groups.process_groups import GROUPS, Successor
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord
+from ttp.regroup.kept_result import KeptResults
 from ttp.runtime.rank_runtime import show
+
+log = logging.getLogger("ttp")
 
 MAKE_AGAIN_AT_MOST_S = 120.0
 """Groups that take longer to be made again count as a standstill."""
@@ -39,16 +42,20 @@ class Regrouping:
         pause: Callable[[float], AbstractContextManager[None]],
         *,
         own_groups: bool = False,
+        kept: KeptResults | None = None,
     ) -> None:
         """`every`: 0 for no rehearsal. `pause`: says within its block that this rank does something else than steps. `own_groups`: the trainer keeps
-        process groups that are not known here. Raises ConfigError for a rehearsal of such a one."""
+        process groups that are not known here. `kept`: where results are kept. Raises ConfigError for a rehearsal of such a one."""
         if every and own_groups:
             raise ConfigError(
                 f"invalid TTP_REHEARSE=every:{every}: this trainer's framework keeps process groups of its own, expected one that keeps none. Leave"
                 " TTP_REHEARSE out"
             )
         self._optimizer, self._gate, self._every, self._rank, self._pause = optimizer, gate, every, rank, pause
+        self._kept = kept
         self.rehearses = every > 0
+        self._train = "train()"
+        """The function that is entered again, by its name and place."""
         self._callbacks: list[OnRegroup] = []
         self._step_backs: list[Callable[[], None]] = []
         self._enterings: list[Callable[[], None]] = []
@@ -82,16 +89,28 @@ class Regrouping:
             for callback in self._enterings:
                 callback()
 
-    def begin_train(self) -> None:
-        """`train` is entered under `ttp_to_persist`, after the session began: it can be exited and entered again until `end_train`. Raises ConfigError."""
+    def begin_train(self, train: str = "train()") -> None:
+        """`train`, a function's name, is entered under `ttp_to_persist`, after the session began: it can be exited and entered again until `end_train`.
+        Raises ConfigError."""
+        self._train = train
         if self._every and self._gate is not None:
             GROUPS.check()
             self._gate.before_update = self._before_update
 
-    def end_train(self) -> None:
-        """`train` has returned or raised."""
+    def end_train(self, exc: BaseException | None = None) -> None:
+        """`train` has returned, or raised `exc`. Raises NotRepeatable where it has returned without the step that was to be computed again."""
         if self._gate is not None:
             self._gate.before_update = None
+        first, self._first = self._first, None
+        if first is None or isinstance(exc, NotRepeatable):
+            return
+        if exc is None:
+            raise self._not_repeatable(first.step, f"was not computed a second time: {self._train} returned before")
+        of_its_own = not isinstance(exc, RuntimeError | TTPError)  # those may be a peer's end
+        if isinstance(exc, STAY_WRONG) or (isinstance(exc, Exception) and of_its_own):
+            why = f"{self._train} raised {type(exc).__name__} when it was entered again: {exc}"
+            log.error("rehearsal: step %d was not computed a second time: %s", first.step, why)
+            self._note_failed(first.step, why)
 
     def check_close(self) -> None:
         """Raise ConfigError where the session is closed on the way out of `train`, which will be entered again."""
@@ -127,18 +146,29 @@ class Regrouping:
             self._gate.step_back(record.step)
             raise Regroup(f"step {record.step} is given up before its update")
         if differing := differences(first, record):
-            raise NotRepeatable(
-                f"rehearsal: step {record.step} gave another result when train() was called again: {differing}. Have train() begin from the"
-                " session's state alone (optimizer.current_step, session.step_state()), and make iterators, schedules and random numbers"
-                " within it"
+            raise self._not_repeatable(
+                record.step, f"gave another result when {self._train} was called again: {differing}"
             )
         self._rehearsed += 1
         if self._rank == 0:
+            if self._kept is not None:
+                self._kept.passed(record.step)
             took = f"{1e3 * self._took_s:.0f} ms"
             show(
                 logging.INFO,
                 f"rehearsal: step {record.step} was computed twice with equal results; groups made again in {took}",
             )
+
+    def _not_repeatable(self, step: int, why: str) -> NotRepeatable:
+        self._note_failed(step, why)
+        return NotRepeatable(
+            f"rehearsal: step {step} {why}. Have train() begin from the session's state alone (optimizer.current_step, session.step_state()), and make"
+            " iterators, schedules and random numbers within it"
+        )
+
+    def _note_failed(self, step: int, why: str) -> None:
+        if self._kept is not None:
+            self._kept.failed(step, why)
 
     def report(self) -> None:
         """Training has ended well: say how often it was rehearsed (rank 0)."""
@@ -151,7 +181,7 @@ class Regrouping:
             show(
                 logging.WARNING,
                 f"rehearsal: no step was computed twice (TTP_REHEARSE=every:{self._every}): begin the session before train() is called, decorate"
-                " train() with ttp_to_persist, leave ENABLE_TTP on, and train for more steps",
+                " train() with ttp_to_persist, without in_place=False, leave ENABLE_TTP on, and train for more steps",
             )
         self._rehearsed = self._every = 0
 

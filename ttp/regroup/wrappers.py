@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,13 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.groups.process_groups import Successor
+
+_COUNTED_ANEW: WeakSet[Module] = WeakSet()
+
+
+def count_anew(model: Module) -> None:
+    """Whatever counts this model's batches begins its count anew when training is entered again."""
+    _COUNTED_ANEW.add(model)
 
 
 def renew_model(model: Module, successor: Successor) -> None:
@@ -41,7 +49,7 @@ def why_not_replaced(model: Module) -> str:
             return f"DistributedDataParallel with {why}"
     if why := _why_not_fsdp(model):
         return why
-    if getattr(sys.modules.get("accelerate.state"), "PartialState", None) is not None and _accelerate_is_used():
+    if model not in _COUNTED_ANEW and _accelerate_is_used():
         return "accelerate counts batches by itself, outside of train()"
     return ""
 
@@ -115,7 +123,8 @@ def leave_pass(model: Module) -> None:
 
 
 def _accelerate_is_used() -> bool:
-    return bool(sys.modules["accelerate.state"].PartialState._shared_state)
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    return state is not None and bool(state._shared_state)
 
 
 def buckets(model: Module) -> list[list[list[int]]]:

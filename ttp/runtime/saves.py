@@ -16,7 +16,7 @@ from typing import Any
 
 from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format import tiling
-from ttp.checkpoint.format.durable import steps_in
+from ttp.checkpoint.format.durable import newest_step, steps_in
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.staging import discard_staging
 from ttp.config import Settings
@@ -132,6 +132,20 @@ class Saves:
             f"resumed step {step} of {path}, whose state is not finite: it holds NaN or infinity, and training continues with it. The newest"
             f" checkpoint with a finite state is {whole}",
         )
+
+    def newest_anywhere(self) -> int:
+        """Return the step of the newest checkpoint of this run, or in its directories, whoever has written it; 0: none."""
+        return max(self.newest, newest_step(self._directories.used))
+
+    def warn_unsaved(self, step: int) -> None:
+        """Warn that the last step is not on disk, where that is so."""
+        if step > self.newest_anywhere():
+            newest = f"the newest is of step {self.newest}" if self.newest else "none was written"
+            show(
+                logging.WARNING,
+                f"TTP has no checkpoint of step {step}, the last one: {newest}. Unless the trainer saves the weights itself, they are"
+                " lost: call session.save() as the last line of train, on all ranks",
+            )
 
     @property
     def marks(self) -> SaveMarks:

@@ -189,7 +189,7 @@ def test_what_is_to_end_in_place_is_one_rank_that_ends_or_raises_in_training() -
         "saved",
     )
     assert scenario.outcomes(FaultSpec(kind="kill_controller")) == ("unharmed",)
-    assert scenario.variables["TTP_IN_PLACE"] == "True"
+    assert scenario.variables["TTP_IN_PLACE"] == "unrehearsed"
     assert replace(scenario, in_place=False).variables["TTP_IN_PLACE"] == "False"
 
 

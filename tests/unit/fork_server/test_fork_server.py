@@ -223,6 +223,21 @@ def test_a_module_that_starts_a_thread_is_not_forked_with(script: Callable[[str]
         assert run(server, name, folder=tmp_path, environ=path)[:2] == (0, "False\n")
 
 
+@pytest.mark.parametrize("said", [None, "background_thread:false,narenas:1"])
+def test_pyarrow_is_forked_with(script: Callable[[str], str], tmp_path: Path, said: str | None) -> None:
+    """Its jemalloc starts a thread as it is loaded; the variable that has it start none is not left to the workers."""
+    name = script("import sys, os; print('pyarrow' in sys.modules, os.environ.get('JE_ARROW_MALLOC_CONF'))")
+    environ = {"JE_ARROW_MALLOC_CONF": said} if said else {}
+    with serving(["pyarrow"], environ=environ) as server:
+        assert run(server, name, folder=tmp_path, environ=environ)[:2] == (0, f"True {said}\n")
+
+
+def test_what_the_user_has_said_of_pyarrow_stays(script: Callable[[str], str], tmp_path: Path) -> None:
+    name, environ = script(""), {"JE_ARROW_MALLOC_CONF": "background_thread:true"}
+    with serving(["pyarrow"], environ=environ) as server, pytest.raises(NotForked, match="started 1 threads"):
+        run(server, name, folder=tmp_path, environ=environ)
+
+
 def test_a_module_that_was_changed_is_imported_anew(script: Callable[[str], str], tmp_path: Path) -> None:
     name = script("import sys; print(sys.modules['mine'].VALUE)")
     path = module(tmp_path, "mine", "VALUE = 1")
@@ -272,6 +287,14 @@ def test_a_variable_that_comes_too_late_is_named(script: Callable[[str], str], t
     with serving() as server:
         _, _, err = run(server, name, folder=tmp_path, environ={})
     assert "OMP_NUM_THREADS=3 was set after" in err and "MINE" not in err
+
+
+def test_variables_that_are_put_back_cause_no_warning(script: Callable[[str], str], tmp_path: Path) -> None:
+    """As accelerate does around its own: all are cleared, and set again."""
+    name = script("import os; was = os.environ.copy(); os.environ.clear(); os.environ.update(was)")
+    environ = {"OMP_NUM_THREADS": "1"}
+    with serving(environ=environ) as server:
+        assert run(server, name, folder=tmp_path, environ=environ)[2] == ""
 
 
 def test_a_server_that_died_is_started_again(script: Callable[[str], str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/your_trainer.md names what the code has: every argument of `ttp.protect` with its default, and words that are really said."""
+"""docs/your_trainer.md and docs/ttp_protect.md name what the code has: every argument of `ttp.protect` with its default, and words that are really said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttp.adopt import usage
 from ttp.adopt.trainer_state import seen
 from ttp.adopt.transformers_callback import TTPCallback
 
-TEXT = (ROOT / "docs" / "your_trainer.md").read_text(encoding="utf-8")
+LOOPS, TEXT = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("your_trainer.md", "ttp_protect.md"))
 NONE = "must be given"
 PARAMETERS = inspect.signature(ttp.protect).parameters
 
@@ -19,7 +19,7 @@ PARAMETERS = inspect.signature(ttp.protect).parameters
 def part(name: str) -> list[list[str]]:
     """Return the rows of a marked table, as cells."""
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- end -->", TEXT, re.DOTALL)
-    assert found is not None, f"docs/your_trainer.md has no table {name}"
+    assert found is not None, f"docs/ttp_protect.md has no table {name}"
     return [[cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in found[1].splitlines()[2:]]
 
 
@@ -62,7 +62,7 @@ def test_quoted_warnings_are_said_by_the_code() -> None:
 
 def test_the_document_begins_with_three_whole_loops() -> None:
     """They are the examples, which a test runs: every line but the docstring."""
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", LOOPS, re.DOTALL)
     folder = ROOT / "examples" / "your_trainer"
     names = ["nanogpt.py", "accelerate_loop.py", "ddp_sampler.py"]
     assert {path.name for path in folder.glob("*.py")} == set(names)

@@ -17,7 +17,7 @@ from ttp.groups.process_groups import GROUPS
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.regroup import reentry as module
-from ttp.regroup.reentry import Reentry, why_not_in_place
+from ttp.regroup.reentry import Reentry
 from ttp.runtime.saves import SaveMarks
 
 ORDER = messages.Regroup(3, 8, (0,), None)
@@ -301,67 +301,3 @@ def test_groups_that_stay_in_use_are_answered(reentry: Reentry, monkeypatch: pyt
     protection = Protection(reentry, "ordered")
     assert not reentry.enters_again(RuntimeError("Connection closed by peer"), protection)  # type: ignore[arg-type]
     assert protection.calls == ["WorkFailed", "hold"] and "in use" in protection.answers[0].error
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process counts as one that ttprun has forked."""
-    monkeypatch.setattr(module, "is_forked", lambda: True)
-
-
-def in_place(**settings: Any) -> Settings:
-    return Settings(**{"launched": True, "one_node": True, **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "asked", "why"),
-    [
-        ({}, True, ""),
-        ({"in_place": "on"}, False, ""),
-        ({}, False, "the program has not asked"),
-        ({"in_place": "off"}, True, "TTP_IN_PLACE=False"),
-        ({"launched": False}, True, "not started by ttprun"),
-        ({"one_node": False, "nodes": 2}, True, ""),
-        ({"shared_dirs": False}, True, "TTP_SHARED_DIRS=False"),
-    ],
-)
-def test_where_it_is_off_the_reason_is_named(
-    settings: dict[str, Any], asked: bool, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(GROUPS, "replaceable", True)
-    said = why_not_in_place(in_place(**settings), Optimizer([]), asked, copies=False, own_form=False)  # type: ignore[arg-type]
-    assert (why in said) if why else said == ""
-
-
-def test_a_process_that_was_executed_says_at_its_start_that_it_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent could start no other one: the first fault would be refused."""
-    monkeypatch.undo()
-    said = why_not_in_place(in_place(), Optimizer([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
-    assert "was executed, not forked" in said
-
-
-def test_what_the_program_or_its_optimizer_does_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Adopted(Optimizer):
-        def why_not_filled(self) -> str:
-            return "no other rank holds all that rank 0 has"
-
-    monkeypatch.setattr(GROUPS, "replaceable", False)  # another test of this process may have joined a group
-    said = why_not_in_place(in_place(), Adopted([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
-    assert "the program has joined by torch.distributed.init_process_group" in said
-    monkeypatch.setattr(GROUPS, "replaceable", True)
-    said = why_not_in_place(in_place(), Adopted([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
-    assert said == "no other rank holds all that rank 0 has"
-
-
-def test_an_accelerator_has_to_be_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GROUPS, "replaceable", True)
-
-    class OnDevice(Optimizer):
-        device = type("Device", (), {"type": "cuda"})()
-
-    said = [
-        why_not_in_place(in_place(in_place=choice), OnDevice([]), True, copies=False, own_form=False)  # type: ignore[arg-type]
-        for choice in ("", "on", "cuda")
-    ]
-    assert "on cuda it is not on by itself (TTP_IN_PLACE=cuda)" in said[0] and said[1] == said[0] and said[2] == ""
-    assert why_not_in_place(in_place(), Optimizer([]), True, copies=True, own_form=False) == "copies='memory'"  # type: ignore[arg-type]

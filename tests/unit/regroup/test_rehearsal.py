@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from ttp.config import Settings
-from ttp.errors import ConfigError, NotRepeatable, Regroup
+from ttp.errors import AbortedCollective, ConfigError, DataMismatch, NotRepeatable, Regroup
 from ttp.processor.gate import Gate
 from ttp.proto.messages import CommitRecord, Phase
 from ttp.regroup.rehearsal import Regrouping, differences
@@ -24,10 +24,23 @@ def pause(at_most_s: float) -> Iterator[None]:
     yield
 
 
-def rehearsing(every: int = 3, rank: int = 1) -> tuple[Gate, Regrouping]:
+class Kept:
+    """What was kept."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[int, str]] = []
+
+    def passed(self, step: int) -> None:
+        self.results.append((step, ""))
+
+    def failed(self, step: int, unequal: str) -> None:
+        self.results.append((step, unequal))
+
+
+def rehearsing(every: int = 3, rank: int = 1, kept: Kept | None = None) -> tuple[Gate, Regrouping]:
     gate = Gate(rank, state_step=5)
-    regrouping = Regrouping(None, gate, every, rank, pause)  # type: ignore[arg-type]
-    regrouping.begin_train()
+    regrouping = Regrouping(None, gate, every, rank, pause, kept=kept)  # type: ignore[arg-type]
+    regrouping.begin_train("train() (loop.py:7)")
     return gate, regrouping
 
 
@@ -65,13 +78,77 @@ def test_every_nth_step_is_left_once_before_its_update_and_then_done() -> None:
     ],
 )
 def test_another_result_is_named_and_no_update_is_made_with_it(changed: dict[str, object], named: str) -> None:
-    gate, _ = rehearsing()
+    kept = Kept()
+    gate, _ = rehearsing(kept=kept)
     with pytest.raises(Regroup):
         come_to(gate, RECORD)
-    with pytest.raises(NotRepeatable, match="step 6 gave another result") as refused:
+    with pytest.raises(
+        NotRepeatable, match=r"step 6 gave another result when train\(\) \(loop.py:7\) was called again"
+    ) as refused:
         come_to(gate, replace(RECORD, **changed))  # type: ignore[arg-type]
     assert named in str(refused.value) and gate.state_step == 5 and gate.phase is Phase.READY
     assert differences(RECORD, replace(RECORD)) == ""
+    [(step, unequal)] = kept.results
+    assert step == 6 and named in unequal and unequal in str(refused.value)
+
+
+@pytest.mark.parametrize(("rank", "results"), [(0, [(6, ""), (9, "")]), (1, [])])
+def test_equal_results_are_kept_by_rank_0(rank: int, results: list[tuple[int, str]]) -> None:
+    kept = Kept()
+    gate, regrouping = rehearsing(rank=rank, kept=kept)
+    for step in range(6, 10):
+        with contextlib.nullcontext() if step % 3 else pytest.raises(Regroup):
+            come_to(gate, replace(RECORD, step=step))
+        if step % 3 == 0:
+            come_to(gate, replace(RECORD, step=step))
+        gate.end_update(step)
+    regrouping.end_train()
+    assert kept.results == results
+
+
+def test_a_function_that_returns_without_the_step_is_named() -> None:
+    """It has exhausted what it iterates over: the job would end early, and well."""
+    kept = Kept()
+    gate, regrouping = rehearsing(kept=kept)
+    with pytest.raises(Regroup):
+        come_to(gate, RECORD)
+    with pytest.raises(
+        NotRepeatable, match=r"step 6 was not computed a second time: train\(\) \(loop.py:7\) returned"
+    ) as refused:
+        regrouping.end_train()
+    regrouping.end_train(refused.value)
+    regrouping.end_train()
+    assert [step for step, _ in kept.results] == [6] and gate.state_step == 5
+
+
+@pytest.mark.parametrize(
+    ("raised", "named"),
+    [
+        (StopIteration("no more"), "train() (loop.py:7) raised StopIteration when it was entered again: no more"),
+        (DataMismatch("another batch"), "raised DataMismatch"),
+        (RuntimeError("Connection closed by peer"), ""),
+        (AbortedCollective("rank 1 failed"), ""),
+        (KeyboardInterrupt(), ""),
+    ],
+)
+def test_what_it_raises_when_it_is_entered_again_is_kept_unless_a_peer_may_be_the_cause(
+    raised: BaseException, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept()
+    gate, regrouping = rehearsing(kept=kept)
+    with pytest.raises(Regroup):
+        come_to(gate, RECORD)
+    regrouping.end_train(raised)
+    assert bool(kept.results) == bool(caplog.messages) == bool(named)
+    assert not named or (kept.results[0][0] == 6 and named in kept.results[0][1] and named in caplog.text)
+
+
+def test_what_it_raises_outside_of_a_rehearsal_is_not_kept() -> None:
+    kept = Kept()
+    gate, regrouping = rehearsing(kept=kept)
+    come_to(gate, replace(RECORD, step=7))
+    regrouping.end_train(KeyError("x"))
+    assert not kept.results
 
 
 def test_once_train_has_ended_no_step_is_given_up() -> None:

@@ -207,7 +207,7 @@ class Scenario:
     @property
     def variables(self) -> Mapping[str, str]:
         """What the job's environment has besides what this process has."""
-        return {"TTP_IN_PLACE": str(self.in_place), **self.environ}
+        return {"TTP_IN_PLACE": "unrehearsed" if self.in_place else "False", **self.environ}
 
     def __post_init__(self) -> None:
         kinds = [fault for top in self.faults for fault in (top, *top.then)]
