@@ -286,7 +286,10 @@ class Handler:
         self._look_for_stragglers()
 
     def _measured(self, beat: Heartbeat, own_s: float) -> None:
-        self._shares[beat.rank] = own_s, beat.waited_s or 0.0
+        waited_s = beat.waited_s if beat.waited_s is not None else 0.0
+        if not (0.0 <= own_s < inf and 0.0 <= waited_s < inf):
+            return  # no time that a clock measured, and nothing that JSON can show
+        self._shares[beat.rank] = own_s, waited_s
         self._stragglers.take(beat.rank, beat.step, own_s, self._clock())
 
     def _look_for_stragglers(self) -> None:

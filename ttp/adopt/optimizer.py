@@ -160,6 +160,7 @@ class AdoptedOptimizer:
 
     def begin_pass(self) -> None:
         """A forward pass of the next step begins: its gradients are about to change. Waits while frozen."""
+        self._backward.over()  # one that raised
         self._check_whole()
         if self._steps.touch():
             self._numbers.forget()

@@ -27,7 +27,6 @@ class OwnBackward:
 
     def watch(self, output: object) -> None:
         """A forward pass has ended with this output: its backward pass will begin there."""
-        self.over()  # one that raised
         # Not -1: activation checkpointing, where a pass is computed again within a backward pass.
         begins = self._begins if torch._C._current_graph_task_id() == -1 else self._point
         values = output.values() if isinstance(output, Mapping) else output

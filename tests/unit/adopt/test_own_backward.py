@@ -72,8 +72,11 @@ def test_a_wait_that_raises_is_over_when_the_next_pass_begins() -> None:
     with pytest.raises(ConnectionError):
         torch.autograd.backward(output.sum())
     assert job.gate.waiting, "it does, until the exception has left training"
-    job.backward.watch(job.weight * 2)
+    job.backward.over()
     assert not job.gate.waiting and job.lines[-1] == "goes on"
+    lines = [*job.lines]
+    job.backward.over()
+    assert job.lines == lines, "there is none"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -120,6 +123,10 @@ def test_an_adopted_step_reports_what_its_own_time_is() -> None:
     adopted.begin_backward(output)
     torch.autograd.backward(output.sum())
     assert seen == [True, False] and not gate.waiting
+    adopted._backward._waits = gate.waiting = True
+    adopted.begin_pass()
+    assert not gate.waiting, "the pass before has raised"
+    del seen[2:]
     adopted.optimizer.step()
     assert seen == [True, False] * 3 and not gate.waiting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -325,6 +326,10 @@ def test_a_slow_rank_is_journaled_when_it_is_named_and_when_it_is_over(
     assert (named.rank, named.host, named.ratio) == (2, "n2", 1.25)
     steps(201, 400, 1.0)
     assert bench.logged == ["straggler", "straggler_over"]
+    for own, waited in ((math.nan, 0.0), (-1.0, 0.0), (1.0, math.inf)):
+        bench.receives(link, Heartbeat(2, Phase.COMPUTE, 400, own_s=own, waited_s=waited))
+    bench.handler.take(StatusAsked(bench.status.append))
+    assert dict(bench.status[-1].shares_s)[2] == (1.0, 0.25), "what no clock measures is left out"
     steps(401, 600, 1.25)
     bench.receives(link, Finished(2))
     bench.handler.take(StatusAsked(bench.status.append))
