@@ -19,7 +19,7 @@ from ttp.launch.watch.death_watch import Death
 from ttp.proto.messages import SAVED_EXIT_CODES
 
 
-class Workers(Protocol):
+class WatchedWorkers(Protocol):
     """The workers of an attempt on this node."""
 
     def deaths(self) -> Mapping[int, Death]:
@@ -36,7 +36,7 @@ class Seat:
         self._since_s = time.monotonic()
         """A verdict must be newer: of this agent's start, or the last fault on this node."""
 
-    def fault(self, workers: Workers) -> None:
+    def fault(self, workers: WatchedWorkers) -> None:
         """Have the node checked, beside whatever follows, if one of its workers has failed. Returns at once."""
         if self._health is None:
             return
