@@ -39,8 +39,9 @@ from ttp import torch_range
 from ttp.checkpoint.format.signature import read_keys
 from ttp.checkpoint.reader import Reader
 from ttp.config import Settings
-from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError, Regroup
+from ttp.errors import ConfigError, Regroup
 from ttp.exchange import error_file, last_step, saved_alone
+from ttp.exchange.error_file import refusals_in_one_line
 from ttp.exchange.json_collectives import check_joined, world
 from ttp.exchange.last_step import LastStep
 from ttp.groups.process_groups import GROUPS
@@ -126,16 +127,6 @@ def start(
             in_place,
         )
     return _current
-
-
-@contextlib.contextmanager
-def refusals_in_one_line() -> Iterator[None]:
-    """Show a refusal of the start as one line without a traceback, if nothing in the program catches it."""
-    try:
-        yield
-    except (*STAY_WRONG, *STAY_WRONG_AT_FIRST) as refused:
-        error_file.print_one_line(refused)
-        raise
 
 
 def _hold(exc: BaseException) -> None:

@@ -38,6 +38,7 @@ from ttp.adopt.trainer_state.seen import SeenBatches, check_record
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotAsBefore
+from ttp.exchange.error_file import refusals_in_one_line
 from ttp.exchange.json_collectives import check_joined
 from ttp.groups.process_groups import Successor
 from ttp.inputs import checked
@@ -45,7 +46,7 @@ from ttp.optim.step_agreement.step_result import ClipNorm
 from ttp.regroup.wrappers import leave_pass, renew_attributes, renew_model, switches, wrapper_around
 from ttp.runtime.rank_runtime import show
 from ttp.runtime.step_copies import BUDGET, CopyOptions
-from ttp.session import ResumePoint, Session, refusals_in_one_line, start
+from ttp.session import ResumePoint, Session, start
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 from ttp import files
 from ttp.config import error_file, worker_error_file
-from ttp.errors import ConfigError
+from ttp.errors import STAY_WRONG, STAY_WRONG_AT_FIRST, ConfigError
 
 _path = ""
 """The file of this process; empty: nothing is recorded."""
@@ -104,3 +104,13 @@ def record(exc: BaseException) -> None:
     body = json.dumps({"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": extra}})
     with contextlib.suppress(OSError):  # a full disk costs the incident report a line, not the job its checkpoint
         files.replace(Path(_path), body)
+
+
+@contextlib.contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """Show a refusal of the start as one line without a traceback, if nothing in the program catches it."""
+    try:
+        yield
+    except (*STAY_WRONG, *STAY_WRONG_AT_FIRST) as refused:
+        print_one_line(refused)
+        raise
