@@ -64,6 +64,7 @@ def test_a_bit_that_is_altered_on_its_way_is_found_and_the_step_is_written(tmp_p
     assert_equal(job, whole_job(2))
 
 
+@pytest.mark.long
 def test_a_controller_that_dies_after_its_order_costs_no_step(tmp_path: Path, whole_job: RunJob) -> None:
     """While the new process begins. The one that takes over finds a rank half way, and has the step written."""
     killed: list[int] = []
