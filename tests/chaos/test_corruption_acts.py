@@ -27,7 +27,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 1))
 optimizer = ttp.TTPReplicaOptimizer(
     model.named_parameters(), lr=1e-3, replicas=replicas, compare_every=compare_every, on_divergence=choice
 )
-session = ttp.start(optimizer, save_dirs=[str(out / "checkpoints")], in_place=in_place)
+session = ttp.start(optimizer, save_dirs=[str(out / "checkpoints")], in_place="unrehearsed" if in_place else False)
 session.resume()
 with open(out / f"pids-{rank}", "a") as file:
     print(os.getpid(), file=file)
@@ -76,7 +76,7 @@ model = torch.nn.parallel.DistributedDataParallel(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 guard = ttp.protect(
-    model, optimizer, save_dirs=[str(out / "checkpoints")], save_interval=10, compare_every=5, on_divergence=choice, in_place=in_place
+    model, optimizer, save_dirs=[str(out / "checkpoints")], save_interval=10, compare_every=5, on_divergence=choice, in_place="unrehearsed" if in_place else False
 )
 with open(out / f"pids-{rank}", "a") as file:
     print(os.getpid(), file=file)
