@@ -19,6 +19,7 @@ from ttp.controller.core import machine
 from ttp.errors import ProtocolError
 from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.frozen import dataclass
+from ttp.proto.limits import LONGEST_S
 from ttp.proto.messages import (
     AgentHello,
     Downward,
@@ -272,8 +273,7 @@ class Handler:
             if isinstance(message, Heartbeat):
                 if self._is_routed(link, message):
                     self._beats[message.rank] = message
-                    if message.step_times_s:
-                        self._step_times[message.rank] = message.step_times_s[-1]
+                    self._note_step_time(message.rank, message.step_times_s)
                     if message.own_s is not None:
                         self._measured(message, message.own_s)
                     if message.loss is not None:
@@ -287,10 +287,15 @@ class Handler:
 
     def _measured(self, beat: Heartbeat, own_s: float) -> None:
         waited_s = beat.waited_s if beat.waited_s is not None else 0.0
-        if not (0.0 <= own_s < inf and 0.0 <= waited_s < inf):
-            return  # no time that a clock measured, and nothing that JSON can show
+        if not (_is_measured(own_s) and _is_measured(waited_s)):
+            return
         self._shares[beat.rank] = own_s, waited_s
         self._stragglers.take(beat.rank, beat.step, own_s, self._clock())
+
+    def _note_step_time(self, rank: int, times_s: Sequence[float]) -> None:
+        """The machine refuses what is no time; so that people are shown none until then either."""
+        if times_s and _is_measured(times_s[-1]):
+            self._step_times[rank] = times_s[-1]
 
     def _look_for_stragglers(self) -> None:
         """Journal which ranks are slow from now on, and which are not any more; the machine does not know of it."""
@@ -349,8 +354,7 @@ class Handler:
         self._step_times.pop(rank, None)  # it may be another process
         self._shares.pop(rank, None)
         self._stragglers.join(rank, registration.host, registration.pid, registration.workload)
-        if registration.step_times_s:
-            self._step_times[rank] = registration.step_times_s[-1]
+        self._note_step_time(rank, registration.step_times_s)
         old = self.routes.get(rank)
         self.routes[rank] = link
         self._carried.setdefault(link, set()).add(rank)
@@ -455,3 +459,8 @@ class Handler:
 
     def _finish(self, reason: str) -> None:
         self.finished = self.finished or reason or "finished"
+
+
+def _is_measured(seconds: float) -> bool:
+    """Say whether a clock can have measured this: JSON has no NaN."""
+    return 0.0 <= seconds <= LONGEST_S

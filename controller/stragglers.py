@@ -17,11 +17,12 @@ Owns who is named. It is advice for people: no machine reads it. Never knows wha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
 
+from ttp.proto.limits import LONGEST_S
 from ttp.proto.status import StragglerStatus
 
 WINDOW = 16
@@ -41,6 +42,8 @@ LASTING = 8.0
 MOST_NAMED = 64
 """More of them are another kind of machine, rather than stragglers: the slowest are named."""
 MOST_SAMPLES = 256
+SHORTEST_S = 1e-6
+"""A time below this counts as this: no ratio is infinite."""
 LATE_BEATS = 2.0
 """Heartbeats for which a window's first ranks wait for the others: all finish a step together, and report it within one."""
 _SPREAD = 1.4826
@@ -139,11 +142,11 @@ class StragglerWatch:
     def take(self, rank: int, step: int, own_s: float, now: float) -> None:
         """A heartbeat: the rank is in `step`, and its steps since the heartbeat before took `own_s` of its own."""
         group = self._group.get(rank)
-        if group is None or not 0.0 < own_s < inf:
+        if group is None or not 0.0 <= own_s <= LONGEST_S:
             return
         samples = self._samples[rank]
         if len(samples) < MOST_SAMPLES:
-            samples.append(own_s)
+            samples.append(max(own_s, SHORTEST_S))
         if step > group.front:
             group.front = step
         if step >= self._until[rank] and rank not in group.medians:
@@ -190,6 +193,7 @@ class StragglerWatch:
         for rank, own_s in medians.items():
             ratio = own_s / middle
             ratios[rank] = known + (ratio - known) / LASTING if (known := ratios.get(rank, 0.0)) else ratio
+        far = _far(ratios.values())
         # Below this no rank can be slow, whichever it is: most need no look of their own.
         least = MARGIN * ordered[max(0, (len(ordered) - 1) // 2 - 1)]
         found = [rank for rank, own_s in medians.items() if own_s >= least or rank in self._windows]
@@ -197,12 +201,12 @@ class StragglerWatch:
             own_s, others_s = medians[rank], _others(ordered, medians[rank])
             slow = own_s >= MARGIN * others_s and own_s >= others_s + LEAST_S
             window = _Window(slow, own_s / others_s, own_s, others_s, first)
-            change = self._note(rank, window, group)
+            change = self._note(rank, window, group, far)
             if change is not None:
                 yield change
 
-    def _note(self, rank: int, window: _Window, group: _Group) -> Change | None:
-        """Take a rank's window, and return what changes by it."""
+    def _note(self, rank: int, window: _Window, group: _Group, far: float) -> Change | None:
+        """Take a rank's window, and return what changes by it. `far`: the ratio from which on a rank stands out."""
         kept = self._windows.setdefault(rank, [])
         kept.append(window)
         del kept[:-KEPT]
@@ -214,22 +218,21 @@ class StragglerWatch:
             return Change(self.named.pop(rank), over=True, step=group.front)
         if before is None and (len(slow) < SLOW or len(self.named) >= MOST_NAMED):
             return None
-        ratio, own_s, others_s = (
-            median(values) for values in zip(*((each.ratio, each.own_s, each.others_s) for each in slow), strict=True)
-        )
-        if before is None and not _stands_out(ratio, group):
+        ratio = median(each.ratio for each in slow)
+        if before is None and ratio < far:
             return None
+        own_s, others_s = median(each.own_s for each in slow), median(each.others_s for each in slow)
         since = before.since_step if before is not None else slow[0].first_step
         now = self.named[rank] = Straggler(rank, self._host[rank][0], ratio, own_s, others_s, since)
         return Change(now, over=False, step=group.front) if before is None else None
 
 
-def _stands_out(ratio: float, group: _Group) -> bool:
-    """Say whether a ratio is far from those of the group's ranks, by the spread that lasts among them."""
-    if len(group.ratios) < MANY:
-        return True
-    middle = median(group.ratios.values())
-    return ratio - middle >= FAR * _SPREAD * median(abs(each - middle) for each in group.ratios.values())
+def _far(ratios: Collection[float]) -> float:
+    """Return the ratio from which on a rank is far from the others, by the spread that lasts among them. O(ranks log ranks): once a window."""
+    if len(ratios) < MANY:
+        return 0.0
+    middle = median(ratios)
+    return middle + FAR * _SPREAD * median(abs(each - middle) for each in ratios)
 
 
 def _others(ordered: list[float], own: float) -> float:

@@ -125,6 +125,23 @@ def test_not_more_than_some_are_named() -> None:
     assert [each.rank for each in ranks.watch.slowest()] == [*range(399, 399 - MOST_NAMED, -1)]
 
 
+def test_a_window_costs_little_more_where_all_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of ranks are slow in every window, and none stands out: the spread is looked at once a window, not once a rank."""
+    looks = []
+    far = module._far
+    monkeypatch.setattr(module, "_far", lambda ratios: looks.append(1) or far(ratios))
+    ranks = Ranks(1000)
+    assert ranks.do(20 * WINDOW, lambda rank, step: 0.5 + rank / 1000) == []
+    assert len(ranks.watch._windows) > 300 and len(looks) <= 20
+
+
+def test_no_ratio_is_infinite() -> None:
+    """Whatever a rank says that it measured."""
+    ranks = Ranks(3)
+    changes = ranks.do(20 * WINDOW, lambda rank, step: 1e9 if rank == 2 else 5e-324)
+    assert changes and all(math.isfinite(each.straggler.ratio) for each in changes)
+
+
 def test_a_rank_that_is_silent_holds_no_window_up() -> None:
     """A window is judged without those that do not come to its end in time, but not by the minority."""
     silent = frozenset({0})

@@ -278,6 +278,8 @@ def test_a_ranks_newest_step_time_is_in_the_status_until_another_process_comes(
     link = bench.comes(0, 1)
     bench.receives(link, Heartbeat(0, Phase.COMPUTE, 3, step_times_s=(0.5, 0.25)), Heartbeat(1, Phase.COMPUTE, 3))
     bench.receives(link, Heartbeat(0, Phase.READY, 3))
+    for wrong in (math.nan, math.inf, -1.0):  # the machine refuses these, and JSON has none
+        bench.receives(link, Heartbeat(0, Phase.READY, 3, step_times_s=(wrong,)))
     bench.handler.take(StatusAsked(bench.status.append))
     bench.comes(0)
     bench.receives(Link(), Registration(1, 4, "host", 101, (), 0, ("/c",), "{}", step_times_s=(0.75, 1.0)))
