@@ -293,7 +293,7 @@ class Handler:
         self._stragglers.take(beat.rank, beat.step, own_s, self._clock())
 
     def _note_step_time(self, rank: int, times_s: Sequence[float]) -> None:
-        """The machine refuses what is no time; so that people are shown none until then either."""
+        """The machine refuses a number that cannot be a time; people are not shown one either."""
         if times_s and _is_measured(times_s[-1]):
             self._step_times[rank] = times_s[-1]
 

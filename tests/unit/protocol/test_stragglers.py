@@ -136,7 +136,7 @@ def test_a_window_costs_little_more_where_all_ranks_differ(monkeypatch: pytest.M
 
 
 def test_no_ratio_is_infinite() -> None:
-    """Whatever a rank says that it measured."""
+    """Whatever a rank reports as measured."""
     ranks = Ranks(3)
     changes = ranks.do(20 * WINDOW, lambda rank, step: 1e9 if rank == 2 else 5e-324)
     assert changes and all(math.isfinite(each.straggler.ratio) for each in changes)
