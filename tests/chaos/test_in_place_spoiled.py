@@ -81,5 +81,6 @@ def test_a_controller_that_dies_after_its_order_costs_no_step(tmp_path: Path, wh
     job = run_to_end(tmp_path / "job", 2, faults=faults, environ=ON, meanwhile=kill_the_controller)
     assert killed and len(job.starts()) == 2 and "no step lost" in (job.output_dir / "console.log").read_text()
     [reason] = [line["reason"] for line in events_of(job) if line["event"] == "not_in_place"]
-    assert reason == "rank 0 has a gate that cannot open again", "it has left its groups, and the new controller writes"
+    # The new controller writes: rank 0 has left its groups. Where the new process is slow to begin, its silence is the reason that is found first.
+    assert reason in ("rank 0 has a gate that cannot open again", "a fault of kind silent")
     assert_equal(job, whole_job(2))

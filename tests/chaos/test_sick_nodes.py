@@ -167,7 +167,9 @@ def test_a_job_with_too_few_nodes_asks_to_be_started_again_and_continues(
         why = f"{sick.name}: its health check failed (exit status 3): no device answers"
         assert "too few nodes joined within 20 s" in job.console(well) and f"excluded: {why}" in job.console(well)
         assert job.story()[-1]["result"] != "succeeded" and why in job.story()[-1]["excluded"]
-        assert "Traceback" not in job.console(a) + job.console(b)
+        consoles = job.console(a) + job.console(b)
+        # torch's timer is sometimes dropped in its own thread, which it then cannot join: torch prints that, and ignores it.
+        assert consoles.count("Traceback") == consoles.count("Exception ignored in: <finalize object")
         assert published(job, 0)[0] >= killed.after_step
         job.heal(sick)
         for node in (a, b):
