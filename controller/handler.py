@@ -287,7 +287,7 @@ class Handler:
 
     def _measured(self, beat: Heartbeat, own_s: float) -> None:
         waited_s = beat.waited_s if beat.waited_s is not None else 0.0
-        if not (_is_measured(own_s) and _is_measured(waited_s)):
+        if not (self._stragglers.compares(beat.rank) and _is_measured(own_s) and _is_measured(waited_s)):
             return
         self._shares[beat.rank] = own_s, waited_s
         self._stragglers.take(beat.rank, beat.step, own_s, self._clock())

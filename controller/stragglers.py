@@ -129,6 +129,10 @@ class StragglerWatch:
             group.ranks.add(rank)
             self._samples[rank], self._until[rank] = [], group.front + WINDOW
 
+    def compares(self, rank: int) -> bool:
+        """Say whether this rank's own time is measured so that it means something: it has a workload."""
+        return rank in self._group
+
     def leave(self, rank: int) -> None:
         """A rank does no steps any more."""
         group = self._group.pop(rank, None)

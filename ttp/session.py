@@ -199,7 +199,9 @@ class Session:
             save_dirs=tuple(self.save_dirs),
             copies=copies.enabled,
             regroups=not why_not,
-            workload=optimizer.workload,
+            workload=optimizer.workload
+            if self._device.type == "cpu"
+            else "",  # elsewhere no wait is seen from the host
             layout=facts,
         )
         self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)

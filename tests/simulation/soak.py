@@ -34,6 +34,8 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 NAMED = 20
 """Cells without a hit that are named: of a soak that is long enough there are few, of a short one hundreds."""
+DISPUTED = "replicas differ"
+"""Of a refusal: then nothing may be written, whatever is lost by it."""
 LINE_EVERY_S = 30.0
 """Seconds between two plain lines of progress, where the output is not a terminal."""
 
@@ -69,9 +71,10 @@ def _note(result: Tally, scenario: Scenario) -> None:
     result.note_strikes((strike.kind, strike.where) for strike in job.strikes)
     ended = outcome_of(scenario)
     result.outcomes[ended] += 1
-    if ended == "refused":
-        result.refusals[reason_kind(str(events(job, "refused")[-1]["reason"]))] += 1
-    if ended in ("published", "refused"):
+    why = reason_kind(str(events(job, "refused")[-1]["reason"])) if ended == "refused" else ""
+    if why:
+        result.refusals[why] += 1
+    if ended in ("published", "refused") and why != DISPUTED:
         committed = max((record.step for record in job.known_records()), default=0)
         newest = job.disk.newest_published()
         result.lost_steps[committed - newest] += 1
@@ -84,6 +87,7 @@ _REASONS = (
     ("all ranks are dead", "all ranks are dead"),
     ("was not over after", "the fault took longer than it may"),
     ("no rank was attached", "no rank was attached any more"),
+    ("replicas differ", DISPUTED),
 )
 
 

@@ -220,7 +220,7 @@ class AdoptedOptimizer:
         instead = _run_closure(args, kwargs)
         self._state.check_unchanged()
         step = self.current_step + 1
-        self._backward.mark()
+        self._backward.over()
         with self._steps.in_collective():
             self._state.share_buffers()
         self.on_ready(step)

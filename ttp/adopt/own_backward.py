@@ -23,7 +23,7 @@ class OwnBackward:
     def __init__(self, steps: StepState) -> None:
         self._steps = steps
         self._pass = -1
-        self._waits = self._marked = False
+        self._waits = False
 
     def watch(self, output: object) -> None:
         """A forward pass has ended with this output: its backward pass will begin there."""
@@ -39,13 +39,6 @@ class OwnBackward:
         if self._waits:
             self._waits = self._steps.tracker.waiting = False
 
-    def mark(self) -> None:
-        """The step's last backward pass is over: what no callback has seen is over by now."""
-        self.over()
-        if not self._marked:
-            self._steps.lane.mark_own()
-        self._marked = False
-
     def _point(self, gradient: Any) -> None:
         self._steps.point("backward")
 
@@ -56,8 +49,7 @@ class OwnBackward:
             _queue(self._ends)
 
     def _ends(self) -> None:
-        self._steps.lane.mark_own()
-        self._marked = self._waits = self._steps.tracker.waiting = True
+        self._waits = self._steps.tracker.waiting = True
         _queue(self.over)
 
 

@@ -22,7 +22,6 @@ class Lane:
         self._side = None if self._module is None else self._module.Stream(device)
         # Made now: at a fault a driver may have anything but launches wait for the whole device.
         self._roll = None if self._module is None else self._module.Stream(device)
-        self._own: Any = None
         self._ready: Any = None
         self._updated: Any = None
 
@@ -47,17 +46,6 @@ class Lane:
         """Make the current stream wait for the side stream."""
         if self._side is not None:
             self._module.current_stream(self._device).wait_stream(self._side)
-
-    def mark_own(self) -> None:
-        """Mark this rank's own part of the step as finished once the current stream gets here: what follows waits for other ranks."""
-        self._own = self._mark()
-
-    def await_own(self) -> bool:
-        """Block until the device has come to that mark, once; say whether there was one. The training thread."""
-        own, self._own = self._own, None
-        if own is not None:
-            own.synchronize()
-        return own is not None
 
     def mark_ready(self) -> None:
         """Mark the reduced gradients as final once the current stream gets here."""

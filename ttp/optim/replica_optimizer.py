@@ -253,7 +253,6 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         state, step = self._steps, self.current_step + 1
         state.touch()
         self.finish_gather()  # a gather still under way may write where the update will
-        self.lane.mark_own()
         with state.in_collective():
             self._buckets.finish()
             self._at_ready = [hyper_parameters(group) for group in self.param_groups]

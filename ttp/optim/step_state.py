@@ -53,8 +53,6 @@ class StepState:
         """This rank's reduced gradients of `step` are final once the current stream gets here. Waits for the device: until then a reduction may
         be aborted, and what it left would be in what this rank contributes. `check(step)` then raises if one was."""
         self.lane.mark_ready()
-        if self.lane.await_own():
-            self.tracker.waiting = True  # from now on: until here the device was busy with this rank's own work
         self.lane.await_ready()
         check(step)
         self._ready = step

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *(f"controller.core.{name}" for name in (
         "facts.decision", "facts.coverage", "dump.freeze", "stages", "machine", "dump.roll_forward", "dump.regroup", "dump.writing", "dump.publishing",
-        "facts.planning", "facts.membership", "ranks.liveness", "ranks.takeover", "dump.finish", "dump.reassign", "ranks.stall",
+        "facts.divergence", "facts.planning", "facts.membership", "ranks.liveness", "ranks.takeover", "dump.finish", "dump.reassign", "ranks.stall",
         "facts.pace", "transitions", "facts.per_rank", "facts.answers", "ranks.repeats", "ranks.standbys", "facts.state",
     )),
     "controller.handler",
@@ -32,6 +32,7 @@ LEFT_OUT = {
     "controller.core.facts.events": "fields, whose defaults are settings that every job overrides",
     "processor.core.events": "fields, whose defaults are settings that every job overrides",
     "proto.messages": "fields",
+    "proto.cause": "fields",
     "proto.shares": "fields",
     "proto.hang_limits": "fields, whose defaults are settings that jobs with hangs override",
     "proto.incident": "fields",

@@ -10,7 +10,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.unit.adopt.test_steps import adopt
-from tests.unit.optim.test_lane import FakeDevice
 from ttp.adopt.own_backward import OwnBackward
 from ttp.optim.step_state import StepState
 from ttp.processor.gate import Gate
@@ -48,7 +47,7 @@ def test_the_wait_is_the_wrappers_at_the_end_of_the_pass() -> None:
         job.backward.watch(output)
         torch.autograd.backward(output.sum())
         job.lines.append("clipping")
-        job.backward.mark()
+        job.backward.over()
     assert job.lines == ["gradient", "waits", "all-reduce", "goes on", "clipping"] * 2
     assert not job.gate.waiting
 
@@ -94,23 +93,6 @@ def test_a_pass_that_is_computed_again_within_its_backward_pass_ends_with_that(r
     torch.autograd.backward(output.sum())
     assert job.lines.count("waits") == job.lines.count("goes on") == 1
     assert job.lines.index("gradient") < job.lines.index("waits") or reentrant
-
-
-def test_on_an_accelerator_the_streams_own_part_is_marked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the backward pass's callback, before the stream waits for the others; and before the step where there was none."""
-    device = FakeDevice()
-    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
-    job = Waits("cuda:0")
-    output = job.weight * 2
-    job.backward.watch(output)
-    device.queue("own")
-    torch.autograd.backward(output.sum())
-    device.queue("the others")
-    job.backward.mark()
-    assert job.steps.lane._own.behind == {"own"}
-    assert job.steps.lane.await_own() and not job.steps.lane.await_own(), "once"
-    job.backward.mark()
-    assert job.steps.lane._own.behind == {"own", "the others"}
 
 
 def test_an_adopted_step_reports_what_its_own_time_is() -> None:

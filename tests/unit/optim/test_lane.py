@@ -189,22 +189,3 @@ def test_a_step_marks_both_events_before_it_reports_the_phases(monkeypatch: pyte
     assert events.lines == ["join", "mark ready", "ready", "begin", "mark updated", "end"]
     assert optimizer.lane.ordered
     optimizer.close()
-
-
-def test_what_the_device_does_of_this_rank_alone_is_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between READY's wait for the own part and its wait for the reductions the tracker's wait begins anew; on a CPU it does not."""
-    fake = FakeDevice()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    for device, begins in ((CUDA, [True, True, False]), (torch.device("cpu"), [True, False])):
-        state, seen = step_state.StepState(device), list[bool]()
-
-        class Seen(NullTracker):
-            def __setattr__(self, name: str, value: bool, seen: list[bool] = seen) -> None:
-                seen.append(value)
-                object.__setattr__(self, name, value)
-
-        state.tracker = Seen()
-        state.lane.mark_own()
-        with state.in_collective():
-            state.ready(1, lambda step: None)
-        assert seen == begins

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from statistics import median
 
@@ -128,8 +128,13 @@ def test_not_more_than_some_are_named() -> None:
 def test_a_window_costs_little_more_where_all_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of ranks are slow in every window, and none stands out: the spread is looked at once a window, not once a rank."""
     looks = []
-    far = module._far
-    monkeypatch.setattr(module, "_far", lambda ratios: looks.append(1) or far(ratios))
+
+    def far(ratios: Collection[float]) -> float:
+        looks.append(len(ratios))
+        return spread(ratios)
+
+    spread = module._far
+    monkeypatch.setattr(module, "_far", far)
     ranks = Ranks(1000)
     assert ranks.do(20 * WINDOW, lambda rank, step: 0.5 + rank / 1000) == []
     assert len(ranks.watch._windows) > 300 and len(looks) <= 20
