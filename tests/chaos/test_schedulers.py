@@ -173,7 +173,7 @@ def test_the_batch_script_requeues_a_job_that_asks_for_other_nodes(
     assert not list(stand_in.glob(".ttp-succeeded-*"))
 
 
-def test_a_success_of_an_earlier_start_is_not_this_ones(stand_in: Path) -> None:
+def test_the_note_of_an_earlier_success_does_not_count(stand_in: Path) -> None:
     """Where the batch script was killed before it had removed the note."""
     (stand_in / ".ttp-succeeded-4711").touch()
     program = stand_in / "ttprun"

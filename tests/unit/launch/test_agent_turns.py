@@ -51,8 +51,10 @@ def test_ranks_make_room_for_a_node_only_where_a_controller_saves_them(controlle
 
 
 @pytest.mark.parametrize("not_left", ["", "TTP_OT (60 s) expired"])
-def test_a_drained_node_says_when_its_ranks_have_not_left(not_left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves all the same."""
+def test_the_error_of_a_drained_node_has_why_its_ranks_have_not_left(
+    not_left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error has the reason; it leaves all the same."""
     monkeypatch.setattr(FreshStoreRendezvous, "drain", "a cable")
     agent = make_agent(WaitingNodes([0]))
     attempt: Any = Led([])

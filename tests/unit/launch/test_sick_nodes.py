@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.unit.launch.agent_jobs import RunningJob, running_job
 from tests.unit.launch.test_multi_endpoint import Bench, agent, free_place, quick, serve
@@ -25,8 +26,9 @@ from ttp.launch import main as launcher
 from ttp.launch.endings import REQUEUE_EXIT_CODE, Drained
 from ttp.launch.health.node_health import NodeHealth, SickNode
 from ttp.launch.health.seat import Seat
-from ttp.launch.rendezvous import departures, spare_nodes, store_failover
+from ttp.launch.rendezvous import choose, departures, spare_nodes, store_failover
 from ttp.launch.rendezvous.departures import Excluded, excluded_after, publish_excluded
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import epoch_key
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
@@ -36,6 +38,7 @@ from ttp.launch.rendezvous.spare_nodes import (
     SPARE,
     Agent,
     Entry,
+    PlaceTaken,
     Silence,
     UnfitSpare,
     place_to_take,
@@ -206,6 +209,27 @@ def test_only_a_node_of_the_job_leaves_its_place(is_spare: bool, state: str) -> 
     sick._spare_node = is_spare
     sick.exclude("its disk")
     assert [each.state for each in read_agents(server, "job")] == [state]
+
+
+def test_a_spare_and_a_sick_node_know_the_job_and_their_name_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's greatest number of nodes, for the places that are free; --local-addr, for both events of a sick node."""
+    monkeypatch.setattr(store_failover, "EXCLUDE_S", 0.2)
+    found: list[tuple[object, ...]] = []
+
+    def wait(*arguments: object) -> PlaceTaken:
+        found.append(arguments)
+        return PlaceTaken("a", "b")
+
+    monkeypatch.setattr(store_failover, "wait_for_place", wait)
+    config = LaunchConfig(
+        1, 7, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(free_place()), rdzv_configs={"is_host": "0"},
+        local_addr="127.0.0.9",
+    )  # fmt: skip
+    made = choose.make_failover(config, spare_node=True)
+    made.wait_as_spare()
+    assert [arguments[-1] for arguments in found] == [7]
+    assert FreshStoreRendezvous(made, "here", same_keys_every_round=False).exclude("its disk") == "127.0.0.9"
+    made.shutdown()
 
 
 def test_no_store_within_the_time_is_a_warning(
