@@ -97,7 +97,12 @@ class Script:
 def slurm(folder: Path, output: Path, iters: int) -> Script:
     """Start the batch script as Slurm would, on two nodes of one rank each."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"}
-    own = {"STAND_IN_FOLDER": str(folder), "GPUS_PER_NODE": "1", "MASTER_PORT": str(free_port())}
+    own = {
+        "STAND_IN_FOLDER": str(folder),
+        "SLURM_SUBMIT_DIR": str(folder),
+        "GPUS_PER_NODE": "1",
+        "MASTER_PORT": str(free_port()),
+    }
     arguments = ["--config", "gpt_tiny", *SMALL, "--training_config.device=cpu"]
     arguments += [f"--training_config.output_dir={output}", f"--training_config.training_iters={iters}"]
     return Script(folder, "bash", str(EXAMPLES / "slurm" / "train.sbatch"), *arguments, **job, **own)
@@ -132,7 +137,14 @@ def test_the_batch_script_names_two_meeting_points(stand_in: Path) -> None:
 
 @pytest.mark.parametrize(
     ("statuses", "restarts", "requeued"),
-    [("75 75", "", True), ("0 75", "3", True), ("75 75", "10", False), ("1 0", "", False), ("0 0", "", False)],
+    [
+        ("75 75", "", True),
+        ("0 75", "3", False),
+        ("75 75", "10", False),
+        ("1 0", "", False),
+        ("0 0", "", False),
+        ("1 75", "", True),
+    ],
 )
 def test_the_batch_script_requeues_a_job_that_asks_for_other_nodes(
     stand_in: Path, statuses: str, restarts: str, requeued: bool
@@ -145,12 +157,44 @@ def test_the_batch_script_requeues_a_job_that_asks_for_other_nodes(
     )
     program.chmod(0o755)
     job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2"}
-    job |= {"STAND_IN_FOLDER": str(stand_in), "HEALTH_CHECK": "builtin --memory 4", "ON_EVENT": "sh drain.sh"}
+    job |= {
+        "STAND_IN_FOLDER": str(stand_in),
+        "SLURM_SUBMIT_DIR": str(stand_in),
+        "HEALTH_CHECK": "builtin --memory 4",
+        "ON_EVENT": "sh drain.sh",
+    }
     job |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
     with Script(stand_in, "bash", str(EXAMPLES / "slurm" / "train.sbatch"), "--config", "x", **job) as run:
-        assert run.wait() == max(int(first), int(second))
+        assert run.wait() == (
+            0 if "0" in (first, second) and "1" not in (first, second) else max(int(first), int(second))
+        )
         assert "--health-check builtin --memory 4 --on-event sh drain.sh -m ttp.trainer --config x" in run.text
     assert (stand_in / "requeued").exists() is requeued
+    assert not list(stand_in.glob(".ttp-succeeded-*"))
+
+
+def test_the_note_of_an_earlier_success_does_not_count(stand_in: Path) -> None:
+    """Where the batch script was killed before it had removed the note."""
+    (stand_in / ".ttp-succeeded-4711").touch()
+    program = stand_in / "ttprun"
+    program.write_text("#!/bin/sh\nexit 75\n")
+    program.chmod(0o755)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "127.0.0.1"}
+    job |= {"STAND_IN_FOLDER": str(stand_in), "SLURM_SUBMIT_DIR": str(stand_in)}
+    with Script(stand_in, "bash", str(EXAMPLES / "slurm" / "train.sbatch"), **job) as run:
+        assert run.wait() == 75
+    assert (stand_in / "requeued").exists()
+
+
+def test_a_node_name_that_is_none_drains_nothing(stand_in: Path) -> None:
+    noted = stand_in / "noted"
+    (stand_in / "scontrol").write_text(f"#!/bin/sh\ntouch {noted}\n")
+    environ = os.environ | {"PATH": f"{stand_in}:{os.environ['PATH']}"}
+    script = ["sh", str(EXAMPLES / "slurm" / "drain_sick_node.sh")]
+    for node in ("", "ALL", "node[1-9]", "a,b", "a b", "a\nb"):
+        event = {"event": "sick_node", "node": node, "reason": "x"}
+        subprocess.run(script, input=json.dumps(event), env=environ, text=True, check=True)
+        assert not noted.exists(), node
 
 
 def test_a_sick_node_is_drained_by_the_command_on_events(stand_in: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_node_that_is_sick_after_a_fault_gives_its_place_to_the_spare(
     assert f"sick    {sick.name}: {why}" in job.console(c) + job.console(well)
     assert history.read(job.output_dir / "log").excluded == (f"{sick.name}: {why}",)
     assert sick.name in job.drained() and job.drained() - {sick.name}, "on the node itself, and on that of rank 0"
-    assert (len(job.checks(well)), len(job.checks(sick)), len(job.checks(c))) == (1, 2, 2)
+    assert (len(job.checks(well)), len(job.checks(sick)), len(job.checks(c))) == (1, 3, 2)
     assert_whole(job, whole_job(4, *STEPS))
 
 
@@ -215,7 +215,7 @@ def test_in_place_no_process_is_put_on_a_sick_node(
         job.kill(3)
         statuses = job.wait(timeout_s=200)
     assert statuses[node.name] == (REQUEUE_EXIT_CODE if sick else 0), job.console_tail(60)
-    assert len(job.checks(node)) == 2
+    assert len(job.checks(node)) == (3 if sick else 2)
     assert ("this node is sick: its health check failed" in job.console(node)) is sick
     assert ("in the place of the one that ended" in job.console(node)) is not sick
     assert len(job.starts()) == (2 if sick else 1)

@@ -289,9 +289,9 @@ class HoldAgent(LocalElasticAgent):
         if asked and attempt.living() and attempt.has_controller and not attempt.failed():
             why = f"{socket.gethostname()} is drained: {asked}"
             self._rendezvous_handler.announce_leave(why)
-            attempt.drain(why)
+            not_left = attempt.drain(why)
             if not attempt.succeeded():
-                raise Drained(why)
+                raise Drained(f"{why}; its ranks were killed before they had left ({not_left})" if not_left else why)
 
     def _drained_for_node(self, attempt: Attempt) -> bool:
         """Where a node waits to join, have the workers save and exit. False: no node waits, or the job completed before."""

@@ -7,7 +7,9 @@ What follows is the agents' (`agent.py`).
 from __future__ import annotations
 
 import argparse
+import functools
 import getpass
+import math
 import os
 import socket
 import sys
@@ -92,12 +94,13 @@ def _drain(given: argparse.Namespace) -> int:
             f"no job found: got --rdzv-id {given.rdzv_id!r} at {given.rdzv_endpoint}, expected those of a job that runs"
             f" ({stores.trouble() or 'no job of that name meets there'}). Give the job's own options"
         )
-    numbers = _find(stores, place, given)
+    silence = Silence(SILENT_S)
+    numbers = _find(stores, place, given, silence)
     why = given.reason or f"asked by {_user()} on {socket.gethostname()}"
     if stores.ask(place, lambda store: _ask(store, given.rdzv_id, numbers, why)) is None:
         raise ConfigError(f"the rendezvous store at {place} is lost: {stores.trouble()}. Try again")
     print(f"{given.node} was asked to leave at the next step boundary", flush=True)
-    return _wait(stores, given, numbers)
+    return _wait(stores, place, given, numbers, why, silence)
 
 
 def _ask(store: Store, run_id: str, numbers: Sequence[int], why: str) -> bool:
@@ -113,9 +116,9 @@ def _user() -> str:
         return f"user {os.getuid()}"
 
 
-def _find(stores: Stores, place: Endpoint, given: argparse.Namespace) -> list[int]:
-    """Return the numbers of the node's agents that are there. Raises ConfigError."""
-    silence, until_s = Silence(SILENT_S), time.monotonic() + SILENT_S + ROUND_S
+def _find(stores: Stores, place: Endpoint, given: argparse.Namespace, silence: Silence) -> list[int]:
+    """Return the numbers of the node's agents that are there, as far as they are known by now. Raises ConfigError."""
+    until_s = time.monotonic() + SILENT_S + ROUND_S
     first: dict[int, int] = {}
     while True:
         agents = _read(stores, place, given)
@@ -142,19 +145,32 @@ def _read(stores: Stores, place: Endpoint, given: argparse.Namespace) -> list[Ag
     return agents
 
 
-def _wait(stores: Stores, given: argparse.Namespace, numbers: Sequence[int]) -> int:
-    """Wait until none of these agents is there."""
-    until_s, silence, place = time.monotonic() + given.wait, Silence(SILENT_S), stores.find_in_use()
+def _wait(
+    stores: Stores, place: Endpoint, given: argparse.Namespace, asked: Sequence[int], why: str, silence: Silence
+) -> int:
+    """Wait until no agent of this node is there. `asked`: by their numbers in the store at `place`, where `silence` has seen them. One with another
+    number is asked, too: the rendezvous has moved, or several agents run on the node."""
+    until_s, moved_s = time.monotonic() + given.wait, -math.inf
     while time.monotonic() < until_s:
-        place = stores.find_in_use() or place
-        agents = stores.ask(place, lambda store: read_agents(store, given.rdzv_id)) if place is not None else None
+        found = stores.find_in_use() or place
+        if found != place:
+            place, asked, silence, moved_s = found, (), Silence(SILENT_S), time.monotonic()
+        agents = stores.ask(place, lambda store: read_agents(store, given.rdzv_id))
         if agents is not None:
             gone = silence.of(agents, time.monotonic())
-            if not any(
-                agent.number in numbers and agent.node == given.node and agent.number not in gone for agent in agents
-            ):
+            there = [
+                agent.number
+                for agent in agents
+                if agent.node == given.node and agent.state in (JOINING, RUNNING) and agent.number not in gone
+            ]
+            # After a move the agents come to the new store one by one.
+            if not there and time.monotonic() - moved_s >= SILENT_S:
                 print(f"{given.node} has left the job")
                 return LEFT
+            new = [number for number in there if number not in asked]
+            request = functools.partial(_ask, run_id=given.rdzv_id, numbers=new, why=why)
+            if new and stores.ask(place, request) is not None:
+                asked = (*asked, *new)
         time.sleep(ROUND_S)
     print(
         f"ttp drain: {given.node} has not left within {given.wait:g} s: see its ttprun's log. A job that is still starting, or not"

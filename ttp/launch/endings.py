@@ -8,7 +8,7 @@ again, on other nodes. A worker that leaves for a restart has the same code."""
 
 
 class Drained(RuntimeError):
-    """This node was asked to leave (`ttp drain`), and its ranks have saved the step in flight."""
+    """This node was asked to leave (`ttp drain`). Its ranks have left by themselves, as at a preemption notice, or its text says why not."""
 
 
 class NotStarted(RuntimeError):

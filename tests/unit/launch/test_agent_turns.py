@@ -14,6 +14,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.unit.launch.test_agent import Ended, Led, Others, WaitingNodes, make_agent
 from ttp.launch import agent as agent_module
+from ttp.launch.endings import Drained
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 
 
 class Watched(Led):
@@ -46,6 +48,22 @@ def test_ranks_make_room_for_a_node_only_where_a_controller_saves_them(controlle
     attempt.succeeded = lambda: False
     assert agent._drained_for_node(attempt) is left
     assert attempt.done == (["drain"] if left else [])
+
+
+@pytest.mark.parametrize("not_left", ["", "TTP_OT (60 s) expired"])
+def test_the_error_of_a_drained_node_has_why_its_ranks_have_not_left(
+    not_left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error has the reason; it leaves all the same."""
+    monkeypatch.setattr(FreshStoreRendezvous, "drain", "a cable")
+    agent = make_agent(WaitingNodes([0]))
+    attempt: Any = Led([])
+    attempt.has_controller, attempt.succeeded, attempt.drain = True, lambda: False, lambda why: not_left
+    with pytest.raises(Drained) as caught:
+        agent._leave_if_drained(attempt)
+    assert "is drained: a cable" in str(caught.value)
+    assert ("its ranks were killed before they had left" in str(caught.value)) is bool(not_left)
+    assert not_left in str(caught.value)
 
 
 @pytest.mark.parametrize("failed", [False, True])

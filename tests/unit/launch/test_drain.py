@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tests.unit.launch.test_multi_endpoint import free_place, serve
 from tests.waiting import until
@@ -16,7 +17,7 @@ from ttp.launch import drain
 from ttp.launch.rendezvous import departures
 from ttp.launch.rendezvous.job_secret import JobSecret
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, epoch_key
-from ttp.launch.rendezvous.spare_nodes import LEFT, RUNNING, SPARE, Entry
+from ttp.launch.rendezvous.spare_nodes import LEFT, RUNNING, SPARE, Agent, Entry, read_agents
 
 SECRET = "s" * 32
 
@@ -24,7 +25,17 @@ SECRET = "s" * 32
 class Agents:
     """Entries of a job's nodes in a store, which are renewed; one that is asked to leave does, unless it is `deaf`."""
 
-    def __init__(self, place: Endpoint, secret: str = "", *, deaf: bool = False) -> None:
+    def __init__(
+        self,
+        place: Endpoint,
+        secret: str = "",
+        *,
+        deaf: bool = False,
+        epoch: int = 1,
+        lost: Sequence[str] = ("node-b", "node-d"),
+        names: Sequence[str] = ("node-a", "node-b", "node-c"),
+    ) -> None:
+        """`names`: the second agent of a node has an apostrophe."""
         self.place = place
         self.asked: dict[str, str] = {}
         self._deaf = deaf
@@ -32,14 +43,15 @@ class Agents:
         job = JobSecret("j", lambda: from_text(secret.encode(), "secret") if secret else None)
         job.compare(self._server)
         self._store = job.sealed(self._server, str(place))
-        self._store.set(epoch_key("j"), "1")
-        self._entries = {node: Entry("j", node) for node in ("node-a", "node-b", "node-c")}
+        self._store.set(epoch_key("j"), str(epoch))
+        self._lost = lost
+        self._entries = {name: Entry("j", name.rstrip("'")) for name in names}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Agents]:
-        for node in ("node-b", "node-d"):  # of agents that were lost
+        for node in self._lost:
             Entry("j", node).renew(self._store, self.place, RUNNING)
         self._thread.start()
         until(lambda: self._entries["node-c"].agent.beat > 0)
@@ -77,6 +89,46 @@ def test_a_node_is_asked_and_the_command_waits_until_it_has_left(capsys: pytest.
         assert agents.asked == {"node-b": "a new cable"}
     said = capsys.readouterr().out.splitlines()
     assert said == ["node-b was asked to leave at the next step boundary", "node-b has left the job"]
+
+
+def test_a_request_follows_the_rendezvous(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """To another endpoint, where the node comes after others, with another number: until then it has not left."""
+    places, looked = (free_place(), free_place()), threading.Event()
+    read = read_agents
+
+    def seen(store: Store, run_id: str) -> list[Agent]:
+        found = read(store, run_id)
+        if not found:
+            looked.set()
+        return found
+
+    monkeypatch.setattr(drain, "read_agents", seen)
+    came: list[dict[str, str]] = []
+
+    def move(first: Agents) -> None:
+        until(lambda: "node-b" in first.asked)
+        second = Agents(places[1], epoch=2, lost=(), names=("node-a", "node-c", "node-b"))
+        assert looked.wait(60)
+        with second.running():
+            until(lambda: over.is_set())
+        came.append(second.asked)
+
+    with Agents(places[0], deaf=True).running() as first:
+        over = threading.Event()
+        mover = threading.Thread(target=move, args=(first,), daemon=True)
+        mover.start()
+        where = ",".join(map(str, places))
+        status = drain.main(["node-b", "--rdzv-endpoint", where, "--rdzv-id", "j", "--reason", "a cable"])
+        over.set()
+        mover.join(60)
+    assert (status, came) == (0, [{"node-b": "a cable"}])
+    assert capsys.readouterr().out.count("has left the job") == 1
+
+
+def test_all_agents_of_a_node_are_asked() -> None:
+    with Agents(free_place(), names=("node-a", "node-b", "node-c", "node-b'")).running() as agents:
+        assert ask(agents.place, "node-b", "--reason", "x") == 0
+        assert agents.asked == {"node-b": "x", "node-b'": "x"}
 
 
 def test_it_is_said_who_asks_where_no_reason_is_given() -> None:

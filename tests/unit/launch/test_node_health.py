@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.waiting import until
 from ttp.errors import ConfigError
+from ttp.launch.health import check_command, node_health
 from ttp.launch.health.check_command import KEPT_BYTES, SHOWN, last_line, run_check, split_check
 from ttp.launch.health.node_health import NodeHealth
 
@@ -74,9 +77,47 @@ def test_a_check_that_leaves_a_process_with_its_output_open_is_not_waited_for(tm
 
 
 def test_a_program_that_cannot_be_started_is_a_failed_check(tmp_path: Path) -> None:
-    assert run_check([str(tmp_path)], 5.0, threading.Event()) == (
-        "its health check cannot be started: Permission denied"
-    )
+    found = run_check([str(tmp_path)], 60.0, threading.Event())
+    assert found.startswith("its health check failed (exit status 126): ") and found.endswith("ermission denied")
+
+
+def test_a_program_on_a_file_system_that_hangs_is_a_check_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is never one that executes the program: a stand-in for the kernel, which would hang in exec, hangs instead of it."""
+    begun: list[list[str]] = []
+
+    class Hanging(subprocess.Popen[bytes]):
+        def __init__(self, words: list[str], **more: Any) -> None:
+            begun.append(words)
+            assert words[0] == "/bin/sh" and words[-2:] == ["/nfs/check", "a b"], "exec would hang in the agent"
+            super().__init__(["sleep", "1000"], **more)
+
+    monkeypatch.setattr(subprocess, "Popen", Hanging)
+    found = run_check(["/nfs/check", "a b"], 0.3, threading.Event())
+    assert found == "its health check took longer than 0.3 s and was killed" and len(begun) == 1
+
+
+def test_what_has_a_group_of_its_own_is_killed_too(tmp_path: Path) -> None:
+    """As with `timeout`, which makes one; also where the check itself has ended."""
+    for script, limit_s, expected in (
+        ("timeout 1001 sleep 1000 & echo $! > {pid}; wait", 1.0, "took longer than 1 s"),
+        ("setsid -w true; timeout 1001 sleep 1000 > /dev/null 2>&1 & echo $! > {pid}; exit 3", 60.0, "exit status 3"),
+    ):
+        pid = tmp_path / "pid"
+        assert expected in run_check(["sh", "-c", script.format(pid=pid)], limit_s, threading.Event())
+        child = int(pid.read_text())
+        until(lambda child=child: not _runs(child))  # type: ignore[misc]
+
+
+def test_a_check_is_reaped_only_when_its_session_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its pid may be another process's by then."""
+    seen: list[bool] = []
+
+    def sweep(leaders: list[int], spare: object, grace_s: float) -> list[int]:
+        seen.extend(Path(f"/proc/{pid}/stat").exists() for pid in leaders)
+        return []
+
+    monkeypatch.setattr(check_command, "sweep_sessions", sweep)
+    assert run("print('x')") == "" and seen == [True]
 
 
 def test_one_that_is_stopped_means_nothing() -> None:
@@ -149,6 +190,45 @@ def test_a_fault_during_a_check_has_the_node_checked_again(tmp_path: Path) -> No
     go.touch()
     assert health.wait(60.0) == ""
     assert runs.read_text() == "xx"
+
+
+def test_a_check_that_cannot_be_run_makes_the_node_sick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the error, in its thread or before: who waits learns of it, and the next check is run."""
+    health, runs = counted(tmp_path)
+
+    def broken(*arguments: object) -> str:
+        raise MemoryError("no\nmemory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_health, "run_check", broken)
+        assert health.judge(time.monotonic()) == "its health check cannot be run: no memory"
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert health.judge(time.monotonic()) == "its health check cannot be run: can't start new thread"
+    assert health.judge(time.monotonic()) == "" and runs.read_text() == "x"
+
+
+def test_a_check_that_does_not_end_makes_the_node_sick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that is stopped with the agent."""
+    over = threading.Event()
+
+    def hangs(words: object, timeout_s: float, stop: threading.Event) -> str:
+        over.wait(60)
+        return ""
+
+    monkeypatch.setattr(node_health, "run_check", hangs)
+    monkeypatch.setattr(node_health, "SLACK_S", 0.1)
+    monkeypatch.setattr(node_health, "STOP_S", 0.1)
+    monkeypatch.setattr(node_health, "END_S", 0.0)
+    health = NodeHealth(["x"], timeout_s=0.1)
+    assert health.judge(time.monotonic()).startswith("its health check does not end: no verdict within 0.3 s")
+    health.close()
+    assert health.judge(time.monotonic()) == ""
+    over.set()
 
 
 def test_a_check_that_runs_is_stopped_with_the_agent(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.unit.launch.agent_jobs import RunningJob, running_job
 from tests.unit.launch.test_multi_endpoint import Bench, agent, free_place, quick, serve
@@ -23,10 +24,11 @@ from tests.waiting import until
 from ttp.launch import __main__ as program
 from ttp.launch import main as launcher
 from ttp.launch.endings import REQUEUE_EXIT_CODE, Drained
-from ttp.launch.health.node_health import SickNode
+from ttp.launch.health.node_health import NodeHealth, SickNode
 from ttp.launch.health.seat import Seat
-from ttp.launch.rendezvous import departures, spare_nodes, store_failover
+from ttp.launch.rendezvous import choose, departures, spare_nodes, store_failover
 from ttp.launch.rendezvous.departures import Excluded, excluded_after, publish_excluded
+from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import epoch_key
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
@@ -36,6 +38,7 @@ from ttp.launch.rendezvous.spare_nodes import (
     SPARE,
     Agent,
     Entry,
+    PlaceTaken,
     Silence,
     UnfitSpare,
     place_to_take,
@@ -56,6 +59,11 @@ def new(number: int, state: str = JOINING, place: int = 0) -> Agent:
     return Agent(node=f"node-{number}", number=number, state=state, place=place)
 
 
+def again(number: int, state: str) -> Agent:
+    """Return another agent of node-2."""
+    return Agent(node="node-2", number=number, state=state)
+
+
 @pytest.mark.parametrize(
     ("agents", "lost", "own", "taken"),
     [
@@ -73,12 +81,22 @@ def new(number: int, state: str = JOINING, place: int = 0) -> Agent:
         ([new(1), new(2, SICK), new(5, SICK, place=2), spare(6)], {2, 5}, 6, "node-2"),
         ([new(1), new(2, SICK), new(5, SICK, place=2), spare(6), spare(7)], {2, 5}, 7, ""),
         ([new(1), new(2, SICK), spare(5), spare(6)], {2, 5}, 6, "node-2"),
+        # a sick node that was started again has one place: sick again, and well, also under another number than the one that was taken
+        ([new(1), new(2, SICK), again(3, SICK), spare(5), spare(6)], {2, 3}, 5, "node-2"),
+        ([new(1), new(2, SICK), again(3, SICK), spare(5), spare(6)], {2, 3}, 6, ""),
+        ([new(1), new(2, SICK), again(3, SICK), new(5, JOINING, place=2), spare(6)], {2, 3}, 6, ""),
+        ([new(1), new(2, SICK), again(3, JOINING), spare(5)], {2}, 5, ""),
+        ([new(1), new(2, SICK), again(3, JOINING), spare(5)], {2, 3}, 5, "node-2"),
+        # never more than the job's three nodes
+        ([new(1), new(2, SICK), new(3, SICK), new(4), spare(5), spare(6)], {2, 3}, 5, "node-2"),
+        ([new(1), new(2, SICK), new(3, SICK), new(4), spare(5), spare(6)], {2, 3}, 6, ""),
+        ([new(1), new(2, SICK), new(4), new(7), new(8), spare(5)], {2}, 5, ""),
         # a spare that was sick before had no place
         ([new(1), member(2, SICK, start=3), spare(5)], {2}, 5, ""),
     ],
 )
 def test_a_sick_nodes_place_is_free(agents: list[Agent], lost: set[int], own: int, taken: str) -> None:
-    found = place_to_take(agents, lost, own)
+    found = place_to_take(agents, lost, own, 3)
     assert (found.node if found is not None else "") == taken
 
 
@@ -102,6 +120,8 @@ class Check:
 
     def __init__(self, verdict: str | None = None) -> None:
         self.answer = verdict
+        self.answers: list[str] = []
+        """The first ones of `judge`."""
         self.begun: list[float] = []
 
     def begin(self, since_monotonic_s: float) -> None:
@@ -112,6 +132,10 @@ class Check:
 
     def wait(self, timeout_s: float | None = None) -> str | None:
         return self.answer
+
+    def judge(self, since_monotonic_s: float) -> str:
+        self.begin(since_monotonic_s)
+        return self.answers.pop(0) if self.answers else self.answer or ""
 
 
 @pytest.mark.parametrize("sick", ["", "its disk"])
@@ -187,6 +211,27 @@ def test_only_a_node_of_the_job_leaves_its_place(is_spare: bool, state: str) -> 
     assert [each.state for each in read_agents(server, "job")] == [state]
 
 
+def test_a_spare_and_a_sick_node_know_the_job_and_their_name_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's greatest number of nodes, for the places that are free; --local-addr, for both events of a sick node."""
+    monkeypatch.setattr(store_failover, "EXCLUDE_S", 0.2)
+    found: list[tuple[object, ...]] = []
+
+    def wait(*arguments: object) -> PlaceTaken:
+        found.append(arguments)
+        return PlaceTaken("a", "b")
+
+    monkeypatch.setattr(store_failover, "wait_for_place", wait)
+    config = LaunchConfig(
+        1, 7, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(free_place()), rdzv_configs={"is_host": "0"},
+        local_addr="127.0.0.9",
+    )  # fmt: skip
+    made = choose.make_failover(config, spare_node=True)
+    made.wait_as_spare()
+    assert [arguments[-1] for arguments in found] == [7]
+    assert FreshStoreRendezvous(made, "here", same_keys_every_round=False).exclude("its disk") == "127.0.0.9"
+    made.shutdown()
+
+
 def test_no_store_within_the_time_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,9 +269,9 @@ class Handler:
         self.shares = shares
         self.excluded: list[str] = []
 
-    def exclude(self, reason: str) -> bool:
+    def exclude(self, reason: str) -> str:
         self.excluded.append(reason)
-        return self.shares
+        return "node-a" if self.shares else ""
 
     def take_excluded(self) -> list[Excluded]:
         return [Excluded("node-b", "its disk")]
@@ -281,7 +326,37 @@ def test_a_sick_node_gives_up_its_seat_and_runs_the_command_on_events() -> None:
     with pytest.raises(SickNode, match=r"this node is excluded: its disk\. Repair it, or start this command"):
         here.seat.take()
     assert here.handler.excluded == ["its disk"]
-    assert [(event["event"], event["reason"]) for event in here.events] == [("sick_node", "its disk")]
+    (event,) = here.events
+    assert (event["event"], event["node"], event["reason"]) == ("sick_node", "node-a", "its disk"), (
+        "as the others have it"
+    )
+
+
+def test_a_check_that_failed_beside_a_fault_is_run_once_more() -> None:
+    """Its disk was busy with the dump, or the survivors held the memory. The other check begins when the node is to be seated."""
+    here = seated()
+    called_s = time.monotonic()
+    here.check.answers = ["its disk", ""]
+    here.seat.take()
+    assert here.check.begun[0] <= called_s <= here.check.begun[1] and here.handler.excluded == []
+    here.check.answers = ["its disk", "its memory"]
+    with pytest.raises(SickNode, match="its memory"):
+        here.seat.take()
+    assert len(here.check.begun) == 4
+
+
+def test_a_check_that_failed_since_is_not_run_again(tmp_path: Path) -> None:
+    """One before the node joins is its last word."""
+    runs = tmp_path / "runs"
+    health = NodeHealth(["sh", "-c", f"echo x >> {runs}; exit 1"])
+    with pytest.raises(SickNode):
+        Seat(health, Handler(), None).take()  # type: ignore[arg-type]
+    assert runs.read_text() == "x\n"
+    health.begin(time.monotonic())
+    health.wait(60.0)
+    with pytest.raises(SickNode):
+        Seat(health, Handler(), None).take()  # type: ignore[arg-type]
+    assert runs.read_text() == "x\n" * 3
 
 
 @pytest.mark.parametrize("hosts_rank_zero", [True, False])

@@ -367,11 +367,10 @@ class Attempt:
         deaths = self.deaths()
         return all(rank in deaths and deaths[rank].status == 0 for rank in self.pids)
 
-    def drain(self, why: str = "the agent is shutting down") -> None:
-        """Send the workers SIGTERM, their preemption notice, and give them a fault's time to save and exit.
+    def drain(self, why: str = "the agent is shutting down") -> str:
+        """Send the workers SIGTERM, their preemption notice, and give them a fault's time to save and exit. Return why not all have; empty: all have.
 
-        Leftover ranks are killed when the others are done. A shell that started its rank gets no signal: it would die at once, and the rank's
-        exit code with it.
+        Leftover ranks are killed when the others are done. A shell that started its rank gets no signal: the rank's exit code would be lost with it.
         """
         self._replacements.stop(why)
         fault = self._faults.begin(why, self.deaths())
@@ -381,11 +380,12 @@ class Attempt:
         log.info("%s: sending SIGTERM to %s, which have up to %.0f s to save and exit", why, living, left_s)
         signalled = self._behind_shells.signal(self.living(), signal.SIGTERM)
         signal_workers((self.pids[rank] for rank in self.living() if rank not in signalled), signal.SIGTERM)
-        if reason := self._persist(fault):
+        if reason := self._persist(fault) or "":
             log.error("%s; killing %s", reason, ranks_text(self.living()))
             self._leftovers.ask_for_stacks(self.living())
         self.end_workers(signal.SIGKILL, 0.0)
         log.info("%s", self.outcome())
+        return reason
 
     def end_at_once(self) -> None:
         """Kill every worker: a second signal was received."""

@@ -1,7 +1,8 @@
 """One run of a node's health check: a command, its exit status, and the last line of what it printed.
 
 Owns the process and its bounds: seconds, bytes of output that are kept, and the session that is killed when it is over. A process that not even
-SIGKILL ends, as in uninterruptible sleep, is abandoned: the node is sick, and nothing waits for it.
+SIGKILL ends, as in uninterruptible sleep, is abandoned: the node is sick, and nothing waits for it. That also holds for a program on a file system
+that hangs: a shell, which is on this node, executes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 
 from ttp.errors import ConfigError
 from ttp.launch.health.builtin_options import parse_builtin
+from ttp.launch.watch.processes import exit_status, sweep_sessions
 
 CHECK_S = 30.0
 """A check that takes longer has failed."""
@@ -27,6 +29,8 @@ LOOK_S = 0.05
 """Between two looks whether the check has ended while it prints nothing, and whether it is to be stopped."""
 END_S = 1.0
 """How long a check that was killed may take to end; then it is abandoned."""
+SWEEP_S = 0.1
+"""How long what it has started may take to end at each signal."""
 KEPT_BYTES = 4096
 """Of the output, its end."""
 SHOWN = 200
@@ -60,8 +64,9 @@ def run_check(words: Sequence[str], timeout_s: float, stop: threading.Event) -> 
     """Run a check once; return why the node is sick, empty: it is not. `stop`: set, the check is killed and means nothing."""
     try:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            ["/bin/sh", "-c", 'exec "$@"', "sh", *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
     except OSError as error:
         return f"its health check cannot be started: {error.strerror or error}"
     assert process.stdout is not None
@@ -69,7 +74,7 @@ def run_check(words: Sequence[str], timeout_s: float, stop: threading.Event) -> 
         try:
             printed = _read(process, output.fileno(), time.monotonic() + timeout_s, stop)
         finally:
-            ended = process.poll() is not None
+            ended = exit_status(process.pid) is not None
             _kill(process)
     if stop.is_set():
         return ""
@@ -103,7 +108,7 @@ def _read(process: subprocess.Popen[bytes], output: int, until_s: float, stop: t
     with selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
         while True:
-            ended = process.poll() is not None
+            ended = exit_status(process.pid) is not None
             if open_:
                 selector.select(0 if ended else LOOK_S)
             while open_:
@@ -122,8 +127,9 @@ def _read(process: subprocess.Popen[bytes], output: int, until_s: float, stop: t
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the check and what it has started in its session."""
+    """Kill the check and what it has started in its session, and only then reap it: until then its pid is that of no other process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    sweep_sessions([process.pid], lambda pid: False, SWEEP_S)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ttp.launch.health.check_command import CHECK_S, run_check
+from ttp.launch.health.check_command import CHECK_S, END_S, run_check
 
 log = logging.getLogger("ttp.launch")
 
 STOP_S = 3.0
 """How long the agent's end waits for a check that it has stopped."""
+SLACK_S = 10.0
+"""So much longer than two checks in a row, the longest that one waits for, `judge` waits."""
 
 
 class SickNode(RuntimeError):
@@ -46,7 +48,12 @@ class NodeHealth:
             if self._running or self._began_s >= self._since_s or self._stop.is_set():
                 return
             self._running = True
-        threading.Thread(target=self._run, name="ttp-health-check", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="ttp-health-check", daemon=True).start()
+        except RuntimeError as error:  # no thread can be started
+            with self._changed:
+                self._began_s, self._sick, self._running = time.monotonic(), _not_run(error), False
+                self._changed.notify_all()
 
     def verdict(self) -> str | None:
         """Return why this node is sick, empty: it is not; None: the check has not ended, or none has begun."""
@@ -59,6 +66,15 @@ class NodeHealth:
             self._changed.wait_for(lambda: not self._running, timeout_s)
         return self.verdict()
 
+    def judge(self, since_monotonic_s: float) -> str:
+        """Have the node checked, unless a check has begun since then, and wait; return why it is sick, empty: it is not, or the check was stopped."""
+        self.begin(since_monotonic_s)
+        limit_s = 2 * (self._timeout_s + END_S) + SLACK_S
+        sick = self.wait(limit_s)
+        if sick is None and not self._stop.is_set():
+            return f"its health check does not end: no verdict within {limit_s:g} s, though it may take {self._timeout_s:g} s"
+        return sick or ""
+
     def close(self) -> None:
         """Stop a check that runs; none begins from then on."""
         self._stop.set()
@@ -69,7 +85,10 @@ class NodeHealth:
         again = True
         while again:
             began_s = time.monotonic()
-            sick = run_check(self._words, self._timeout_s, self._stop)
+            try:
+                sick = run_check(self._words, self._timeout_s, self._stop)
+            except Exception as error:  # whatever it is, who waits must learn of it
+                sick = _not_run(error)
             took_s = time.monotonic() - began_s
             with self._changed:
                 self._began_s, self._sick = began_s, sick
@@ -83,3 +102,7 @@ class NodeHealth:
                     took_s,
                     sick or "passed",
                 )
+
+
+def _not_run(error: Exception) -> str:
+    return f"its health check cannot be run: {' '.join(str(error).split()) or type(error).__name__}"

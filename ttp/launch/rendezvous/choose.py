@@ -197,6 +197,7 @@ def make_failover(
         node=config.local_addr or socket.gethostname(),
         spare_node=spare_node,
         health=health,
+        max_nodes=config.max_nodes,
     )
 
 

@@ -341,13 +341,14 @@ class FreshStoreRendezvous(RendezvousHandler):
         """Return the nodes that were excluded since the last call, as far as they are known here."""
         return self._inner.take_excluded() if isinstance(self._inner, FailoverRendezvous) else []
 
-    def exclude(self, reason: str) -> bool:
-        """Leave because this node is sick, and keep the rendezvous open for the other nodes; return whether the handler can tell them why."""
+    def exclude(self, reason: str) -> str:
+        """Leave because this node is sick, and keep the rendezvous open for the other nodes; return the name by which they learn of it; empty: the
+        handler cannot publish it."""
         self._server = None
         if not isinstance(self._inner, FailoverRendezvous):
-            return False
+            return ""
         self._inner.exclude(reason)
-        return True
+        return self._inner.node
 
     @property
     def drain(self) -> str:

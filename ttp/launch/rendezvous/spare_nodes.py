@@ -151,16 +151,21 @@ class Silence:
         return lost
 
 
-def place_to_take(agents: Sequence[Agent], lost: Collection[int], own: int) -> Agent | None:
+def place_to_take(
+    agents: Sequence[Agent], lost: Collection[int], own: int, max_nodes: int = MOST_AGENTS
+) -> Agent | None:
     """Return the node whose place the spare with number `own` takes, with what the others know of their last attempt (PURE); None: no place is free
-    for it."""
+    for it. `max_nodes`: of the job."""
     here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
     latest = max(here, key=lambda agent: agent.start, default=None)
     spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
     if latest is None or latest.start < 0:  # before the first attempt, and when none of the job's nodes remains
-        taken = {agent.place for agent in agents if agent.number not in lost}
+        places = {agent.place for agent in agents if agent.number not in lost}
+        # A scheduler may have started a sick node again: by its name it has one place, and none is free while it is here.
+        taken = {agent.node for agent in here} | {agent.node for agent in agents if agent.number in places}
         seated = [agent for agent in agents if agent.state == SICK and agent.start < 0 and not agent.place]
-        free = [agent for agent in seated if agent.number not in taken]
+        free = list({agent.node: agent for agent in seated if agent.node not in taken}.values())
+        free = free[: max(0, max_nodes - len(here))]
         return next((sick for sick, spare in zip(free, spares, strict=False) if spare == own and here), None)
     if not any(agent.state == JOINING and agent.start == latest.start for agent in here):
         return None  # the job runs
@@ -194,10 +199,15 @@ class UnfitSpare(Exception):
 
 
 def wait_for_place(
-    stores: Stores, run_id: str, entry: Entry, silence_s: float, health: Health | None = None
+    stores: Stores,
+    run_id: str,
+    entry: Entry,
+    silence_s: float,
+    health: Health | None = None,
+    max_nodes: int = MOST_AGENTS,
 ) -> PlaceTaken:
-    """Wait until the job needs this node; return whose place it takes. `health`: it is checked anew before it takes one, which no other spare
-    takes meanwhile.
+    """Wait until the job, of `max_nodes` at most, needs this node; return whose place it takes. `health`: it is checked anew before it takes one,
+    which no other spare takes meanwhile.
 
     Raises UnfitSpare, RendezvousGracefulExitError when the job has succeeded, RendezvousClosedError when it has failed, RendezvousTimeoutError when a job that
     was there has not been seen for `silence_s`. Before, there is no time limit.
@@ -225,7 +235,8 @@ def wait_for_place(
             if any(agent.state != SPARE and agent.number not in lost for agent in view.agents):
                 seen_s = now_s
             # After a move the agents come to the new store one by one.
-            taken = place_to_take(view.agents, lost, entry.agent.number) if now_s - moved_s >= lost_s else None
+            settled = now_s - moved_s >= lost_s
+            taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes) if settled else None
             needed_s = (needed_s or now_s) if taken is not None else 0.0
             if taken is not None and _is_fit(health, needed_s):
                 log.warning("%s", PlaceTaken(entry.agent.node, taken.node))

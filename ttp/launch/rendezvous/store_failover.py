@@ -31,6 +31,7 @@ from ttp.launch.rendezvous.sealed_state import StateRefused
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
     LEFT,
+    MOST_AGENTS,
     RUNNING,
     SICK,
     SPARE,
@@ -70,9 +71,10 @@ class FailoverRendezvous(RendezvousHandler):
         node: str = "",
         spare_node: bool = False,
         health: Health | None = None,
+        max_nodes: int = MOST_AGENTS,
     ) -> None:
         """`make(place)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch. `node`: this node's name.
-        `spare_node`: it joins when the job has lost another node, and has passed its `health` check then."""
+        `spare_node`: it joins when the job has lost another node, and has passed its `health` check then. `max_nodes`: of the job."""
         self._stores = stores
         self._make = make
         self._run_id = run_id
@@ -80,6 +82,7 @@ class FailoverRendezvous(RendezvousHandler):
         self._entry = Entry(run_id, node)
         self._spare_node = spare_node
         self._health = health
+        self._max_nodes = max_nodes
         self._secret = stores.secret
         self.took_place: PlaceTaken | None = None
         """Whose place this node, a spare, takes in the next attempt."""
@@ -107,7 +110,7 @@ class FailoverRendezvous(RendezvousHandler):
         `wait_for_place`."""
         if self._spare_node:
             self.took_place = wait_for_place(
-                self._stores, self._run_id, self._entry, self._join_timeout_s, self._health
+                self._stores, self._run_id, self._entry, self._join_timeout_s, self._health, self._max_nodes
             )
             self._spare_node = False
 
@@ -326,6 +329,11 @@ class FailoverRendezvous(RendezvousHandler):
             self._stores.ask(place, publish, CLOSE_S)
             self._stores.linger(place)
         self._place = self._inner = None
+
+    @property
+    def node(self) -> str:
+        """This node's name, as the others know it."""
+        return self._entry.agent.node
 
     def exclude(self, reason: str) -> None:
         """Publish that this node is sick, and keep the rendezvous open for the others. A node that has not joined yet waits for a store in use,
