@@ -73,6 +73,7 @@ class Gate:
         "on_first_step",
         "on_step",
         "on_wait",
+        "regroups",
         "step_boundary",
         "unled",
     )
@@ -106,6 +107,8 @@ class Gate:
         self._digests: tuple[Digest, ...] = ()  # of the state as it is
         self._in_update = False  # written and read by the training thread alone
         self.drain_error = ""
+        self.regroups = 0
+        """In which freeze the training thread makes its groups again, up to `regrouped`; 0: in none. Written and read by it alone."""
         self.lets_go = False
         """`begin_update` raises Overtaken, in place of waiting for good, once the work thread has done that very update."""
         self.left: Callable[[], bool] | None = None
@@ -210,12 +213,16 @@ class Gate:
 
     def dispute(self, step: int, digests: tuple[Digest, ...]) -> None:
         """These shard groups differ from what other ranks hold of them. Waits while closed: what is decided from a report without them is
-        over before a rank learns in a collective who is wrong.
+        over before a rank learns in a collective who is wrong. A rank that `regroups` does not wait: its gate opens only when all are equal, and what
+        is written instead is decided from the reports of a later freeze.
 
-        Raises ProtocolError unless the state is `step`'s.
+        Raises ProtocolError unless the state is `step`'s, and where that later freeze has come before.
         """
-        self._pass()
-        if self._state_step != step:
+        self._acquire() if self.regroups else self._pass()
+        if self.regroups and self._freezes.freeze_id != self.regroups:
+            self._release()
+            raise self._misuse("dispute", step, f"regroups in freeze {self.regroups}, and a newer one has come")
+        if self._state_step != step and not (self.regroups and self._freezes.torn):
             self._release()
             raise self._misuse("dispute", step, f"expected the state of that step, got {self._state_step}'s")
         self._digests = digests
@@ -277,6 +284,7 @@ class Gate:
         self._previous_record = None
         self._backup_step = -1
         self._digests = ()
+        self.regroups = 0
         self._freezes.renew()
         self._release()
 

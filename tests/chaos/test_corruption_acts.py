@@ -62,6 +62,17 @@ session.close()
 dist.destroy_process_group()
 """
 
+KILLED = TRAINER.replace(
+    "        if step % 10 == 0:\n            session.save(periodic=True)\n    note",
+    """        if (rank, step) == (2, 25) and not (out / "killed").exists():
+            (out / "killed").touch()
+            os.kill(os.getpid(), 9)
+        if step % 10 == 0:
+            session.save(periodic=True)
+    note""",
+)
+"""Another rank is killed soon after a replica was altered, before any comparison."""
+
 PROTECTED = """
 import torch
 import torch.distributed as dist
@@ -173,6 +184,21 @@ def test_two_replicas_cannot_be_repaired(tmp_path: Path) -> None:
         text = launch.text
     assert re.search(r"ReplicasDiffer: step 25: .*equal after step 20.*Resume from \S+iter_0000020,", text), text
     assert _saved(tmp_path) == ["iter_0000010", "iter_0000020"], text
+
+
+@pytest.mark.long
+def test_what_the_comparison_after_a_fill_finds_is_not_saved(tmp_path: Path) -> None:
+    """A replica was altered after the last comparison, and then another rank is killed: the new process's state shows the difference."""
+    assert KILLED != TRAINER
+    arguments = ("stop", "3", "100", "in place")
+    launcher = ("--nproc-per-node", "3", "--max-restarts", "2")
+    with Launch(tmp_path, KILLED, *launcher, environ=WARM, arguments=arguments) as launch:
+        status = launch.wait()
+        text = launch.text
+        launch.assert_nothing_left()
+    assert "no majority of holders agrees" in text, text
+    assert _saved(tmp_path) == ["iter_0000010", "iter_0000020"] and status == 1, text
+    assert re.search(r"ReplicasDiffer: .*they were equal after step 20, .*Resume from \S+iter_0000020,", text), text
 
 
 @pytest.mark.long

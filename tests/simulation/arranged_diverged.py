@@ -126,7 +126,59 @@ def frozen_as_they_compare(seed: int) -> Scenario:
     return scenario
 
 
+def _latent(seed: int, layout: Layout, place: Place, lost: int, repairs: bool, moment: str = "") -> Scenario:
+    """A replica was altered since the last comparison, and `lost` dies: what its place is filled with shows it. `moment`: when another rank dies."""
+    scenario = _altered(seed, layout, place, harmless=False, repairs=repairs)
+    job = scenario.job
+    job.comparing.altered_at, job.comparing.step = AT - 1, 100 * AT
+    _kill(job, f"COMPUTE {AT + 1}", lost, 0.0005 * (seed % 5))
+    if moment:
+        job.hook(moment, 1 + seed // 3 % 3, lambda _: job.kill((lost + 1) % len(job.everybody)))
+    return scenario
+
+
+def found_by_a_fill(seed: int) -> Scenario:
+    """Of three holders one dies and one is wrong: of those that stay neither is proven right."""
+    return _latent(seed, THREE, (seed % 3, "g0"), (seed + 1) % 3, repairs=seed % 2 > 0)
+
+
+def found_by_a_fill_and_proven(seed: int) -> Scenario:
+    """Of four holders one dies and one is wrong: two of four agree, and with a fifth three do."""
+    count = 4 + seed % 2
+    return _latent(seed, ring(count, replicas=count), (seed % count, "g0"), (seed + 1) % count, repairs=True)
+
+
+def found_by_a_fill_and_another_dies(seed: int) -> Scenario:
+    """A rank dies as the others learn of it."""
+    moment = ("filled", "disputed", "regroup_failed")[seed % 3]
+    return _latent(seed, THREE, (seed % 3, "g0"), (seed + 1) % 3, repairs=seed % 2 > 0, moment=moment)
+
+
+def asked_again_before_they_compare(seed: int) -> Scenario:
+    """A rank has a preemption notice while all regroup: what they find of their replicas after that comes too late."""
+    scenario = _latent(seed, THREE, (seed % 3, "g0"), (seed + 1) % 3, repairs=seed % 2 > 0)
+    job = scenario.job
+    notice = LocalFault(Cause(CauseKind.PREEMPTED, (seed % 3,), "SIGTERM"), "")
+    job.hook("filled", 1, lambda _: job.scheduler.after(0.002 * (seed % 40), partial(job.ranks[seed % 3].put, notice)))
+    return scenario
+
+
+def shut_before_its_second_reading(seed: int) -> Scenario:
+    """The gate of the one that is wrong closes before it has read a second time, and the others have reported that they agree."""
+    scenario = _altered(seed, THREE, (seed % 3, "g0"), harmless=False)
+    job, wrong = scenario.job, scenario.job.ranks[seed % 3]
+    job.comparing.reading_s[wrong.rank] = 1.0
+    lost = LocalFault(Cause(CauseKind.AGENT_LOST, (wrong.rank,), "the launcher is gone"), "")
+    raise_ = partial(wrong.run, partial(wrong.fault, CauseKind.EXCEPTION, "ValueError: bad batch"))
+    act = partial(wrong.put, lost) if seed // 3 % 2 else raise_
+    job.hook(f"DONE {AT}", 3, lambda _: job.scheduler.after(0.1, act))
+    job.hook("stage freezing", 1, lambda _: job.comparing.learn({"g0"} if job.comparing.disputed else ()))
+    return scenario
+
+
 ARRANGED = (
     one_of_three, two_of_four, one_of_two, all_of_three, stopped, misread, cannot_be_replaced, a_right_one_dies, dies_while_they_compare,
     controller_dies, holders_die_with_the_controller, frozen_as_they_compare, is_never_replaced,
+    found_by_a_fill, found_by_a_fill_and_proven, found_by_a_fill_and_another_dies, asked_again_before_they_compare,
+    shut_before_its_second_reading,
 )  # fmt: skip

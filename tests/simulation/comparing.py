@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,14 +33,19 @@ class Comparing:
         self.repairs = True
         """What the ranks ask for."""
         self.to_alter: tuple[Place, ...] = ()
-        """What is altered when its rank comes to the comparison."""
+        """What is altered, and behind which step that is, if not that of the comparison."""
+        self.altered_at = 0
         self.misread: tuple[Place, ...] = ()
         """What the first look there reads wrongly."""
         self.altered: set[Place] = set()
+        self.reading_s: dict[int, float] = {}
+        """Ranks whose second look takes so long."""
         self.disputed = False
         """Some rank has reported to its gate that replicas differ."""
         self.known = False
         """Some rank has learned in a collective that they do."""
+        self.known_of: set[str] = set()
+        """Of which shard groups."""
         self._read: dict[tuple[str, int, int], dict[str, int]] = {}
         """By look, generation and rank, what the rank has read."""
 
@@ -48,14 +53,14 @@ class Comparing:
 
     def compare(self, process: Rank, step: int, go_on: Callable[[], None]) -> None:
         """The training thread is behind the gather of `step`."""
-        if step != self.step or process.gate.torn:
-            go_on()
-            return
-        for rank, group in self.to_alter:
+        for rank, group in self.to_alter if step == (self.altered_at or self.step) and not process.gate.torn else ():
             if rank == process.rank and process.state.standing is RankMode.TRAINING:
                 self._job.note(f"rank {rank}'s {group} is altered behind step {step}")
                 process.replica.values = {**process.replica.values, group: process.replica.values[group] + 1 + rank}
                 self.altered.add((rank, group))
+        if step != self.step or process.gate.torn:
+            go_on()
+            return
         wrong = {group for rank, group in self.misread if rank == process.rank}
         values = {group: value + (group in wrong) for group, value in process.replica.values.items()}
         self._meet(process, "compared", values, partial(self._look_again, process, step, go_on))
@@ -85,10 +90,17 @@ class Comparing:
             return
         again = {group: value for group, value in process.replica.values.items() if group in differing}
         digests = tuple(Digest(group, value, differing[group].total()) for group, value in sorted(again.items()))
-        process.pass_gate(
-            partial(self._dispute, process, step, digests),
-            partial(self._meet, process, "compared again", again, partial(self._learn, process, step, go_on)),
-        )
+        dispute = partial(self._dispute, process, step, digests)
+        meet = partial(self._meet, process, "compared again", again, partial(self._learn, process, step, go_on))
+        if process.rank in self.reading_s:
+            process.soon(self.reading_s[process.rank], partial(self._has_read, process, dispute, meet))
+        else:
+            process.pass_gate(dispute, meet)
+
+    @staticmethod
+    def _has_read(process: Rank, dispute: Callable[[], None], meet: Callable[[], None]) -> None:
+        if not process.main_raised:
+            process.pass_gate(dispute, meet)
 
     def _dispute(self, process: Rank, step: int, digests: tuple[Digest, ...]) -> None:
         if process.main_raised:
@@ -105,7 +117,7 @@ class Comparing:
         if not differing:
             process.pass_gate(partial(self._dispute, process, step, ()), go_on)
             return
-        self.known = True
+        self.learn(differing)
         most = {group: values.most_common(1)[0] for group, values in differing.items()}
         proven = all(2 * count > sum(differing[group].values()) for group, (_, count) in most.items())
         mine = self._read["compared again", process.generation, process.rank]
@@ -114,6 +126,26 @@ class Comparing:
             process.fault(CauseKind.PEER_ERROR, "WrongPeer: another rank's replica is wrong")
         else:
             process.fault(CauseKind.DIVERGED, "replicas differ")
+
+    # --- behind a fill ---
+
+    @property
+    def acts(self) -> bool:
+        """The ranks do something about replicas that differ."""
+        return self.step > 0
+
+    def dispute_filled(self, process: Rank, step: int, differing: Mapping[str, int]) -> None:
+        """Shards were filled, and their holders differ in these groups; how many holders each has."""
+        held = process.replica.values
+        digests = tuple(Digest(group, held[group], differing[group]) for group in sorted(differing) if group in held)
+        process.gate.dispute(step, digests)
+        self.disputed = True
+        self._job.happened("disputed", process.rank)
+
+    def learn(self, differing: Iterable[str]) -> None:
+        """Some rank knows it now."""
+        self.known = True
+        self.known_of.update(differing)
 
     # --- what must be so ---
 
@@ -134,13 +166,13 @@ class Comparing:
         """Say what it means that a published part is not that of a fault-free run; empty: no rank could know."""
         if not any(group == altered for _, altered in self.altered):
             return "I3"
-        return "I19" if self.known else ""
+        return "I19" if group in self.known_of else ""
 
     def violations(self) -> list[str]:
         """I19: a step is written, of which replicas differ, only where the ranks have asked for it and each wrong one is proven."""
         if not self.known or not self._job.disk.published:
             return []
-        proven = all(self._has_majority(group) for _, group in self.altered)
+        proven = all(self._has_majority(group) for _, group in self.altered if group in self.known_of)
         return [] if self.repairs and proven else [f"I19: a step was published, replicas differed in {self.altered}"]
 
 
@@ -153,7 +185,13 @@ def alter(job: Job, rng: random.Random) -> list[str]:
     places = [(rank, group) for rank in job.everybody for group in training.groups_of(rank)]
     chosen = tuple(rng.sample(places, rng.choice((1, 1, 1, 2))))
     kind = rng.random()
+    if rng.random() < 0.5:  # found later, or when shards are filled
+        comparing.altered_at = rng.randint(1, comparing.step)
+        comparing.step += training.steps * rng.choice((0, 1))
     comparing.misread = chosen if kind < 0.25 else ()
     comparing.to_alter = chosen if kind >= 0.25 else ()
     what = "misread" if comparing.misread else "altered"
-    return [f"replicas {chosen} {what} behind step {comparing.step}, {'repair' if comparing.repairs else 'stop'}"]
+    at = comparing.altered_at or comparing.step
+    return [
+        f"replicas {chosen} {what} behind step {at}, compared behind {comparing.step}, {'repair' if comparing.repairs else 'stop'}"
+    ]

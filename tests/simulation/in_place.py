@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.simulation.replica import HALF_WRITTEN
+from ttp.errors import ProtocolError
 from ttp.processor.core import events as ev
 from ttp.proto.messages import Regroup, Replace, ReplaceFailed
 
@@ -163,6 +164,7 @@ class Regrouping:
             self._job.collectives.leave(process.rank, process.generation)
             process.replica.enter(step)
         process.generation, self._order = order.freeze_id, order
+        process.gate.regroups = order.freeze_id
         process.rehearsal.begin_anew(process.rehearsal.steps)
         self._job.happened("left", process.rank)
         self._meet("groups", order, partial(self._fill, order))
@@ -198,16 +200,37 @@ class Regrouping:
     def _compare(self, order: Regroup) -> None:
         """All holders of a group have the same bits."""
         process, job = self._process, self._job
-        for group in job.training.groups_of(process.rank):
-            holders = job.training.layout.holders[int(group[1:])]
-            values = {job.ranks[holder].replica.values[group] for holder in holders}
-            if len(values) > 1 and job.in_place.fills_are_compared:
-                self._fail(order, f"{group} differs between ranks {holders}")
+        differing = self._differing() if job.in_place.fills_are_compared else {}
+        if differing and job.comparing.acts:
+            try:
+                job.comparing.dispute_filled(process, order.step, differing)
+            except ProtocolError as error:
+                self._fail(order, str(error))
                 return
+            self._meet("filled again", order, partial(self._learn, order, differing))
+            return
+        if any(group in differing for group in job.training.groups_of(process.rank)):
+            self._fail(order, f"{', '.join(differing)} differ")
+            return
         self._order = None
         process.gate.regrouped(order.step, order.record)
         process.put(ev.RegroupDone(order))
         process.compute_again()
+
+    def _differing(self) -> dict[str, int]:
+        """Return the groups whose holders have other bits than one another, with how many they are."""
+        training, ranks = self._job.training, self._job.ranks
+        pairs = zip(training.groups, training.layout.holders, strict=True)
+        return {
+            group: len(holders)
+            for group, holders in pairs
+            if len({ranks[holder].replica.values[group] for holder in holders}) > 1
+        }
+
+    def _learn(self, order: Regroup, differing: dict[str, int]) -> None:
+        """All holders have their digests behind their gates."""
+        self._job.comparing.learn(differing)
+        self._fail(order, f"ReplicasDiffer: {', '.join(differing)}")
 
     def _fail(self, order: Regroup, error: str) -> None:
         self._process.put(ev.WorkFailed(order.freeze_id, "regroup", "", error))

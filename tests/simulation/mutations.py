@@ -252,6 +252,10 @@ MUTATIONS = (
     Mutation("a step is repaired whose ranks have asked for an end", divergence.repaired_without_being_asked, ("I19",), diverged.stopped, within=20),
     Mutation("a right replica is replaced", divergence.right_replica_is_replaced, ("I19",), diverged.one_of_three, within=20),
     Mutation("digests pass a closed gate", divergence.digests_pass_a_closed_gate, ("I19",), diverged.frozen_as_they_compare, within=100),
+    Mutation("a holder without a digest stays a source", divergence.holder_without_a_digest_stays, ("I18", "I19"), diverged.shut_before_its_second_reading, within=20),
+    Mutation("what a fill shows is written without another round", divergence.written_without_being_asked_again, ("I19",), diverged.found_by_a_fill, within=20),
+    Mutation("digests of a fill are not reported", divergence.fills_are_not_disputed, ("I19",), diverged.found_by_a_fill, within=20),
+    Mutation("digests of a fill pass a later freeze", divergence.digests_of_a_fill_pass_a_later_freeze, ("I19",), diverged.asked_again_before_they_compare, within=60),
     Mutation("digests are not reported", divergence.digests_are_not_reported, ("I19",), diverged.one_of_two, within=20),
     # The number of standbys.
     Mutation("lost controllers are not replaced", losing.lost_controllers_are_not_replaced, ("I13",), losing.leader_dies, within=20),

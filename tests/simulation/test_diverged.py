@@ -79,5 +79,35 @@ def test_a_second_fault_makes_no_wrong_replica_a_source(build: Callable[[int], S
     assert known >= 3
 
 
+def test_what_a_fill_shows_is_not_written_without_a_proof() -> None:
+    for seed in SEEDS:
+        job = _run(arranged.found_by_a_fill, seed)
+        assert job.comparing.known and events(job, "regroup_failed") and not events(job, "published"), f"seed {seed}"
+        assert "replicas differ" in str(events(job, "refused")[0]["reason"]), f"seed {seed}"
+
+
+def test_what_a_fill_shows_is_written_by_those_that_are_proven() -> None:
+    """Three of five: of four, one of which is new, two are no majority."""
+    for seed in SEEDS:
+        job = _run(arranged.found_by_a_fill_and_proven, seed)
+        assert job.comparing.known and bool(events(job, "published")) == (seed % 2 > 0), f"seed {seed}"
+
+
+def test_a_holder_without_a_digest_is_no_source() -> None:
+    for seed in SEEDS:
+        job = _run(arranged.shut_before_its_second_reading, seed)
+        assert job.comparing.known and events(job, "published") and not job.in_place.former, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [arranged.found_by_a_fill_and_another_dies, arranged.asked_again_before_they_compare],
+    ids=lambda build: build.__name__,
+)
+def test_another_fault_as_a_fill_is_compared(build: Callable[[int], Scenario]) -> None:
+    known = [_run(build, seed).comparing.known for seed in range(30)]
+    assert sum(known) >= 3 and not all(known)
+
+
 def test_every_arrangement_is_tried() -> None:
-    assert len(arranged.ARRANGED) == 13
+    assert len(arranged.ARRANGED) == 18

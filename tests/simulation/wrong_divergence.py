@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from ttp.controller.core.dump import roll_forward, writing
+from tests.simulation.comparing import Comparing
+from ttp.controller.core.dump import regroup, roll_forward, writing
 from ttp.controller.core.facts.coverage import Group
 from ttp.controller.core.facts.divergence import Dispute, judge
+from ttp.controller.core.facts.events import Journal
+from ttp.controller.core.facts.state import EDGES, Regrouping, Writing, goto
 from ttp.processor.gate import Gate
 
 Patch = pytest.MonkeyPatch
@@ -116,4 +119,41 @@ def digests_pass_a_closed_gate(patch: Patch) -> None:
 
 
 def digests_are_not_reported(patch: Patch) -> None:
-    patch.setattr(Gate, "dispute", lambda gate, step, digests: gate._pass() or gate._release())
+    def wrong(gate: Any, step: int, digests: Any) -> None:
+        if not gate.regroups:
+            gate._pass()
+            gate._release()
+
+    patch.setattr(Gate, "dispute", wrong)
+
+
+def holder_without_a_digest_stays(patch: Patch) -> None:
+    """Two of three prove what is right, and the third, which has reported nothing, counts as before."""
+    patch.setattr(roll_forward, "judge", lambda groups, reports: replace(judge(groups, reports), unproven=frozenset()))
+
+
+def written_without_being_asked_again(patch: Patch) -> None:
+    """What the ranks have found of their replicas as they regrouped is not asked for."""
+
+    def wrong(state: Any, reason: str, now: float, out: Any) -> Any:
+        out.append(Journal("regroup_failed", {"freeze_id": state.freeze_id, "reason": reason}))
+        return writing.start_writing(goto(state, Writing(state.at.fault, state.at.dump)), now, out)
+
+    patch.setitem(EDGES, (Regrouping, Writing), "wrong")
+    patch.setattr(regroup, "ask_again", wrong)
+
+
+def fills_are_not_disputed(patch: Patch) -> None:
+    """A fill shows that replicas differ, and no rank reports what it holds."""
+    patch.setattr(Comparing, "dispute_filled", lambda comparing, process, step, differing: None)
+
+
+def digests_of_a_fill_pass_a_later_freeze(patch: Patch) -> None:
+    """A rank that was asked again as it regrouped, and whose report had none, gives them to the others all the same."""
+    plain = Gate.dispute
+
+    def wrong(gate: Any, step: int, digests: Any) -> None:
+        gate.regroups = gate.regroups and gate.freeze_id
+        plain(gate, step, digests)
+
+    patch.setattr(Gate, "dispute", wrong)

@@ -47,11 +47,11 @@ class ReplicaCheck:
         return found
 
     @torch.no_grad()
-    def check(self) -> None:
-        """Compare, and do what `on_divergence` says about a difference (a collective). Raises ReplicasDiffer, WrongReplica, WrongPeer."""
+    def check(self) -> tuple[Divergence, ...]:
+        """Compare, and do what `on_divergence` says about a difference (a collective); return it where that is to report it. Raises ReplicasDiffer,
+        WrongReplica, WrongPeer."""
         if not self.on_divergence.acts:
-            self.compare()
-            return
+            return self.compare()
         step, disputes = self._steps.step, Disputes(self._steps.step, self._steps.tracker)
         with self._steps.in_collective():
             found, shards = compare_parts(step, self._parts, self._device, disputes.add)
@@ -59,6 +59,7 @@ class ReplicaCheck:
         if found:
             self.on_divergence.settle(step, differences(found), shards, world()[0])
         disputes.withdraw(self._parts[0].rank)
+        return ()
 
     def _note(self, found: tuple[Divergence, ...]) -> None:
         """Keep what is new, and have the group's first rank report it."""

@@ -308,9 +308,9 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         """
         return self._check.compare()
 
-    def check_replicas(self) -> None:
-        """Compare, and do what `on_divergence` says about a difference (a collective). Raises ReplicasDiffer, WrongReplica, WrongPeer."""
-        self._check.check()
+    def check_replicas(self) -> tuple[Divergence, ...]:
+        """Compare, and do what `on_divergence` says about a difference (a collective); return it where that is to report it. Raises ReplicasDiffer, WrongReplica, WrongPeer."""
+        return self._check.check()
 
     def masters_from_params(self) -> None:
         """Take the parameters as masters again, after somebody wrote into the model (a pretrained state dict): on every rank."""

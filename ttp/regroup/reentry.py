@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from ttp.exchange.json_collectives import exchange_json
 from ttp.groups.process_groups import GROUPS, Successor
 from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
+from ttp.optim.on_divergence import OnDivergence
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.proto.messages import CommitRecord
@@ -59,8 +60,11 @@ class Refillable(ProtectedOptimizer, Protocol):
     def keep(self, step: int, record: CommitRecord | None) -> None:
         """Of the other ranks: take the state as it is for that of `step` (the same collective)."""
 
-    def compare_replicas(self) -> tuple[object, ...]:
-        """Return what differs between the holders of a shard (a collective)."""
+    on_divergence: OnDivergence
+
+    def check_replicas(self) -> Sequence[object]:
+        """Compare the holders of each shard, and do what `on_divergence` says about a difference (a collective); return what differs where that is to
+        report it. Raises ReplicasDiffer, WrongReplica, WrongPeer, after the digests are in the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Returned:
     saves: SaveMarks
     optimizer: dict[str, Any]
     """The optimizer's host state."""
+    equal_after: int
+    """The newest step after which the ranks that stay have found their replicas equal."""
 
 
 class Reentry:
@@ -205,6 +211,7 @@ class Reentry:
             began = time.perf_counter()
             self._end_leaving()
             protection.gate.abandon()
+            protection.gate.regroups = order.freeze_id
             try:
                 with self._pause(MAKE_AGAIN_AT_MOST_S):
                     returned = self._carry_out(order)
@@ -243,7 +250,8 @@ class Reentry:
         else:
             optimizer.keep(order.step, order.record)
             self._step_back()
-        if differing := optimizer.compare_replicas():
+        optimizer.on_divergence.equal_after = returned.equal_after  # they are not compared yet
+        if differing := optimizer.check_replicas():
             raise CheckpointError(f"replicas differ after they were filled: {differing}")
         return returned
 
@@ -251,7 +259,10 @@ class Reentry:
         """Take the part of the state that all ranks have from the first that stays, and agree on what each counts by itself (a collective)."""
         step, holder = order.step, self._holder
         speaker = min(set(range(dist.get_world_size())) - set(order.replaced))
-        mine: dict[str, Any] = {"saves": astuple(self._saves.marks)}
+        mine: dict[str, Any] = {
+            "saves": astuple(self._saves.marks),
+            "equal_after": self._optimizer.on_divergence.equal_after,
+        }
         if speaker == self._rank:
             mine["trainer"] = (
                 holder.step_states.get(step) if step else {}
@@ -268,7 +279,8 @@ class Reentry:
             next((mark.under_way for mark in marks if mark.under_way), ()),
         )
         given = everyone[speaker]
-        return Returned(step, given["trainer"], order.record, agreed, given["optimizer"])
+        equal_after = int(given["equal_after"])
+        return Returned(step, given["trainer"], order.record, agreed, given["optimizer"], equal_after)
 
     def _take_back(self, order: messages.Regroup) -> None:
         with self._lock:
@@ -280,6 +292,8 @@ class Reentry:
         """Answer that this rank has not regrouped, and stay as a holder: the step is written now."""
         text = f"{type(error).__name__}: {error}"
         log.error("rank %d: cannot regroup: %s", self._rank, text)
+        if isinstance(error, STAY_WRONG):
+            error_file.record(error)  # this process ends by an order, and no restart is to follow
         protection.processor.put(WorkFailed(order.freeze_id, "regroup", "", text))
         protection.hold()
 

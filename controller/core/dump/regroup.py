@@ -1,8 +1,7 @@
 """From ranks that all hold the decided step to ranks that train on, without a checkpoint (PURE).
 
-Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with the order to write the decided step. Until it has
-succeeded the gates of all holders stay closed, and no process is ended that holds a shard; so a failure leads to that order as if it had not
-been tried.
+Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with another round, after which the step is written. Until it
+has succeeded the gates of all holders stay closed, and no process is ended that holds a shard; so a failure leads there as if it had not been tried.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..facts.membership import Member, attach, mark_dead, reachable, update
 from ..facts.pace import rested
 from ..facts.state import ControllerState as State
 from ..facts.state import Faulted, Recoveries, Regrouping, Rolling, Running, StateAt, Writing, goto
-from .freeze import half_of_the_rest
+from .freeze import next_round
 from .roll_forward import able_holders
 from .writing import start_writing
 
@@ -182,7 +181,7 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
     """Once all have regrouped every gate opens: the only point of no return. A rank whose training returned before it could leave it never
     regroups, and is not waited for."""
     if returned := _training_returned(state):
-        return write_instead(state, returned, now, out)
+        return ask_again(state, returned, now, out)
     if state.at.pending or state.members.suspects:
         return state
     order, before = state.at.dump.regroup, state.recoveries
@@ -205,34 +204,29 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
     )
 
 
-def write_instead(state: StateAt[Regrouping], reason: str, now: float, out: list[Effect]) -> State:
-    """Write the step: what holds it has not changed since it was decided, but for those that have died."""
+def ask_again(state: StateAt[Regrouping], reason: str, now: float, out: list[Effect]) -> State:
+    """Have the step written after all, by what the ranks hold now: they may have compared their replicas meanwhile, and found that they differ."""
     out.append(Journal("regroup_failed", {"freeze_id": state.freeze_id, "reason": reason}))
-    dump = replace(
-        state.at.dump,
-        progress_by=now + state.settings.progress_timeout_s,
-        patience_until=half_of_the_rest(state, now),
-    )
-    return start_writing(goto(state, Writing(state.at.fault, dump)), now, out)
+    return next_round(state, reason, now, out)
 
 
 def on_rank_lost_regrouping(state: StateAt[Regrouping], rank: int, now: float, out: list[Effect]) -> State:
     """A rank died. One that is replaced counts as dead already when its process ends."""
-    return write_instead(state, f"rank {rank} died", now, out)
+    return ask_again(state, f"rank {rank} died", now, out)
 
 
 def on_timeout_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) -> State:
     """It took too long."""
     suspects = state.members.table.ranks(lambda member: member.suspect and member.dead is None)
     late = named("rank", sorted(state.at.pending) or suspects)
-    return write_instead(state, f"{late} had not regrouped after {state.settings.in_place_s:g} s", now, out)
+    return ask_again(state, f"{late} had not regrouped after {state.settings.in_place_s:g} s", now, out)
 
 
 def regroup_failed(state: StateAt[Regrouping], answer: StepFailed, now: float, out: list[Effect]) -> State:
     """A rank cannot regroup, or has found that its replicas differ."""
     if answer.stage != "regroup":
         return state
-    return write_instead(state, f"rank {answer.rank}: {answer.error}", now, out)
+    return ask_again(state, f"rank {answer.rank}: {answer.error}", now, out)
 
 
 def replace_failed(state: StateAt[Regrouping], answer: ReplaceFailed, now: float, out: list[Effect]) -> State:
@@ -240,4 +234,4 @@ def replace_failed(state: StateAt[Regrouping], answer: ReplaceFailed, now: float
     order = state.at.dump.regroup
     if answer.freeze_id != state.freeze_id or order is None or answer.rank not in order.replaced:
         return state
-    return write_instead(state, f"no process for rank {answer.rank}: {answer.error}", now, out)
+    return ask_again(state, f"no process for rank {answer.rank}: {answer.error}", now, out)

@@ -111,16 +111,17 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
     reports = _reports(state, fault)
     if (disputed := _disputed(state, reports)) is not None:
         return disputed
-    reports = {rank: report for rank, report in reports.items() if rank not in fault.wrong}
+    unproven = judge(state.coverage.groups, reports).unproven
     for rank in updating:
         report = fault.reports[rank]
         assert report is not None
         reports[rank] = replace(report, closed=True, state_step=report.step)
+    reports = {rank: report for rank, report in reports.items() if rank not in fault.wrong | unproven}
     records = {record.step: record for record in fault.records}
     groups, unwritable = state.coverage.groups, _unwritable(fault, reports)
     verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
     if isinstance(verdict, Refusal):  # written again, with every absent rank's fate: O(world) strings without a reader
-        return decide(groups, reports, records, fault.unreachable, _absences(state, fault), unwritable)
+        return decide(groups, reports, records, fault.unreachable, _absences(state, fault, unproven), unwritable)
     if unwritable and verdict.step <= step_of(there := newest_checkpoint(state)):
         return Refusal(f"step {verdict.step}, the newest with local copies, is not newer than {there}")
     return verdict
@@ -305,7 +306,7 @@ def _directories(state: ControllerState, decision: Decision) -> tuple[str, ...]:
     return registration.save_dirs if registration is not None else ()
 
 
-def _absences(state: ControllerState, fault: Fault) -> dict[int, str]:
+def _absences(state: ControllerState, fault: Fault, unproven: frozenset[int]) -> dict[int, str]:
     """Say of every rank without a usable report why, for a refusal's text."""
     absent = {}
     for rank, member in enumerate(state.members.table):
@@ -316,6 +317,8 @@ def _absences(state: ControllerState, fault: Fault) -> dict[int, str]:
             absent[rank] = "stuck in an order"
         elif rank in fault.wrong:
             absent[rank] = "whose replica is wrong"
+        elif rank in unproven and report is not None and report.closed and not report.torn:
+            absent[rank] = "whose replica may be wrong: it has reported no digest"
         elif report is None or member.suspect:
             absent[rank] = "which did not answer"
         elif report.torn:

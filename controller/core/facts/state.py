@@ -434,7 +434,10 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
     (Rolling, Exiting): "all ranks are dead, or the fault's time is over",
     (Rolling, Over): "no rank is attached any more",
     (Regrouping, Running): "all ranks have regrouped: all gates open",
-    (Regrouping, Writing): "a rank died, failed or has finished, or the time for it is over: the step is written",
+    (
+        Regrouping,
+        Freezing,
+    ): "a rank died, failed or has finished, or the time for it is over: ask again, and write the step",
     (Regrouping, Exiting): "all ranks are dead, or the fault's time is over",
     (Regrouping, Over): "no rank is attached any more",
     (Writing, Publishing): "every shard is written",

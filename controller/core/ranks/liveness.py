@@ -319,7 +319,7 @@ def fault_while_regrouping(
     state = add_cause(sign_of_report(state, message, now), message.cause, now)
     if message.cause.kind is CauseKind.PEER_ERROR or message.rank in state.at.fault.wrong:
         return state  # of a process that is being replaced
-    return regroup.write_instead(state, f"rank {message.rank}: {message.cause.text}", now, out)
+    return regroup.ask_again(state, f"rank {message.rank}: {message.cause.text}", now, out)
 
 
 def fault_line(message: FaultReport) -> Journal:

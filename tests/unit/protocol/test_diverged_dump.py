@@ -106,6 +106,35 @@ def test_without_replacements_the_right_ones_write() -> None:
     assert set(bench.orders()) == {0, 2}
 
 
+@pytest.mark.parametrize("in_place_s", [0.0, IN_PLACE_S])
+def test_a_holder_that_has_reported_no_digest_writes_nothing_and_is_not_replaced(in_place_s: float) -> None:
+    """Its gate was shut before it had read a second time: two of three prove what is right, and nothing of the third."""
+    bench = job(in_place_s=in_place_s)
+    says(bench, 0, CauseKind.EXCEPTION)
+    reports(bench, (0, 2))
+    bench.say(report(WRONG, bench.state.freeze_id, Phase.DONE, 7))
+    assert bench.at(Stage.WRITING) and not bench.logged("wrong_replicas")
+    orders = bench.orders()
+    assert set(orders) == {0, 2} and not bench.said_to_agents(Replace)
+    if in_place_s:
+        assert bench.logged("not_in_place")[0]["reason"].startswith(f"rank {WRONG} is not at the step")
+    bench.all_write(orders)
+    rank, _ = bench.publish_order()
+    assert rank != WRONG
+
+
+def test_the_only_holder_of_another_shard_has_no_proof_for_its_own() -> None:
+    """What it holds of one shard may be wrong, so nothing is written without it, and why is said."""
+    holders = ((0, 1, 2), (WRONG,))
+    bench = ControllerBench(holders, assembled=False)
+    for rank in range(3):
+        bench.say(AgentHello(f"host{rank}", (rank,), (100 + rank,)), able(rank, holders, repairs=True))
+    says(bench, 0, CauseKind.EXCEPTION)
+    reports(bench, (0, 2))
+    bench.say(report(WRONG, bench.state.freeze_id, Phase.DONE, 7))
+    assert bench.at(Stage.EXITING) and "has reported no digest" in bench.logged("refused")[0]["reason"]
+
+
 def test_a_rank_that_was_proven_wrong_stays_so_in_later_rounds() -> None:
     """No directory takes the step from those that are right, and all are asked again: the disk of the third is not tried."""
     bench = found(in_place_s=0.0)

@@ -51,6 +51,14 @@ def test_a_holder_that_reports_nothing_counts_for_the_majority() -> None:
     assert judge(THREE, reports_of({0: 5, 1: 5}, 3)) == Dispute()
 
 
+def test_a_holder_without_a_digest_is_neither_right_nor_wrong() -> None:
+    """It reports, and of the shard that most others prove it says nothing: what it holds may be anything."""
+    silent = {2: report(2, 1, Phase.DONE, 7)}
+    assert judge(THREE, reports_of({0: 5, 1: 5}, 3) | silent) == Dispute(unproven=frozenset({2}))
+    found = judge(TWO, reports_of({0: 5}, 2) | silent | {1: report(1, 1, Phase.DONE, 7)})
+    assert found.unproven == frozenset({1}) and found.undecided, "rank 2 holds no shard that differs"
+
+
 def test_holders_that_this_controller_never_knew_count_too() -> None:
     alone = (Group("g0", "shard 0", MIB, (2,)),)
     assert judge(alone, reports_of({2: 5}, 3)).undecided, "one of three"
@@ -62,7 +70,7 @@ def test_holders_that_this_controller_never_knew_count_too() -> None:
 @pytest.mark.parametrize("fields", [{"torn": True}, {"closed": False}])
 def test_only_states_that_stand_still_and_are_whole_count(fields: dict[str, Any]) -> None:
     reports = reports_of({0: 5, 1: 5}, 3) | reports_of({2: 6}, 3, **fields)
-    assert judge(THREE, reports) == Dispute()
+    assert judge(THREE, reports) == Dispute(unproven=frozenset({2}))
     assert judge(THREE, reports_of({0: 5, 2: 6}, 3) | reports_of({1: 5}, 3, **fields)).undecided
 
 

@@ -58,6 +58,18 @@ def raised(rank: int) -> StepFailed:
     return StepFailed(rank, 1, "regroup", "", "connection refused")
 
 
+def asked_again(bench: ControllerBench, *ranks: int, step: int = 7) -> None:
+    """What has failed leads to another round, which these ranks answer."""
+    assert bench.at(Stage.FREEZING) and bench.state.freeze_id == 2 and not bench.sent(WriteOrder)
+    bench.all_report(step, ranks=ranks)
+    for rank in {2, 3} - set(ranks):
+        if (
+            bench.state.members.table[rank].dead is None
+        ):  # a process that has taken a lost one's place, and holds nothing
+            bench.say(replace(report(rank, 2, COMPUTE, 1), torn=True))
+    assert bench.at(Stage.WRITING)
+
+
 FAILURES: dict[str, tuple[tuple[Upward, ...], str]] = {
     "a rank that stays dies": ((killed(2),), "rank 2 died"),
     "a replacement dies": ((replacement(), killed(3, pid=203)), "rank 3 died"),
@@ -78,14 +90,15 @@ def test_what_fails_while_all_regroup_has_the_step_written_by_those_that_hold_it
     messages, reason = FAILURES[what]
     bench = regrouping()
     bench.say(*messages)
-    assert bench.logged("regroup_failed") == [{"freeze_id": 1, "reason": reason}] and bench.at(Stage.WRITING)
+    assert bench.logged("regroup_failed") == [{"freeze_id": 1, "reason": reason}]
     left = {0, 1} if "rank 2 died" in reason else {0, 1, 2}
+    asked_again(bench, *left)
     orders = bench.orders()
     assert set(orders) == left and {order.step for order in orders.values()} == {6}
     assert not bench.sent(Thaw)
     bench.all_write(orders)
     rank, order = bench.publish_order()
-    bench.say(Published(rank, 1, 6, f"{order.directory}/iter_0000006"))
+    bench.say(Published(rank, 2, 6, f"{order.directory}/iter_0000006"))
     (incident,) = map(read_incident, bench.logged("incident"))
     assert incident.saved is not None and incident.saved.step == 6 and not incident.in_place
     assert set(bench.sent(Exit)) >= left
@@ -98,6 +111,7 @@ def test_a_rank_that_does_not_regroup_in_time() -> None:
     assert bench.at(Stage.REGROUPING)
     bench.wait(0.2)
     assert bench.logged("regroup_failed")[0]["reason"] == "ranks 1, 2 had not regrouped after 60 s"
+    bench.all_report(7)
     assert bench.at(Stage.WRITING) and bench.state.dump is not None
     assert bench.state.dump.progress_by > bench.now + 1.0, "the writers have their own time"
 
@@ -116,7 +130,7 @@ def test_no_gate_opens_while_a_rank_that_has_answered_is_suspect() -> None:
         else:
             bench.wait(IN_PLACE_S + 0.1, senders=(1, 2, 3))
             assert bench.logged("regroup_failed")[0]["reason"] == "rank 0 had not regrouped after 60 s"
-            assert bench.at(Stage.WRITING)
+            assert bench.at(Stage.FREEZING)
 
 
 def test_a_failure_of_a_rank_that_was_not_replaced_means_nothing() -> None:
@@ -129,14 +143,15 @@ def test_a_rank_whose_training_returns_meanwhile_is_not_waited_for() -> None:
     """It never regroups: the step is written at once, not when the time for regrouping is over."""
     bench = regrouping()
     bench.say(Finished(0))
-    assert bench.at(Stage.WRITING) and bench.logged("regroup_failed")[0]["reason"] == "training has returned on rank 0"
+    assert bench.at(Stage.FREEZING) and bench.logged("regroup_failed")[0]["reason"] == "training has returned on rank 0"
+    asked_again(bench, 0, 1, 2)
     assert set(bench.orders()) == {0, 1, 2}, "it holds its shards"
 
 
 def test_a_return_that_was_lost_is_known_by_the_next_heartbeat() -> None:
     bench = regrouping()
     bench.say(Heartbeat(0, DONE, 6, frozen=1, finished=True))
-    assert bench.at(Stage.WRITING) and bench.logged("regroup_failed")[0]["reason"] == "training has returned on rank 0"
+    assert bench.at(Stage.FREEZING) and bench.logged("regroup_failed")[0]["reason"] == "training has returned on rank 0"
 
 
 def test_a_rank_that_dies_when_its_training_has_returned_is_replaced_like_any_other() -> None:
@@ -153,21 +168,22 @@ def test_what_failed_once_is_written_also_when_all_are_asked_again() -> None:
     bench = job(holders=((0, 1, 2, 3),))
     lose_rank_3(bench)
     bench.say(raised(0))
+    asked_again(bench, 0, 1, 2)
     bench.all_write(bench.orders())
     for publisher in (0, 1):
         dump = bench.state.dump
         assert dump is not None and dump.order is not None
-        bench.say(StepFailed(publisher, 1, "publish", dump.order.tmp_name, "a file is short", torn=(2,)))
-    assert bench.at(Stage.FREEZING) and bench.state.freeze_id == 2
+        bench.say(StepFailed(publisher, 2, "publish", dump.order.tmp_name, "a file is short", torn=(2,)))
+    assert bench.at(Stage.FREEZING) and bench.state.freeze_id == 3
     bench.all_report(7, ranks=(0, 1, 2))
-    assert bench.at(Stage.WRITING) and len(bench.logged("decided")) == 2
+    assert bench.at(Stage.WRITING) and len(bench.logged("decided")) == 3
     assert len(bench.logged("regroup_sent")) == 1 and not bench.logged("not_in_place")
 
 
 def test_a_replacement_that_comes_too_late_holds_nothing() -> None:
     bench = regrouping()
     bench.say(raised(0), replacement())
-    assert bench.at(Stage.WRITING) and bench.state.members.table[3].dead is not None
+    assert bench.at(Stage.FREEZING) and bench.state.members.table[3].dead is not None
     assert not bench.sent(Regroup) and not bench.sent(WriteOrder)
 
 
@@ -203,7 +219,7 @@ def test_an_answer_to_an_order_that_was_not_given_is_refused(answer: Upward) -> 
 def test_answers_that_cross_the_fallback_are_late() -> None:
     bench = regrouping()
     bench.say(raised(0), Regrouped(1, 1), raised(2), ReplaceFailed("host3", 3, 1, "no memory"))
-    assert bench.at(Stage.WRITING) and len(bench.logged("regroup_failed")) == 1
+    assert bench.at(Stage.FREEZING) and len(bench.logged("regroup_failed")) == 1
     bench = regrouping()
     all_regroup(bench)
     bench.say(Regrouped(1, 1), ReplaceFailed("host3", 3, 1, "late"))
@@ -227,7 +243,8 @@ def test_a_process_that_was_replaced_writes_nothing_although_it_held_the_step(ca
     bench.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[6, 7]), report(2, 1, READY, 7))
     bench.say(killed(2), RolledForward(0, 1, 7))
     bench.say(*((replacement(2), replacement(3)) if came else ()), raised(0))
-    assert bench.at(Stage.WRITING) and sorted(bench.orders()) == [0, 1]
+    asked_again(bench, 0, 1, step=8)
+    assert sorted(bench.orders()) == [0, 1]
     assert bench.state.dump is not None and bench.state.dump.progress_by <= bench.now + 30.0 + 1.0
 
 
@@ -250,9 +267,10 @@ def test_the_exception_and_the_end_of_its_process_are_one_ranks_and_its_replacem
     bench = job()
     torn_rank_3(bench)
     bench.say(replacement(), killed(3, pid=203))
+    asked_again(bench, 0, 1, 2)
     bench.all_write(bench.orders())
     rank, order = bench.publish_order()
-    bench.say(Published(rank, 1, 6, f"{order.directory}/iter_0000006"))
+    bench.say(Published(rank, 2, 6, f"{order.directory}/iter_0000006"))
     (incident,) = map(read_incident, bench.logged("incident"))
     assert [(one.rank, one.pid, one.cause) for one in incident.culprits] == [(3, 103, "boom; then signal SIGKILL")]
 

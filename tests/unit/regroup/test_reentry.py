@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotAsBefore, Regroup
 from ttp.groups.process_groups import GROUPS
+from ttp.optim.on_divergence import OnDivergence
 from ttp.processor.core.events import RegroupDone, WorkFailed
 from ttp.proto import messages
 from ttp.regroup import reentry as module
@@ -21,7 +22,7 @@ from ttp.regroup.reentry import Reentry
 from ttp.runtime.saves import SaveMarks
 
 ORDER = messages.Regroup(3, 8, (0,), None)
-GIVEN = {"saves": (0, 0, ()), "trainer": {"samples": 32}, "optimizer": {"step": 8}}
+GIVEN = {"saves": (0, 0, ()), "trainer": {"samples": 32}, "optimizer": {"step": 8}, "equal_after": 6}
 LONG_S = 30.0
 
 
@@ -42,6 +43,8 @@ class Optimizer:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
+        self.on_divergence = OnDivergence("report")
+        self.on_divergence.equal_after = 6
 
     def rewire(self, successor: Any) -> None:
         self.calls.append("rewire")
@@ -60,9 +63,10 @@ class Optimizer:
 
     def keep(self, step: int, record: Any) -> None:
         self.calls.append(f"keep {step}")
+        self.on_divergence.equal_after = step
 
-    def compare_replicas(self) -> tuple[str, ...]:
-        self.calls.append("compare")
+    def check_replicas(self) -> tuple[str, ...]:
+        self.calls.append(f"compare, equal after {self.on_divergence.equal_after}")
         return self.differing
 
 
@@ -257,7 +261,7 @@ def test_a_rank_that_stays_answers_once_all_is_equal_and_enters_training_behind_
     returned = reentry.come_back(protection)  # type: ignore[arg-type]
     done = [call for call in left if call not in ("leave", "close")]
     assert done[:4] == ["make_again 3", "rewire", "renew", "fill (0,)"], "nothing is loaded into what it holds"
-    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "step back", "compare", "saves", "let_go"]
+    assert done[4:] == ["state 8 {'samples': 32}", "keep 8", "step back", "compare, equal after 6", "saves", "let_go"]
     assert protection.calls == ["gate regrouped 8", "note the next step", "RegroupDone", "open"]
     assert protection.answers == [RegroupDone(ORDER)] and not reentry.ordered
     assert (returned.step, returned.state, returned.saves) == (8, {"samples": 32}, SaveMarks(8, 2, ("dir", "tmp"))), (
@@ -284,6 +288,7 @@ def test_replicas_that_differ_are_answered_and_no_gate_is_touched(reentry: Reent
     (answer,) = protection.answers
     assert isinstance(answer, WorkFailed) and (answer.freeze_id, answer.stage) == (3, "regroup")
     assert "replicas differ" in answer.error
+    assert vars(protection)["regroups"] == 3, "their digests are reported behind the closed gate"
 
 
 def test_an_order_that_comes_before_the_gate_opens_is_carried_out_too(reentry: Reentry, left: list[str]) -> None:
