@@ -50,7 +50,8 @@ class ReplicaCheck:
     def check(self) -> None:
         """Compare, and do what `on_divergence` says about a difference (a collective). Raises ReplicasDiffer, WrongReplica, WrongPeer."""
         if not self.on_divergence.acts:
-            self.compare()
+            if not self.compare():
+                self.on_divergence.equal_after = self._steps.step
             return
         step, disputes = self._steps.step, Disputes(self._steps.step, self._steps.tracker)
         with self._steps.in_collective():
@@ -59,11 +60,10 @@ class ReplicaCheck:
         if found:
             self.on_divergence.settle(step, differences(found), shards, world()[0])
         disputes.withdraw(self._parts[0].rank)
+        self.on_divergence.equal_after = step
 
     def _note(self, found: tuple[Divergence, ...]) -> None:
         """Keep what is new, and have the group's first rank report it."""
-        if not found:
-            self.on_divergence.equal_after = self._steps.step
         new = not_known(found, self.divergences)
         self.divergences += new
         if new and self._parts[0].rank == 0:
