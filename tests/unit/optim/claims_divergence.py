@@ -95,6 +95,9 @@ def who_asks_for_an_end_has_one() -> None:
 def what_was_only_misread_ends_nothing() -> None:
     """A first look that sees other bits than are there is contradicted by the second."""
     optimizer, tracker = _trained("stop")
+    assert not optimizer.compare_replicas() and optimizer.on_divergence.equal_after == 2, (
+        "a group's comparison is not the job's"
+    )
     before, real = fingerprints(optimizer), sums.sums_of
     looks: list[int] = []
 

@@ -80,6 +80,16 @@ def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, monkey
     session.close()
 
 
+def test_ranks_that_choose_differently_are_refused_as_the_session_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, [*value[:-1], "report"]]
+    )
+    with pytest.raises(ConfigError, match="on_divergence: got 'report' on rank 1, 'stop' on rank 0"):
+        run(tmp_path, "stop")
+
+
 def test_copies_in_memory_are_refused_beside_it(tmp_path: Path) -> None:
     """One may be of a step that was never compared, and would be resumed from."""
     session = run(tmp_path, "stop")[2]
