@@ -49,7 +49,7 @@ from ttp.groups.vacancy import vacant
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
 from ttp.proto.messages import CauseKind, Registration
 from ttp.regroup.choice import check_asked, choose
-from ttp.regroup.kept_result import KeptResults, this_program
+from ttp.regroup.kept_result import KeptResults, agreed_program
 from ttp.regroup.reentry import Reentry, Refillable
 from ttp.regroup.rehearsal import Regrouping
 from ttp.resume_search import ResumePoint as ResumePoint
@@ -178,12 +178,13 @@ class Session:
         keys = read_keys(settings)
         self._instrumentation = instrumentation(settings, self.rank, self.world_size, named)
         self._instrumentation.at_start("start")
-        self._directories = JobDirectories(named, settings, self.rank, self._device)
+        choice = getattr(getattr(optimizer, "on_divergence", None), "choice", "")
+        self._directories = JobDirectories(named, settings, self.rank, self._device, choice)
         self.save_dirs = self._directories.used
         self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
         self._instrumentation.logs_in(self.log_dir)
         facts = json.dumps({**layout, "optimizer": json.loads(optimizer.layout_json())}, sort_keys=True)
-        program = this_program(self.world_size, self._device.type, facts)
+        program = agreed_program(self.world_size, self._device, facts)
         kept_results = KeptResults(self._directories.serving, program, settings.round_number)
         own = self._saves_itself = publisher is not None
         why_not = choose(

@@ -30,17 +30,14 @@ class AdoptedCheck:
 
     def differing(self) -> list[str]:
         """Compare the bits that replicas hold and say what differs (a collective over WORLD)."""
-        _, found = self._compared()
-        if not found:
-            self.on_divergence.equal_after = self._steps.step
-        return list(found.values())
+        return list(self._compared()[1].values())
 
     def check(self) -> list[str]:
         """Compare, and do what `on_divergence` says about a difference (a collective over WORLD); return what differs where that is to report it.
         Raises ReplicasDiffer, WrongReplica, WrongPeer."""
-        if not self.on_divergence.acts:
-            return self.differing()
         holders, first = self._compared()
+        if first and not self.on_divergence.acts:
+            return list(first.values())
         if first:
             disputes = Disputes(self._steps.step, self._steps.tracker)
             again = {group: value for group, value in self._state.bits().items() if group in first}

@@ -151,6 +151,7 @@ class AdoptedOptimizer:
 
     def step_back(self) -> None:
         """The step in flight is given up before its update: gradients, buffers and settings are as they were after the newest one."""
+        self._backward.over()  # one that raised
         self._numbers.forget()
         restore_hyper_parameters(self.optimizer.param_groups, self._steps.host_state["param_groups"], self.current_step)
         for group in self.optimizer.param_groups:
@@ -432,6 +433,7 @@ class AdoptedOptimizer:
 
     def keep(self, step: int, record: CommitRecord | None) -> None:
         """Take the state as it is, that of `step`, whose record is `record`: a step that was under way is given up, and `step_back` follows."""
+        self._backward.over()
         self._steps.restart(step, record)
         self.on_divergence.equal_after = step
 

@@ -31,7 +31,8 @@ class OwnBackward:
         begins = self._begins if torch._C._current_graph_task_id() == -1 else self._point
         values = output.values() if isinstance(output, Mapping) else output
         for value in values if isinstance(values, Iterable) and not torch.is_tensor(values) else (values,):
-            if torch.is_tensor(value) and value.requires_grad:
+            # Not a leaf: a parameter that the model returns would keep one hook more of each pass.
+            if torch.is_tensor(value) and value.grad_fn is not None:
                 value.register_hook(begins)  # type: ignore[no-untyped-call]
 
     def over(self) -> None:

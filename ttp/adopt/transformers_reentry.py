@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
 from ttp.adopt.trainer_state.host_objects import from_json
@@ -36,12 +36,19 @@ class EnteredTrainer:
     def why_not(self, loader: object) -> str:
         """Return why this Trainer cannot be entered again; empty: it can."""
         args = self._trainer.args
+        # They count: a new process would begin at 0, and ranks would stop at different steps.
+        counting = [
+            type(each).__name__
+            for each in self._trainer.callback_handler.callbacks
+            if isinstance(each, ExportableState)
+        ]
         cases = (
             (self._trainer.model_init is not None, "model_init"),
             (bool(args.neftune_noise_alpha), "neftune_noise_alpha"),
             (args.auto_find_batch_size, "auto_find_batch_size"),
             (bool(args.deepspeed) or bool(args.fsdp), "deepspeed or fsdp"),
             (loader is not None and not has_length(loader), "a data set without a length"),
+            (bool(counting), f"{', '.join(counting)}, whose state no new process has"),
             (not hasattr(self._trainer, "_load_from_checkpoint"), "this version of transformers"),
         )
         return next((f"transformers.Trainer with {what}" for applies, what in cases if applies), "")

@@ -49,7 +49,9 @@ class OnDivergence:
         self.equal_after = 0
         """The newest step after which all holders had the same bits: compared, or loaded from one checkpoint."""
         self.checkpoint_before: Callable[[int], str] = lambda step: ""
-        """Returns the newest checkpoint of this step or an older one; empty: none."""
+        """Returns the newest checkpoint of this step or an older one; empty: none was found."""
+        self.searched: tuple[str, ...] = ()
+        """The directories in which it looks."""
 
     @property
     def acts(self) -> bool:
@@ -62,7 +64,8 @@ class OnDivergence:
         if self.choice == "repair" and all(shard.proven for shard in found):
             raise self._repairs(text, since, found, rank)
         path = self.checkpoint_before(self.equal_after)
-        resume = f"Resume from {path}" if path else "No checkpoint is from before that: begin anew"
+        none = f"No checkpoint from before it was found in {', '.join(self.searched) or 'any directory'}"
+        resume = f"Resume from {path}" if path else f"{none}: begin anew where there is none"
         raise ReplicasDiffer(
             f"{text}; {since}, expected equal bits. No checkpoint of this state is written. {resume}, and test memory and devices of these hosts first"
         )

@@ -51,7 +51,10 @@ class ReplicaCheck:
         """Compare, and do what `on_divergence` says about a difference (a collective); return it where that is to report it. Raises ReplicasDiffer,
         WrongReplica, WrongPeer."""
         if not self.on_divergence.acts:
-            return self.compare()
+            found = self.compare()
+            if not found:
+                self.on_divergence.equal_after = self._steps.step
+            return found
         step, disputes = self._steps.step, Disputes(self._steps.step, self._steps.tracker)
         with self._steps.in_collective():
             found, shards = compare_parts(step, self._parts, self._device, disputes.add)
@@ -59,12 +62,11 @@ class ReplicaCheck:
         if found:
             self.on_divergence.settle(step, differences(found), shards, world()[0])
         disputes.withdraw(self._parts[0].rank)
+        self.on_divergence.equal_after = step
         return ()
 
     def _note(self, found: tuple[Divergence, ...]) -> None:
         """Keep what is new, and have the group's first rank report it."""
-        if not found:
-            self.on_divergence.equal_after = self._steps.step
         new = not_known(found, self.divergences)
         self.divergences += new
         if new and self._parts[0].rank == 0:

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 
 from ttp import files
+from ttp.exchange.agreed import agree
 from ttp.exchange.imported_modules import INSTALLED
+from ttp.exchange.json_collectives import broadcast_json
 from ttp.inputs import checked
 from ttp.inputs.input_file import open_regular, read_json
 from ttp.version import VERSION
@@ -61,6 +63,12 @@ def this_program(world_size: int, device: str, layout: str) -> RehearsedProgram:
     """Return what this process runs."""
     shape = hashlib.sha256(json.dumps([world_size, device, layout]).encode()).hexdigest()
     return RehearsedProgram(_hash_script(), VERSION, torch.__version__, shape)
+
+
+def agreed_program(world_size: int, device: torch.device, layout: str) -> RehearsedProgram:
+    """Return what rank 0 runs: on other ranks other modules may be imported, or the layout be another part's (all ranks call)."""
+    mine = this_program(world_size, device.type, layout)
+    return RehearsedProgram(**agree("rehearsed program", lambda: broadcast_json(asdict(mine), device)))
 
 
 def _hash_script() -> str:

@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager
 from ttp.errors import STAY_WRONG, ConfigError, NotRepeatable, Regroup, TTPError
 from ttp.groups.process_groups import GROUPS, Successor
 from ttp.interfaces.protected_optimizer import ProtectedOptimizer
+from ttp.processor.core.causes import classify
 from ttp.processor.gate import Gate
-from ttp.proto.messages import CommitRecord
+from ttp.proto.messages import CauseKind, CommitRecord
 from ttp.regroup.kept_result import KeptResults
 from ttp.runtime.rank_runtime import show
 
@@ -64,6 +65,8 @@ class Regrouping:
         self._first: CommitRecord | None = None
         self._took_s = 0.0
         self._rehearsed = 0
+        self._equal = 0
+        """The step that had equal results on rank 0, until all ranks are known to have made its update; 0: none."""
 
     def on_regroup(self, callback: OnRegroup) -> None:
         """Have `callback` called whenever the groups were made again, with the function that returns a group's successor."""
@@ -106,8 +109,7 @@ class Regrouping:
             return
         if exc is None:
             raise self._not_repeatable(first.step, f"was not computed a second time: {self._train} returned before")
-        of_its_own = not isinstance(exc, RuntimeError | TTPError)  # those may be a peer's end
-        if isinstance(exc, STAY_WRONG) or (isinstance(exc, Exception) and of_its_own):
+        if isinstance(exc, STAY_WRONG) or (isinstance(exc, Exception) and _of_its_own(exc)):
             why = f"{self._train} raised {type(exc).__name__} when it was entered again: {exc}"
             log.error("rehearsal: step %d was not computed a second time: %s", first.step, why)
             self._note_failed(first.step, why)
@@ -132,11 +134,12 @@ class Regrouping:
     def renew(self, successor: Successor) -> None:
         """The groups were made again in a recovery, and the optimizer has them: give them to whatever else holds one. What was computed once before is
         computed twice anew, on all ranks."""
-        self._first = None
+        self._first, self._equal = None, 0
         for callback in self._callbacks:
             callback(successor)
 
     def _before_update(self, record: CommitRecord) -> None:
+        self._keep_equal()  # all ranks have agreed on the step behind it
         if record.step % self._every:
             return
         first, self._first = self._first, None
@@ -151,8 +154,7 @@ class Regrouping:
             )
         self._rehearsed += 1
         if self._rank == 0:
-            if self._kept is not None:
-                self._kept.passed(record.step)
+            self._equal = record.step
             took = f"{1e3 * self._took_s:.0f} ms"
             show(
                 logging.INFO,
@@ -166,12 +168,18 @@ class Regrouping:
             " iterators, schedules and random numbers within it"
         )
 
+    def _keep_equal(self) -> None:
+        step, self._equal = self._equal, 0
+        if step and self._kept is not None:
+            self._kept.passed(step)
+
     def _note_failed(self, step: int, why: str) -> None:
         if self._kept is not None:
             self._kept.failed(step, why)
 
     def report(self) -> None:
-        """Training has ended well: say how often it was rehearsed (rank 0)."""
+        """Training has ended well on all ranks: say how often it was rehearsed (rank 0)."""
+        self._keep_equal()
         if self._rehearsed:
             show(
                 logging.INFO,
@@ -194,6 +202,11 @@ def differences(first: CommitRecord, second: CommitRecord) -> str:
         if _bits(before) != _bits(after):
             found.append(f"{name} was {before}, then {after}")
     return "; ".join(found)
+
+
+def _of_its_own(exc: Exception) -> bool:
+    """TTP's own errors and those of collectives may be a peer's end."""
+    return not isinstance(exc, TTPError) and classify(str(exc), type(exc).__name__) is not CauseKind.PEER_ERROR
 
 
 def _bits(value: object) -> bytes:

@@ -28,6 +28,7 @@ from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.runtime.directory_lock import NO_ROOM, RunDirectories, check_same, why_unusable
 from ttp.runtime.rank_runtime import show
+from ttp.text.wording import ranks_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,17 @@ def split_directories(
 class JobDirectories:
     """The checkpoint directories of one attempt of the job."""
 
-    def __init__(self, named: Sequence[str], settings: Settings, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, named: Sequence[str], settings: Settings, rank: int, device: torch.device, on_divergence: str = ""
+    ) -> None:
         """Claim and try all of `named`: find out now, not at the fault, that a directory cannot take a checkpoint; on all ranks
-        if on one. Raises NotWritable, ConfigError."""
+        if on one. `on_divergence`: the optimizer's choice, which decides whether saves compare; empty: it has none. Raises NotWritable, ConfigError."""
         self.named = tuple(named)
         """As they were given, in order of preference."""
         self._settings = settings
         self._rank = rank
         self._device = device
+        self._on_divergence = on_divergence
         self.store = self._agree_on_store()
         self.keeps = rank == self.store.leader
         """This rank looks after the directories: for all ranks, or for those of its node."""
@@ -97,18 +101,24 @@ class JobDirectories:
         if vacant():
             return SharedStore()  # a node with directories of its own replaces no rank
         start = 0 if shared_dirs else next_start(self.named)
-        gathered = exchange_json([shared_dirs, host, start, self._settings.rehearse_every], self._device)
+        mine = [shared_dirs, host, start, self._settings.rehearse_every, self._on_divergence]
+        gathered = exchange_json(mine, self._device)
         shared = {bool(value) for value, *_ in gathered}
         if len(shared) > 1:
             alone = [rank for rank, (value, *_) in enumerate(gathered) if not value]
             raise ConfigError(f"TTP_SHARED_DIRS: got False on ranks {alone} only, expected the same on all nodes")
-        if len(rehearsals := {int(every) for *_, every in gathered}) > 1:
+        if len(rehearsals := {int(every) for *_, every, _ in gathered}) > 1:
             raise ConfigError(
                 f"TTP_REHEARSE: got every:N with N of {sorted(rehearsals)} (0: not set), expected the same on all nodes"
             )
+        choices = [str(choice) for *_, choice in gathered]
+        if others := [rank for rank, choice in enumerate(choices) if choice != choices[0]]:
+            raise ConfigError(
+                f"on_divergence: got {choices[others[0]]!r} on {ranks_text(others)}, {choices[0]!r} on rank 0, expected the same on all ranks"
+            )
         if shared_dirs:
             return SharedStore()
-        hosts, starts = [str(host) for _, host, *_ in gathered], [int(start) for _, _, start, _ in gathered]
+        hosts, starts = [str(host) for _, host, *_ in gathered], [int(start) for _, _, start, *_ in gathered]
         return NodeLocalStore(hosts, max(starts), self._rank)
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

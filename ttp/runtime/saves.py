@@ -70,6 +70,7 @@ class Saves:
         self._on_divergence: OnDivergence | None = getattr(holder.optimizer, "on_divergence", None)
         if self._on_divergence is not None:
             self._on_divergence.checkpoint_before = self._checkpoint_before
+            self._on_divergence.searched = tuple(directories.used)
 
     def _checkpoint_before(self, step: int) -> str:
         """Return the newest checkpoint of this step or an older one; empty: none is in sight."""

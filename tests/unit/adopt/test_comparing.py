@@ -67,6 +67,12 @@ def test_equal_bits_are_nothing_to_act_on(choice: str) -> None:
     assert check.check() == [] and not tracker.calls and on_divergence.equal_after == 20
 
 
+def test_a_comparison_that_may_be_of_some_ranks_alone_proves_nothing_for_all() -> None:
+    """`equal_after` decides whether saves compare, and which checkpoint is named: only `check`, which all ranks call, sets it."""
+    check, _, on_divergence = checked("stop", [5], [[5, 5]])
+    assert check.differing() == [] and on_divergence.equal_after == 10
+
+
 def test_a_report_is_a_line_for_each_group() -> None:
     check, tracker, on_divergence = checked("report", [5], [[6, 5]])
     assert check.check() == [f"{LABEL} has other bits on ranks [0, 2] than on ranks [1]"]

@@ -63,6 +63,25 @@ def test_a_model_with_several_outputs_waits_once() -> None:
     assert job.lines == ["gradient", "waits", "all-reduce", "goes on"]
 
 
+def test_a_parameter_that_a_model_returns_gathers_no_hooks() -> None:
+    job = Waits()
+    for _ in range(20):
+        job.backward.watch({"logits": job.weight * 2, "prototypes": job.weight})
+    assert not job.weight._backward_hooks
+    job.backward.watch(output := job.weight * 2)
+    torch.autograd.backward(output.sum())
+    assert job.lines == ["gradient", "waits", "all-reduce", "goes on"]
+
+
+@pytest.mark.parametrize("left_by", ["step_back", "keep"])
+def test_a_wait_that_raised_is_over_when_its_step_is_left(left_by: str) -> None:
+    """A rank that stays is no rank that waits."""
+    _, adopted, gate = adopt()
+    adopted._backward._waits = gate.waiting = True
+    adopted.step_back() if left_by == "step_back" else adopted.keep(0, None)
+    assert not gate.waiting
+
+
 def test_a_wait_that_raises_is_over_when_the_next_pass_begins() -> None:
     job = Waits()
     job.fails = True

@@ -9,11 +9,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tests.unit.checkpoint.signing import make_keys
 from ttp.adopt import transformers_callback
 from ttp.adopt.transformers_callback import TTPCallback
+from ttp.adopt.transformers_reentry import EnteredTrainer
 from ttp.config import Settings
 from ttp.errors import DataMismatch
 
@@ -143,3 +144,13 @@ def test_only_a_signed_checkpoint_becomes_one_of_the_trainers_form(
     protection = TTPCallback(save_dirs=[tmp_path / "cut"], settings=OFF)
     trainer: Any = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu"), output_dir=str(tmp_path / "t")))
     assert protection.checkpoint(trainer) is None and not (tmp_path / "t").exists()
+
+
+def test_callbacks_that_count_are_refused_in_place_by_their_name(tmp_path: Path) -> None:
+    """A new process would count from 0, and the ranks would stop at different steps."""
+    settings = TrainingArguments(output_dir=str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True)
+    trainer: Any = Trainer(model=Model(), args=settings, callbacks=[Stop(1), EarlyStoppingCallback()])
+    entered = EnteredTrainer(trainer)
+    assert entered.why_not(None) == "transformers.Trainer with EarlyStoppingCallback, whose state no new process has"
+    trainer.remove_callback(EarlyStoppingCallback)
+    assert entered.why_not(None) == "", "the Trainer's own callbacks keep none"

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from ttp.regroup import kept_result
-from ttp.regroup.kept_result import MOST_BYTES, MOST_RESULTS, NAME, KeptResults, RehearsedProgram, read, this_program
+from ttp.regroup.kept_result import (
+    MOST_BYTES,
+    MOST_RESULTS,
+    NAME,
+    KeptResults,
+    RehearsedProgram,
+    agreed_program,
+    read,
+    this_program,
+)
 
 PROGRAM = RehearsedProgram("script", "0.1.0", "2.13.0", "layout")
 ROW = {"script": "s", "ttp": "t", "torch": "c", "layout": "l", "step": 3, "unequal": ""}
@@ -126,6 +136,14 @@ def test_a_program_without_a_file_is_not_known_again(tmp_path: Path) -> None:
     nameless = replace(PROGRAM, script="")
     kept(tmp_path, nameless).passed(3)
     assert "because it has no file" in kept(tmp_path, nameless).why_not()
+
+
+def test_all_ranks_keep_results_of_rank_0s_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that fails would leave what another has kept under its own key."""
+    monkeypatch.setattr(kept_result, "broadcast_json", lambda value, device: asdict(PROGRAM))
+    assert agreed_program(2, torch.device("cpu"), "{this rank's}") == PROGRAM
+    monkeypatch.setattr(kept_result, "broadcast_json", lambda value, device: value)
+    assert agreed_program(2, torch.device("cpu"), "{}") == this_program(2, "cpu", "{}")
 
 
 def test_a_script_is_known_by_its_content_and_by_that_of_its_own_modules(

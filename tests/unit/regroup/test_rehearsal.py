@@ -102,8 +102,28 @@ def test_equal_results_are_kept_by_rank_0(rank: int, results: list[tuple[int, st
         if step % 3 == 0:
             come_to(gate, replace(RECORD, step=step))
         gate.end_update(step)
+        assert kept.results == [result for result in results if result[0] < step], "not before all ranks are past it"
     regrouping.end_train()
+    assert kept.results == results[:1]
+    regrouping.report()
     assert kept.results == results
+
+
+def test_what_was_equal_on_rank_0_alone_is_not_kept() -> None:
+    """Another rank may have ended the job by its own result, or the groups were made again meanwhile."""
+    kept = Kept()
+    for lost in (False, True):
+        gate, regrouping = rehearsing(rank=0, kept=kept)
+        with pytest.raises(Regroup):
+            come_to(gate, RECORD)
+        come_to(gate, replace(RECORD))
+        gate.end_update(6)
+        if lost:
+            regrouping.renew(lambda group: group)
+            regrouping.report()
+        else:
+            regrouping.end_train(AbortedCollective("rank 1 failed"))
+    assert not kept.results
 
 
 def test_a_function_that_returns_without_the_step_is_named() -> None:
@@ -126,7 +146,10 @@ def test_a_function_that_returns_without_the_step_is_named() -> None:
     [
         (StopIteration("no more"), "train() (loop.py:7) raised StopIteration when it was entered again: no more"),
         (DataMismatch("another batch"), "raised DataMismatch"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), "raised RuntimeError"),
+        (RuntimeError("Trying to backward through the graph a second time"), "raised RuntimeError"),
         (RuntimeError("Connection closed by peer"), ""),
+        (ConnectionError("[/gloo/transport/tcp/pair.cc:1] Connection reset by peer"), ""),
         (AbortedCollective("rank 1 failed"), ""),
         (KeyboardInterrupt(), ""),
     ],

@@ -148,10 +148,23 @@ def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
 def test_ranks_with_different_rehearsals_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would leave different steps, and wait for each other."""
     monkeypatch.setattr(
-        "ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, [True, "b", 0, 5]]
+        "ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, [True, "b", 0, 5, ""]]
     )
     with pytest.raises(ConfigError, match=r"TTP_REHEARSE: got every:N with N of \[0, 5\] \(0: not set\)"):
         JobDirectories([str(tmp_path)], FIRST, 0, CPU)
+
+
+def test_ranks_with_different_choices_about_replicas_that_differ_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some would compare before a save, a collective that the others never enter."""
+    others = [[True, "b", 0, 0, "stop"], [True, "b", 0, 0, "report"], [True, "b", 0, 0, "stop"]]
+    monkeypatch.setattr("ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, *others])
+    with pytest.raises(
+        ConfigError,
+        match=r"on_divergence: got 'stop' on ranks 1, 3, 'report' on rank 0, expected the same on all ranks",
+    ):
+        JobDirectories([str(tmp_path)], FIRST, 0, CPU, "report")
 
 
 @pytest.mark.parametrize(("rank", "leader"), [(0, 0), (1, 0), (2, 2)])
@@ -160,10 +173,10 @@ def test_nodes_with_their_own_directories_agree_on_the_highest_attempt_and_each_
 ) -> None:
     """A node that is new has seen no attempt: its number would take parts of an earlier attempt for newer ones."""
     settings = replace(FIRST, shared_dirs=False, host="ab"[rank // 2])
-    others = [[False, "a", 3, 0], [False, "a", 7, 0], [False, "b", 1, 0]]
+    others = [[False, "a", 3, 0, ""], [False, "a", 7, 0, ""], [False, "b", 1, 0, ""]]
 
     def exchange(value: Any, device: torch.device) -> list[Any]:
-        return others if len(value) == 4 and isinstance(value[0], bool) else [value] * 3
+        return others if len(value) == 5 and isinstance(value[0], bool) else [value] * 3
 
     monkeypatch.setattr("ttp.runtime.directory_agreement.exchange_json", exchange)
     monkeypatch.setattr("ttp.runtime.directory_agreement.check_same", lambda *arguments: None)

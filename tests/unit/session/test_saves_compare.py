@@ -74,7 +74,20 @@ def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
     named = optimizer.on_divergence.checkpoint_before
     assert [Path(named(step)).name for step in (5, 4, 3, 1)] == ["iter_0000004", "iter_0000004", "iter_0000002", ""]
+    with pytest.raises(ReplicasDiffer, match=f"No checkpoint from before it was found in {tmp_path}: begin anew where"):
+        optimizer.on_divergence.checkpoint_before = lambda step: ""
+        optimizer.on_divergence.settle(5, "they differ", (), 0)
     session.close()
+
+
+def test_ranks_that_choose_differently_are_refused_as_the_session_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, [*value[:-1], "report"]]
+    )
+    with pytest.raises(ConfigError, match="on_divergence: got 'report' on rank 1, 'stop' on rank 0"):
+        run(tmp_path, "stop")
 
 
 def test_copies_in_memory_are_refused_beside_it(tmp_path: Path) -> None:
