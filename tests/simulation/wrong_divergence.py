@@ -139,7 +139,8 @@ def written_without_being_asked_again(patch: Patch) -> None:
         out.append(Journal("regroup_failed", {"freeze_id": state.freeze_id, "reason": reason}))
         return writing.start_writing(goto(state, Writing(state.at.fault, state.at.dump)), now, out)
 
-    patch.setitem(EDGES, (Regrouping, Writing), "wrong")
+    edges: Any = EDGES
+    patch.setitem(edges, (Regrouping, Writing), "wrong")
     patch.setattr(regroup, "ask_again", wrong)
 
 
