@@ -87,13 +87,13 @@ def test_what_a_fill_shows_is_not_written_without_a_proof() -> None:
 
 
 def test_what_a_fill_shows_is_written_by_those_that_are_proven() -> None:
-    """Three of five: of four, one of which is new, two are no majority."""
+    """Three of five: of four, one of which is new, two do not suffice."""
     for seed in SEEDS:
         job = _run(arranged.found_by_a_fill_and_proven, seed)
         assert job.comparing.known and bool(events(job, "published")) == (seed % 2 > 0), f"seed {seed}"
 
 
-def test_a_holder_without_a_digest_is_no_source() -> None:
+def test_a_holder_without_a_digest_writes_nothing() -> None:
     for seed in SEEDS:
         job = _run(arranged.shut_before_its_second_reading, seed)
         assert job.comparing.known and events(job, "published") and not job.in_place.former, f"seed {seed}"
