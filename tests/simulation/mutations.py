@@ -236,7 +236,6 @@ MUTATIONS = (
     Mutation("a standby thaws ranks that are half way", recoveries.half_way_is_not_reported_as_final, ("I9", "I11", "I17", "I18"), in_place.one_has_no_order_when_the_controller_dies, within=40),
     Mutation("a rank that is half way is thawed", recoveries.half_way_rank_obeys_a_thaw, ("I17", "I18"), in_place.one_has_no_order_when_the_controller_dies, within=40),
     Mutation("a vacant rank counts as a holder", recoveries.vacant_rank_counts_as_a_holder, ("I3",), in_place.last_holder_dies_beside_a_replacement, within=20),
-    Mutation("a replaced rank is ordered to write", recoveries.replaced_rank_is_ordered_to_write, ("I3",), in_place.dies_while_another_rolls_forward, within=20),
     Mutation("an order to write is lost while a rank regroups", recoveries.write_order_is_lost_while_a_rank_regroups, ("I9",), in_place.cannot_be_regrouped, within=20),
     Mutation("faults are forgotten when a rank has regrouped", recoveries.faults_are_forgotten_when_a_rank_has_regrouped, ("I14",), in_place.noticed_meanwhile, within=20),
     Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),

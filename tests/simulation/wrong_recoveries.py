@@ -159,21 +159,6 @@ def vacant_rank_counts_as_a_holder(patch: Patch) -> None:
     patch.setattr(Tasks, "_not_writable", lambda self, order: "")
 
 
-def replaced_rank_is_ordered_to_write(patch: Patch) -> None:
-    """What is written instead is shared out among all that held the step, those whose process was replaced as well."""
-    start = regroup._start
-
-    def wrong(state: Any, now: float, out: Any) -> Any:
-        able = state.at.dump.able
-        state = start(state, now, out)
-        return state.with_dump(replace(state.dump, able=able))
-
-    patch.setattr(regroup, "_start", wrong)
-    why_no_order = refusals.why_no_order
-    patch.setattr(orders, "why_no_order", lambda state, order: why_no_order(replace(state, vacant=False), order))
-    patch.setattr(Tasks, "_not_writable", lambda self, order: "")
-
-
 def write_order_is_lost_while_a_rank_regroups(patch: Patch) -> None:
     write = orders.write
 
