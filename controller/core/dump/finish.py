@@ -10,7 +10,7 @@ from ttp.proto.messages import EXIT_CODE_PERSISTED, Exit, Release
 from ..facts.decision import Refusal
 from ..facts.events import Effect, Fields, Finish, Journal, Send
 from ..facts.incident import Outcome, report
-from ..facts.membership import reachable
+from ..facts.membership import reachable, was_only_silent
 from ..facts.state import EXIT_WAIT_S, ControllerState, Exiting, Over, goto
 
 
@@ -61,7 +61,10 @@ def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
 
 
 def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
-    """End without orders, as no rank can receive one; a fault in progress ends without a checkpoint."""
+    """End, as no live rank can receive an order; a fault in progress ends without a checkpoint. A process that was to be replaced, and was not, has
+    its stream still: it exits."""
+    if recipients := state.members.table.ranks(lambda member: member.attached and not was_only_silent(member)):
+        out.append(Send(recipients, Exit(EXIT_CODE_PERSISTED, reason)))
     if state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
         newest = newest_checkpoint(state)

@@ -20,7 +20,7 @@ from tests.unit.protocol.test_regroup import (
     torn_rank_3,
 )
 from ttp.controller.core.facts.events import Tick
-from ttp.controller.core.facts.membership import mark_dead
+from ttp.controller.core.facts.membership import mark_dead, was_only_silent
 from ttp.controller.core.facts.state import Stage
 from ttp.errors import ProtocolError
 from ttp.proto.incident import read_incident
@@ -289,6 +289,24 @@ def test_ranks_that_regroup_and_never_come_back_end_the_job() -> None:
     bench.close(0, 1, 2)
     bench.wait(16.0, senders=())
     assert bench.at(Stage.OVER)
+
+
+def test_a_process_that_was_to_be_replaced_and_still_runs_exits_with_a_controller_that_has_lost_all_others() -> None:
+    """Random job 3000386671: its launcher was lost before that could end it. It does not wait for another controller."""
+    bench = job(orphan_timeout_s=15.0, lease_s=40.0)
+    torn_rank_3(bench)
+    bench.close(0, 1, 2)
+    bench.wait(16.0, senders=())
+    assert bench.at(Stage.OVER) and bench.sent(Exit) == {3: Exit(75, "no rank was attached for 15 s")}
+
+
+def test_a_rank_that_was_only_silent_may_belong_to_another_controller_and_is_not_ended() -> None:
+    bench = job(orphan_timeout_s=15.0, lease_s=5.0)
+    bench.wait(7.0, senders=(0, 1, 2))
+    assert was_only_silent(bench.state.members.table[3])
+    bench.close(0, 1, 2)
+    bench.wait(16.0, senders=())
+    assert bench.at(Stage.OVER) and not bench.sent(Exit)
 
 
 # --- orders that were lost ---
