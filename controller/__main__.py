@@ -89,6 +89,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--journal", type=Path, required=True, help="file for the event log, as JSON lines")
     parser.add_argument("--local-dirs", action="store_true", help="every node has checkpoint directories of its own")
     parser.add_argument(
+        "--publish-first", action="store_true", help="a step is published before ranks that continue in place regroup"
+    )
+    parser.add_argument(
         "--port-wait-s", type=_SECONDS, default=PORT_WAIT_S, metavar="S", help="try a taken port so long"
     )
     for name, default in _TIMES.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 EVENT = "incident"
 TRACE_LINES = 3
-STAGES = ("seen", "frozen", "decided", "regrouped", "written", "published")
+STAGES = ("seen", "frozen", "decided", "written", "published", "regrouped")
 """The parts of a fault, in order: each took from the end of the one before it. `seen` begins with the first sign."""
 
 
@@ -73,7 +73,7 @@ class Incident:
     not_saved: str = ""
     """Why nothing was saved."""
     in_place: bool = False
-    """Nothing had to be saved: all ranks train on, some of them in another process."""
+    """All ranks train on, some of them in another process. Without `saved`, nothing had to be."""
     goes_on_from: str = ""
     """The checkpoint that the next attempt resumes from, as far as it is known."""
     steps_lost: int | None = None

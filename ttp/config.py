@@ -35,6 +35,7 @@
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
 | TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; unrehearsed: also where no rehearsal has shown that they can; cuda: on an accelerator too, where it was tried on one device |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
+| TTP_GASP | if_needed | if_needed: the newest step is written if the others cannot go on in place; always: it is written first in every fault, and then they go on in place. With TTP_IN_PLACE=cuda always is the default |
 | TTP_STATUS_PORT | none | port at which the leading controller's page and metrics are served; 0: any free one; not set: nowhere. ttprun sets it by --status-port |
 | TTP_STATUS_TOKEN_FILE | status_token beside the journals | the file of the token that the page asks for; ttprun sets it by --status-token-file |
 | TTP_VACANT | none | set by ttprun: this process takes a lost one's place: the fault's number, and the controller that leads the job |
@@ -67,7 +68,7 @@ VARIABLES = (
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
     "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
-    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_GASP", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -108,6 +109,8 @@ class Settings:
     in_place: str = ""
     """What TTP_IN_PLACE says: `off`, `on`, `unrehearsed`, `cuda`; empty: nothing."""
     in_place_s: float = 5.0
+    gasp: str = "if_needed"
+    """When the emergency checkpoint of a fault is written that ends in place: `always`, first; `if_needed`, if it does not end so."""
     status_port: int = -1
     """Of the status page; 0: any free one; -1: there is no page."""
     status_token_file: str = ""
@@ -217,6 +220,7 @@ class Settings:
             rehearse_every=_rehearse(environ),
             in_place=_in_place(environ),
             in_place_s=_number(environ, "TTP_IN_PLACE_S", 5.0),
+            gasp=_gasp(environ),
             status_port=status_port(environ),
             status_token_file=status_token_file(environ),
             replaces=replaces(environ),
@@ -416,6 +420,14 @@ def _in_place(environ: Mapping[str, str]) -> str:
         return "on" if _flag(environ, "TTP_IN_PLACE", False) else "off"
     except ConfigError as error:
         raise ConfigError(f"{error}, unrehearsed or cuda") from None
+
+
+def _gasp(environ: Mapping[str, str]) -> str:
+    """Return what TTP_GASP says. Where it is not set: `always` on accelerators, of which little is known yet."""
+    said = _text(environ, "TTP_GASP", "always" if in_place_on_devices(environ) else "if_needed").lower()
+    if said not in ("always", "if_needed"):
+        raise ConfigError(f"invalid TTP_GASP={_shown(said)}: expected always or if_needed")
+    return said
 
 
 def _rehearse(environ: Mapping[str, str]) -> int:

@@ -40,7 +40,7 @@ def gate_closed(state: ProcessorState, event: GateClosed, now: float, out: list[
     if report.closed:
         state = replace(state, closed=True, torn=report.torn, state_step=report.state_step, records=report.records)
     if state.link is LinkState.UP:
-        final = report.final or state.ordered or bool(why_no_thaw(state))
+        final = report.final or bool(state.ordered or why_no_thaw(state))
         out.append(Send(replace(report, final=final)))
     return state
 
@@ -60,5 +60,5 @@ def thaw(state: ProcessorState, message: Thaw, now: float, out: list[Effect]) ->
         out.extend(Send(fault) for fault in state.faults)
         answer_by = now + state.settings.controller_lost_s
     return replace(
-        state, standing=RankMode.TRAINING, closed=False, torn=False, orders=(), ordered=False, answer_by=answer_by
+        state, standing=RankMode.TRAINING, closed=False, torn=False, orders=(), ordered=0, answer_by=answer_by
     )

@@ -116,6 +116,7 @@ def regroup_done(state: ProcessorState, event: RegroupDone, now: float, out: lis
         state, regrouping=None, regrouped=order.freeze_id, vacant=False, rolled=False, torn=False, state_step=order.step,
         faults=others,
         parked=False,
+        ordered=0,
     )  # fmt: skip
     if order.freeze_id != state.freeze_id:
         out.append(CloseGate(state.freeze_id))  # what was reported since is no longer so
@@ -151,7 +152,7 @@ def _take_order(
         out.append(Send(StepFailed(state.settings.rank, state.freeze_id, stage, message.tmp_name, error)))
         return state
     out.append(effect)
-    return replace(state, orders=(*state.orders, OpenOrder(message)), ordered=True)
+    return replace(state, orders=(*state.orders, OpenOrder(message)), ordered=state.ordered or state.freeze_id)
 
 
 def write_done(state: ProcessorState, event: WriteDone, now: float, out: list[Effect]) -> ProcessorState:

@@ -38,7 +38,8 @@ def why_no_regroup(state: ProcessorState, order: Regroup) -> str:
     replaced = state.settings.rank in order.replaced
     if replaced is not state.vacant:
         return f"invalid order: got replaced ranks {list(order.replaced)}, expected this one to be {'' if state.vacant else 'not '}among them"
-    if state.ordered or state.applying is not None or state.finished or state.alone:
+    writes = state.ordered not in (0, order.freeze_id) or any(known.answer is None for known in state.orders)
+    if writes or state.applying is not None or state.finished or state.alone:
         return "this rank writes, rolls forward or has finished: its training cannot be entered again"
     if order.record is not None and order.record.step != order.step:
         return f"invalid record: got step {order.record.step}, expected step {order.step}"

@@ -98,8 +98,8 @@ class ProcessorState:
     """The freeze under which that was done last."""
     vacant: bool = False
     """This process was started in another's place, and holds no shard yet."""
-    ordered: bool = False
-    """Since the gate closed a write or publish order was taken: a dump has been decided, by whatever controller."""
+    ordered: int = 0
+    """The freeze of the first write or publish order that was taken since the gate closed, by whatever controller; 0: none was."""
     orders: tuple[OpenOrder, ...] = ()
     steps: int = 0
     """Steps that the training thread has finished in this attempt."""

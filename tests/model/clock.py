@@ -17,7 +17,9 @@ from ttp.controller.core.facts.state import (
     Freezing,
     Gathering,
     Notes,
+    Publishing,
     Rolling,
+    Writing,
 )
 from ttp.processor.core.state import ProcessorState
 from ttp.proto.frozen import replace
@@ -96,7 +98,8 @@ def later_controller(state: ControllerState, seconds: float) -> ControllerState:
 
 
 def _reads_reports(state: ControllerState) -> bool:
-    return isinstance(state.at, Freezing) or (isinstance(state.at, Rolling) and state.settings.in_place_s > 0)
+    until = (Rolling, Writing, Publishing) if state.settings.publish_first else (Rolling,)
+    return isinstance(state.at, Freezing) or (isinstance(state.at, until) and state.settings.in_place_s > 0)
 
 
 def _causes(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:

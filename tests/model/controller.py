@@ -82,6 +82,7 @@ def first(shape: Shape, place: int) -> Controller:
         standby=place,
         address=f"c{place}",
         in_place_s=shape.in_place_s,
+        publish_first=shape.publish_first,
     )
     state = machine.initial(settings, 0.0)
     if shape.in_place_s > 0:  # no agent attaches later or is lost

@@ -56,6 +56,8 @@ class Shape:
     controller_lost_s: float = 4.0
     in_place_s: float = 0.0
     """How long ranks may take to regroup before a checkpoint is written instead; 0: that is not tried."""
+    publish_first: bool = False
+    """The step is published before the ranks regroup."""
     late_agents: bool = False
     """An agent may replace a process also when the controller that lives and ordered it writes a checkpoint by now."""
 

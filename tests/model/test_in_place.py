@@ -25,9 +25,12 @@ from ttp.controller.core.dump import regroup, roll_forward
 from ttp.proto.messages import CauseKind, Regroup
 
 IN_PLACE = Shape(faults=1, calm_steps=1, peer_errors=0, holders=THREE_RANKS, in_place_s=0.25)
+PUBLISHED_FIRST = "published first, one death or exception, from the second step on"
 ONE_FAULT = "one fault of any kind, from the second step on"
 SHAPES = {
     ONE_FAULT: replace(IN_PLACE, kinds=FAULTS),
+    PUBLISHED_FIRST: replace(IN_PLACE, kinds=("kill", "raise"), publish_first=True),
+    "published first, one fault of any kind": replace(IN_PLACE, kinds=FAULTS, publish_first=True),
     "one death and a collective's error, from the second step on": replace(IN_PLACE, kinds=("kill",), peer_errors=1),
     "two deaths, of ranks and controllers": replace(
         IN_PLACE, kinds=("kill", "controller kill"), steps=1, calm_steps=0, faults=2
@@ -35,7 +38,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == ONE_FAULT else LONG) for name in SHAPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in (ONE_FAULT, PUBLISHED_FIRST) else LONG) for name in SHAPES]
+)
 def test_no_order_violates_an_invariant_where_ranks_regroup(name: str) -> None:
     """They train on without a checkpoint, or one is written; and nothing is lost for the first having been tried."""
     found = searched(SHAPES[name])

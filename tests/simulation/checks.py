@@ -17,7 +17,7 @@ from tests.simulation.piece_checks import pieces_found
 from tests.simulation.scenario import Scenario
 from tests.simulation.silence_checks import wrongly_dead_or_alive
 from tests.simulation.time_checks import late
-from tests.simulation.truth import LATE_CLOSING_S, covers, events, sound
+from tests.simulation.truth import LATE_CLOSING_S, covers, events, of_last_fault, sound
 from ttp.errors import TTPError
 
 LONGEST_RUN_S = 45.0
@@ -133,9 +133,11 @@ def _said(job: Job) -> list[str]:
     """I2: a controller announces it once in a fault, and after a fault the job is over."""
     found = []
     for controller in job.controllers:
-        steps = [line.fields["step"] for _, line in controller.journal if line.event == "published"]
-        if len(steps) > 1:
-            found.append(f"I2: controller c{controller.place} published several times in one fault: {steps}")
+        said = 0
+        for _, line in controller.journal:
+            said = 0 if line.event == "regrouped" else said + (line.event == "published")
+            if said > 1:
+                found.append(f"I2: controller c{controller.place} published several times in one fault: {line.fields}")
     return found
 
 
@@ -166,7 +168,7 @@ def _outcome(scenario: Scenario) -> list[str]:
         return [f"I14: no step was saved, expected: by {job.must_save}. {job.disk.published}, {job.notes[-3:]}"]
     if saved_alone:
         return []
-    published, refused = events(job, "published"), events(job, "refused")
+    published, refused = of_last_fault(job, "published"), of_last_fault(job, "refused")
     finished, exits = events(job, "finished"), events(job, "exit_sent")
     if finished:
         return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.gate.state_step != job.training.steps]
@@ -325,11 +327,11 @@ def _false_refusal(job: Job) -> list[str]:
 def _lost_steps(job: Job) -> list[str]:
     """I6: a dump has the newest step that ranks cover that nothing happened to, whoever decided it."""
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided"]
-    if not decided or not events(job, "published"):
+    if not decided or not of_last_fault(job, "published"):
         return []
     last = decided[-1]
     newest = last.newest(job, sound(job) - _unheard(job, last.at_s))
-    published = max(int(str(fields["step"])) for fields in events(job, "published"))
+    published = max(int(str(fields["step"])) for fields in of_last_fault(job, "published"))
     if published >= newest or _kept_apart(job, last.at_s):
         return []
     return [f"I6: step {published} was published, step {newest} was covered by ranks that nothing happened to"]

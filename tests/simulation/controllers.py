@@ -102,6 +102,7 @@ class Controller:
             times.freeze_timeout_s, times.progress_timeout_s, times.total_timeout_s, times.register_timeout_s,
             times.orphan_timeout_s, HangLimits(times.hang_floor_s, times.hang_floor_s, times.hang_start_s, times.hang_factor),
             place, f"c{place}", job.first_standbys, times.standby_start_s, job.own is not None, times.in_place_s,
+            publish_first=times.publish_first,
         )  # fmt: skip
         self.ahead_s = 0.0
         """Its clock against the job's."""

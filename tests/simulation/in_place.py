@@ -1,5 +1,5 @@
 """How a simulated job trains on without a checkpoint: processes in the place of lost ones, and training threads that leave their step, make
-their groups again and are given what they are to hold. What goes wrong in it is drawn by seed; what must be so then is judged (I17, I18).
+their groups again and are given what they are to hold. What goes wrong in it is drawn by seed; what must be so then is judged (I17, I18, I20).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TRIED = 0.6
 """Part of the jobs whose controllers try it."""
+PUBLISHED_FIRST = 0.4
+"""Part of those in which the step is published before the ranks regroup."""
 LIMIT_S = 1.0
 FAILING = 0.04
 """Chance of each thing that can go wrong for each rank."""
@@ -68,7 +70,9 @@ class InPlace:
         if newest <= self.opened:
             return
         self.opened = newest
-        training = self.job.training
+        training, at = self.job.training, living[0].gate.state_step
+        if self.job.times.publish_first and at not in [step for _, step in self.job.disk.published]:
+            self.job.broken(f"I20: a gate opens at step {at}, which is not published")
         for process in living:
             step, replica = process.gate.state_step, process.replica
             if (process.generation, step) != (newest, living[0].gate.state_step):

@@ -19,20 +19,27 @@ def misreported(job: Job) -> list[str]:
 def _of_controller(job: Job, controller: Controller) -> list[str]:
     events = [line.event for _, line in controller.journal]
     incidents = [(at, read_incident(line.fields)) for at, line in controller.journal if line.event == "incident"]
-    end = next((place for place, event in enumerate(events) if event in ("exit_sent", "refused")), None)
+    last = events[_since_thaw(events) :]
+    ends = ("exit_sent", "refused", "published") if controller.over else ("exit_sent", "refused")
+    end = next((place for place, event in enumerate(last) if event in ends), None)
     due = events.count("regrouped")
-    due += 1 if end is not None and any(event in _SIGNS for event in events[_since_thaw(events) : end]) else 0
+    due += 1 if end is not None and any(event in _SIGNS for event in last[:end]) else 0
     if len(incidents) != due:
         return [f"has reported {len(incidents)} incidents, expected {due}: {events[-4:]}"]
-    return [text for at, incident in incidents for text in _wrong(job, controller, incident, at)]
+    befores = [0.0, *(at for at, _ in incidents)]
+    return [
+        text
+        for since, (at, incident) in zip(befores, incidents, strict=False)
+        for text in _wrong(job, controller, incident, since, at)
+    ]
 
 
 def _since_thaw(events: list[str]) -> int:
     return max((place + 1 for place, event in enumerate(events) if event in ("thawed", "regrouped")), default=0)
 
 
-def _wrong(job: Job, controller: Controller, incident: Incident, at_s: float) -> list[str]:
-    found = _wrong_outcome(job, controller, incident)
+def _wrong(job: Job, controller: Controller, incident: Incident, since_s: float, at_s: float) -> list[str]:
+    found = _wrong_outcome(job, controller, incident, since_s, at_s)
     for culprit in incident.culprits:
         rank = job.in_place.process_of(culprit.rank, culprit.pid)
         if culprit.kind == CauseKind.EXITED.value and not incident.suspected and rank.ended_s > at_s + job.slowest_s:
@@ -43,12 +50,14 @@ def _wrong(job: Job, controller: Controller, incident: Incident, at_s: float) ->
     return found
 
 
-def _wrong_outcome(job: Job, controller: Controller, incident: Incident) -> list[str]:
+def _wrong_outcome(job: Job, controller: Controller, incident: Incident, since_s: float, at_s: float) -> list[str]:
     """What it says is saved is on disk, by those that wrote it, and the steps that it says are lost were finished."""
-    published = [line.fields for _, line in controller.journal if line.event == "published"]
+    published = [line.fields for at, line in controller.journal if line.event == "published" and since_s <= at <= at_s]
     saved = incident.saved
-    if incident.in_place:
-        return [] if incident.steps_lost == 0 and not saved else [f"reports {incident} as ended in place"]
+    if incident.in_place and (incident.steps_lost != 0 or (saved is not None) is not job.times.publish_first):
+        return [f"reports {incident} as ended in place"]
+    if incident.in_place and saved is None:
+        return []
     if saved is None:
         return [] if incident.not_saved and not published else [f"reports nothing saved: {incident.not_saved!r}"]
     if not published or (saved.step, saved.path) != (published[-1]["step"], published[-1]["path"]):

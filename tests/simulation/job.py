@@ -59,6 +59,7 @@ class Times:
     boundary_s: float = 0.3
     standby_start_s: float = 1.0
     in_place_s: float = 0.0
+    publish_first: bool = False
 
 
 @dataclass(frozen=True)

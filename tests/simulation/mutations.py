@@ -17,6 +17,7 @@ import pytest
 
 from tests.simulation import arranged_diverged as diverged
 from tests.simulation import arranged_in_place as in_place
+from tests.simulation import arranged_published_first as published_first
 from tests.simulation import losing_controllers as losing
 from tests.simulation import unled
 from tests.simulation import wrong_adapters as adapters
@@ -227,6 +228,8 @@ MUTATIONS = (
     Mutation("a process is ended that holds a shard", recoveries.process_is_ended_that_holds_a_shard, ("I9",), in_place.raises_and_the_other_holder_dies, within=40),
     Mutation("a silent process is replaced, and runs on", recoveries.silent_process_is_replaced_and_runs_on, ("I17",), in_place.stopped_in_front_of_its_update, within=20),
     Mutation("recoveries at one step never end", recoveries.recoveries_at_one_step_never_end, ("I11",), in_place.dies_again_and_again, within=5),
+    Mutation("ranks regroup before the step is published", recoveries.regroups_before_the_step_is_published, ("I20", "I15"), published_first.one_dies, within=5),
+    Mutation("what was published is forgotten while all regroup", recoveries.published_step_is_forgotten_while_all_regroup, ("I15", "I9"), published_first.all_die_when_it_is_published, within=20),
     Mutation("gates open before all have regrouped", recoveries.gates_open_before_all_have_regrouped, ("I18",), in_place.one_dies, within=20),
     Mutation("a death while all regroup is not noticed", recoveries.deaths_while_all_regroup_are_not_noticed, ("I9", "I11"), in_place.dies_when_it_has_regrouped, within=20),
     Mutation("what a replacement was given is not compared", recoveries.fills_are_not_compared, ("I18",), in_place.fills_differ, within=20),

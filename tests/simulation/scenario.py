@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from tests.simulation.comparing import alter
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
 from tests.simulation.held import Hold
-from tests.simulation.in_place import LIMIT_S, TRIED
+from tests.simulation.in_place import LIMIT_S, PUBLISHED_FIRST, TRIED
 from tests.simulation.job import Job, OwnDirectories, Times
 from tests.simulation.lost import lose_something
 from tests.simulation.matrix import DUMP, TRAINING, possible
@@ -87,7 +87,8 @@ def build(
     times = WATCHED if watched else Times()
     regrouping = aimed and place == "regrouping"
     if faults and (regrouping or random.Random(f"in place {seed}").random() < TRIED):
-        times = replace(times, in_place_s=LIMIT_S)
+        first = random.Random(f"published first {seed}").random() < PUBLISHED_FIRST
+        times = replace(times, in_place_s=LIMIT_S, publish_first=first)
     if regrouping:
         agents, training = True, replace(training, local_copy=False)
     job = Job(rng, training, times, agents=agents, standbys=standbys, own=own)

@@ -25,7 +25,7 @@ from tests.simulation.faults import KINDS
 from tests.simulation.garbage import seldom_collected
 from tests.simulation.matrix import DUMP, PLACES, Tally, possible
 from tests.simulation.scenario import Scenario, build
-from tests.simulation.truth import events
+from tests.simulation.truth import events, of_last_fault
 
 ENOUGH_JOBS = 50_000
 """From so many jobs on every possible cell must have been hit."""
@@ -44,7 +44,7 @@ def outcome_of(scenario: Scenario) -> str:
     """Return how the job ended, in a word or two."""
     names = {line.event for _, line in scenario.job.journal}
     for event in ("finished", "published", "refused"):
-        if event in names:
+        if of_last_fault(scenario.job, event):
             return event
     if unprotected(scenario.job):
         return "unprotected"

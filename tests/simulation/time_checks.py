@@ -8,7 +8,7 @@ from tests.simulation.controllers import Controller
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
-from tests.simulation.truth import controllers_faulted
+from tests.simulation.truth import controllers_faulted, verdicts
 
 LEAVING_S = 1.0
 """From the word that a step is saved, or refused, to the end of every rank that can be reached."""
@@ -31,13 +31,12 @@ _SUDDEN = (
 def late(job: Job) -> list[str]:
     """Return what took longer than it may."""
     found = [text for each in job.controllers for text in (*_total(job, each), *_recovers_again_and_again(each))]
-    verdicts = [at for at, line in job.journal if line.event in ("published", "refused")]
-    if verdicts:
+    if words := verdicts(job):
         # A controller to which a rank turned before the word came says it again, after a dump of its own.
         began = [at for at, line in job.journal if line.event == "takeover_began"]
-        crossed = any(at <= verdicts[0] + CROSSING_S for at in began)
-        found += _left_late(job, verdicts[-1] if crossed else verdicts[0])
-        found += _decided_late(job, verdicts[0])
+        crossed = any(at <= words[0] + CROSSING_S for at in began)
+        found += _left_late(job, words[-1] if crossed else words[0])
+        found += _decided_late(job, words[0])
     return found
 
 
@@ -51,9 +50,7 @@ def _total(job: Job, controller: Controller) -> list[str]:
         name = "the end" if line is None else line.event
         if name == "freeze_sent":
             began = min(began, at)
-        elif name in ("published", "refused", "thawed", "regrouped", "exit_sent") or (
-            line is None and not controller.gone
-        ):
+        elif name in ("refused", "thawed", "regrouped", "exit_sent") or (line is None and not controller.gone):
             if at - began > limit:
                 return [
                     f"I11: c{controller.place}: {at - began:.1f} s from the freeze to {name}, expected {limit:.1f} s at most"

@@ -101,3 +101,29 @@ def controllers_faulted(job: Job, from_s: float, to_s: float) -> bool:
 def events(job: Job, name: str) -> list[dict[str, object]]:
     """Return the fields of all journal lines of one kind, whichever controller wrote them."""
     return [dict(line.fields) for _, line in job.journal if line.event == name]
+
+
+def of_last_fault(job: Job, name: str) -> list[dict[str, object]]:
+    """Return the fields of each such journal line since ranks have last regrouped: a step may be published before that."""
+    lines = [line for _, line in job.journal]
+    since = max((place + 1 for place, line in enumerate(lines) if line.event == "regrouped"), default=0)
+    return [dict(line.fields) for line in lines[since:] if line.event == name]
+
+
+def said_s(job: Job, step: int) -> float:
+    """Return when a controller first said that a step is published; inf: none did."""
+    return min(
+        (at for at, line in job.journal if line.event == "published" and line.fields["step"] == step), default=inf
+    )
+
+
+def verdicts(job: Job) -> list[float]:
+    """Return when a controller said that the job is over, and why; a step that is published before the ranks regroup is none, unless they fail to."""
+    found = []
+    for controller in job.controllers:
+        names = ["", *(line.event for _, line in controller.journal), ""]
+        for (at, line), before, after in zip(controller.journal, names, names[2:], strict=False):
+            final = line.event == "published" and after != "regroup_sent"
+            if final or line.event == "refused" or (line.event == "exit_sent" and before == "regroup_failed"):
+                found.append(at)
+    return sorted(found)

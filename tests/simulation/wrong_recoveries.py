@@ -16,6 +16,7 @@ from tests.simulation.job import Job
 from tests.simulation.threads import Threads
 from tests.simulation.wrong_controllers import Reports, Verdict, _with_advance, with_decide
 from tests.simulation.wrong_memories import _for_every
+from ttp.controller.core import stages
 from ttp.controller.core.dump import regroup, roll_forward
 from ttp.controller.core.facts.decision import decide
 from ttp.controller.core.facts.events import Send
@@ -59,6 +60,24 @@ def process_is_ended_that_holds_a_shard(patch: Patch) -> None:
 
 def recoveries_at_one_step_never_end(patch: Patch) -> None:
     patch.setattr(regroup, "MOST_AT_A_STEP", 10**9)
+
+
+def regroups_before_the_step_is_published(patch: Patch) -> None:
+    regroup_or_write = regroup.regroup_or_write
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        return regroup_or_write(replace(state, settings=replace(state.settings, publish_first=False)), now, out)
+
+    patch.setattr(stages, "regroup_or_write", wrong)
+
+
+def published_step_is_forgotten_while_all_regroup(patch: Patch) -> None:
+    start = regroup._start
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        return start(state.with_dump(replace(state.at.dump, saved=None)), now, out)
+
+    patch.setattr(regroup, "_start", wrong)
 
 
 # --- when gates open ---

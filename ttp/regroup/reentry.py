@@ -300,4 +300,4 @@ class Reentry:
 
 def _text(order: messages.Regroup, took_s: float) -> str:
     replaced = f"{ranks_text(order.replaced)} in a new process" if order.replaced else "all ranks in their processes"
-    return f"training continues after step {order.step} with {replaced}, and no checkpoint was needed: all made their groups again within {took_s:.2f} s"
+    return f"training continues after step {order.step} with {replaced}, and no restart was needed: all made their groups again within {took_s:.2f} s"

@@ -5,6 +5,7 @@ Owns the ends of a job and of a fault. Never judges whether an end is due.
 
 from __future__ import annotations
 
+from ttp.proto.incident import Saved
 from ttp.proto.messages import EXIT_CODE_PERSISTED, Exit, Release
 
 from ..facts.decision import Refusal
@@ -29,8 +30,16 @@ def leave(
     return goto(state, Exiting(state.fault, now + EXIT_WAIT_S, reason, frozenset(unattached)))
 
 
+def leave_saved(state: ControllerState, saved: Saved, now: float, out: list[Effect]) -> ControllerState:
+    """The step is published: the job restarts from it."""
+    reason = f"step {saved.step} is saved in {saved.path}"
+    return leave(state, reason, now, out, Outcome(saved, "", saved.path, saved.step))
+
+
 def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
-    """Write nothing, say why, and have the job restart from what there is."""
+    """Write nothing, say why, and have the job restart from what there is: from what this fault has published, if it has."""
+    if state.dump is not None and state.dump.saved is not None:
+        return leave_saved(state, state.dump.saved, now, out)
     fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
     newest = newest_checkpoint(state)
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
@@ -61,11 +70,13 @@ def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:
 
 
 def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect]) -> ControllerState:
-    """End, as no live rank can receive an order; a fault in progress ends without a checkpoint. A process that was to be replaced, and was not, has
+    """End, as no live rank can receive an order; a fault in progress ends without a checkpoint, or with the one that it has published. A process that was to be replaced, and was not, has
     its stream still: it exits."""
     if recipients := state.members.table.ranks(lambda member: member.attached and not was_only_silent(member)):
         out.append(Send(recipients, Exit(EXIT_CODE_PERSISTED, reason)))
-    if state.fault is not None:
+    if state.dump is not None and (saved := state.dump.saved) is not None:
+        state = report(state, Outcome(saved, "", saved.path, saved.step), now, out)
+    elif state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
         newest = newest_checkpoint(state)
         state = report(state, Outcome(None, reason, newest, max(0, step_of(newest))), now, out)

@@ -16,7 +16,7 @@ from ttp.proto.messages import Published, PublishOrder, StepFailed
 
 from ..facts.coverage import named
 from ..facts.events import Effect, Fields, Journal, Send
-from ..facts.incident import Outcome, stage_ended
+from ..facts.incident import stage_ended
 from ..facts.state import (
     MOST_KEPT,
     ControllerState,
@@ -26,8 +26,8 @@ from ..facts.state import (
     Writing,
     goto,
 )
-from .finish import leave
 from .freeze import cause_fields, half_of_the_rest, next_round, root_cause
+from .regroup import regroup_or_leave
 from .roll_forward import is_holder, mark_stuck
 from .writing import next_directory, results, tmp_name
 
@@ -164,9 +164,7 @@ def published(
     out.append(Journal("published", fields))
     nbytes = sum(file.nbytes for result in results(dump) for file in result.files)
     saved = Saved(step=answer.step, path=answer.path, bytes=nbytes, ranks=_writers(state))
-    outcome = Outcome(saved, "", saved.path, saved.step)
-    state = stage_ended(state, "published", now)
-    return leave(state, f"step {answer.step} is saved in {answer.path}", now, out, outcome)
+    return regroup_or_leave(stage_ended(state, "published", now), saved, now, out)
 
 
 def publish_failed(state: StateAt[Publishing], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:

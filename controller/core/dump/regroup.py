@@ -10,6 +10,7 @@ from math import inf
 from typing import TypeGuard
 
 from ttp.proto.frozen import replace
+from ttp.proto.incident import Saved
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -28,7 +29,8 @@ from ..facts.incident import Outcome, report, stage_ended
 from ..facts.membership import Member, attach, mark_dead, reachable, update
 from ..facts.pace import rested
 from ..facts.state import ControllerState as State
-from ..facts.state import Faulted, Recoveries, Regrouping, Rolling, Running, StateAt, Writing, goto
+from ..facts.state import Faulted, Ordered, Publishing, Recoveries, Regrouping, Rolling, Running, StateAt, Writing, goto
+from .finish import leave_saved
 from .freeze import next_round
 from .roll_forward import able_holders
 from .writing import start_writing
@@ -41,18 +43,36 @@ _AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION, CauseKind.DIVERGED)
 
 
 def regroup_or_write(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
-    """Every roll-forward is answered: have the ranks train on if that is possible, else write the step. Once in a fault."""
+    """Every roll-forward is answered: have the ranks train on if that is possible, else write the step. Once in a fault. Where it is to be
+    published first, it is written in any case."""
     fault, dump = state.at.fault, state.at.dump
-    if state.settings.in_place_s > 0 and not fault.to_be_written:
-        reason = _why_not(state, now)
-        if not reason:
-            return _start(state, now, out)
+    possible = _is_possible(state, now, out)
+    if possible and not state.settings.publish_first:
+        return _start(state, now, out)
+    return start_writing(goto(state, Writing(replace(fault, to_be_written=not possible), dump)), now, out)
+
+
+def regroup_or_leave(
+    state: StateAt[Writing | Publishing], saved: Saved, now: float, out: list[Effect]
+) -> State:
+    """The step is published: have the ranks train on if that was the plan and is possible still, else leave. Never while ranks write."""
+    state = state.with_dump(replace(state.at.dump, saved=saved))
+    if isinstance(state.at, Publishing) and _is_possible(state, now, out):
+        return _start(state, now, out)
+    return leave_saved(state, saved, now, out)
+
+
+def _is_possible(state: StateAt[Ordered], now: float, out: list[Effect]) -> bool:
+    """Say whether the ranks can train on without a restart; journal why not."""
+    if state.settings.in_place_s <= 0 or state.at.fault.to_be_written:
+        return False
+    if reason := _why_not(state, now):
         out.append(Journal("not_in_place", {"freeze_id": state.freeze_id, "reason": reason}))
-    return start_writing(goto(state, Writing(replace(fault, to_be_written=True), dump)), now, out)
+    return not reason
 
 
-def _why_not(state: StateAt[Rolling], now: float) -> str:
-    """Say why the step is written instead; empty: the ranks can regroup."""
+def _why_not(state: StateAt[Ordered], now: float) -> str:
+    """Say why the ranks cannot regroup; empty: they can."""
     fault, dump, settings = state.at.fault, state.at.dump, state.settings
     kinds = {cause.kind for cause in fault.causes} - {CauseKind.PEER_ERROR}
     if not (kinds or fault.wrong) or not kinds.issubset(_AT_ONCE):
@@ -71,11 +91,12 @@ def _why_not(state: StateAt[Rolling], now: float) -> str:
     for group in state.coverage.groups:
         if staying.isdisjoint(group.holders):
             return f"{group.label} would have no holder that stays"
-    if now + settings.in_place_s > fault.began + settings.total_timeout_s / 2:
-        return f"less than {settings.in_place_s:g} s remain in the first half of the fault's time"
+    until_s, part = (settings.total_timeout_s / 2, "the first half of ") if dump.saved is None else (settings.total_timeout_s, "")
+    if now + settings.in_place_s > fault.began + until_s:  # the other half is for writing
+        return f"less than {settings.in_place_s:g} s remain in {part}the fault's time"
     before = state.recoveries
     if before.count >= settings.most_in_place:
-        return f"{before.count} faults have ended without a checkpoint"
+        return f"{before.count} faults have ended in place"
     if before.step == step and before.at_step >= MOST_AT_A_STEP:
         return f"no step was finished since {before.at_step} recoveries at step {step}"
     return ""
@@ -89,7 +110,7 @@ def _training_returned(state: State) -> str:
     return f"training has returned on {named('rank', ranks)}" if ranks else ""
 
 
-def _why_not_stay(state: StateAt[Rolling], rank: int) -> str:
+def _why_not_stay(state: StateAt[Ordered], rank: int) -> str:
     member, report = state.members.table[rank], state.at.fault.reports[rank]
     if member.registration is None or not member.registration.regroups:
         return "cannot regroup"
@@ -98,10 +119,12 @@ def _why_not_stay(state: StateAt[Rolling], rank: int) -> str:
     return "has a gate that cannot open again" if report is None or report.final else ""
 
 
-def _why_not_replaced(state: StateAt[Rolling], rank: int) -> str:
+def _why_not_replaced(state: StateAt[Ordered], rank: int) -> str:
     """A process is replaced that has ended for certain, or that has lost its state, or holds a wrong one, and is here: none trains on elsewhere,
     and none is ended that holds a shard."""
     member, report = state.members.table[rank], state.at.fault.reports[rank]
+    if rank in state.at.fault.stuck:
+        return "was given an order, and has not answered"
     if member.dead is None:
         lost = (report is not None and report.torn) or rank in state.at.fault.wrong
         if not lost or member.suspect or not member.attached:
@@ -111,7 +134,7 @@ def _why_not_replaced(state: StateAt[Rolling], rank: int) -> str:
     return "" if agent_of(state, rank) else "has no agent that could start a process"
 
 
-def _start(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
+def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
     """Order replacements from the agents, and all that stay to regroup with them."""
     fault, dump, table = state.at.fault, state.at.dump, state.members.table
     staying = able_holders(state)
@@ -189,7 +212,7 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
     out.append(Send(reachable(state.members), Thaw(state.freeze_id)))
     out.append(Journal("regrouped", {"freeze_id": state.freeze_id, "step": order.step, "replaced": order.replaced}))
     state = stage_ended(state, "regrouped", now)
-    state = report(state, Outcome(in_place=True, kept_step=order.step), now, out)
+    state = report(state, Outcome(state.at.dump.saved, in_place=True, kept_step=order.step), now, out)
     coverage = coverage_of(member.registration for member in state.members.table if member.registration is not None)
     at_step = before.at_step + 1 if before.step == order.step else 1
     return goto(
@@ -205,8 +228,11 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
 
 
 def ask_again(state: StateAt[Regrouping], reason: str, now: float, out: list[Effect]) -> State:
-    """Have the step written after all, by what the ranks hold now: they may have compared their replicas meanwhile, and found that they differ."""
+    """Have the step written after all, by what the ranks hold now: they may have compared their replicas meanwhile, and found that they differ.
+    Where it was published first, they leave."""
     out.append(Journal("regroup_failed", {"freeze_id": state.freeze_id, "reason": reason}))
+    if (saved := state.at.dump.saved) is not None:
+        return leave_saved(state, saved, now, out)
     return next_round(state, reason, now, out)
 
 

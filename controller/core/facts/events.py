@@ -53,7 +53,9 @@ class ControllerSettings:
     """How long all ranks may take to regroup with replacements of those that a fault has cost, before a checkpoint is written instead; 0: a
     checkpoint is always written."""
     most_in_place: int = 100
-    """After so many faults that ended without a checkpoint one is written."""
+    """After so many faults that ended in place the next one ends in a restart."""
+    publish_first: bool = False
+    """The step is written and published before the ranks regroup, so that it is never in memory alone."""
 
     def flat(self) -> dict[str, Any]:
         """Return the fields by the names that arguments and journals have for them: those of `hang` beside the others."""

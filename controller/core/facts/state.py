@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, ClassVar, Generic, TypeGuard, TypeVar
 
 from ttp.proto.frozen import dataclass, replace
+from ttp.proto.incident import Saved
 from ttp.proto.messages import (
     Cause,
     CauseKind,
@@ -148,6 +149,8 @@ class Dump:
     """Ranks of which a publisher said that a file of this staging directory is torn."""
     errors: tuple[str, ...] = ()
     """What failed in writing and publishing, for the refusal's reason."""
+    saved: Saved | None = None
+    """What was published; what fails then ends in a restart from it."""
     regroup: Regroup | None = None
     """The order to regroup of this freeze, whatever became of it."""
 
@@ -438,12 +441,13 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
         Regrouping,
         Freezing,
     ): "a rank died, failed or has finished, or the time for it is over: ask again, and write the step",
-    (Regrouping, Exiting): "all ranks are dead, or the fault's time is over",
+    (Regrouping, Exiting): "it failed, and the step is published already; or all ranks are dead, or the fault's time is over",
     (Regrouping, Over): "no rank is attached any more",
     (Writing, Publishing): "every shard is written",
     (Writing, Freezing): "a shard has lost its last writer, or no directory takes the step: ask again",
     (Writing, Exiting): "no directory takes any step, all ranks are dead, or the fault's time is over",
     (Writing, Over): "no rank is attached any more",
+    (Publishing, Regrouping): "published, and training can continue",
     (Publishing, Exiting): "published; or all ranks are dead, or the fault's time is over",
     (Publishing, Writing): "no rank can publish in this directory: the next one",
     (Publishing, Freezing): "what a node has written is lost, torn or cannot be published: ask again",

@@ -92,8 +92,8 @@ def none_came(record: Record) -> None:
     record.hellos.pop()
 
 
-def published(record: Record) -> None:
-    record.journal.insert(-1, line("published", 100.38, step=KEPT, path="/c/iter_0000005"))
+def another_is_published(record: Record) -> None:
+    record.journal.insert(-1, line("published", 100.38, step=KEPT + 1, path="/c/iter_0000006"))
 
 
 def older(record: Record) -> None:
@@ -113,7 +113,7 @@ def one_rank_only(record: Record) -> None:
     [
         (survivor_replaced, "rank 0 was not lost, and has process 82 in place of 70"),
         (none_came, "rank 1 was lost and has the process that it had, 71"),
-        (published, "step 5 was published, too"),
+        (another_is_published, "step 6 was published, and training continued after 5"),
         (older, "it went on after step 4, and step 5 had been finished"),
         (skips_a_step, "rank 0 went on with step 7, expected 6"),
         (one_rank_only, "rank 1 finished no step afterwards"),
@@ -122,6 +122,15 @@ def one_rank_only(record: Record) -> None:
 def test_what_is_wrong_after_a_recovery_in_place_is_found(change: Callable[[Record], None], text: str) -> None:
     state, found = verdicts(made_run(change))["in place"]
     assert state == VIOLATED and f"kill of rank 1: {text}" in found
+
+
+def test_the_step_may_be_published_first() -> None:
+    """TTP_GASP=always."""
+
+    def first(record: Record) -> None:
+        record.journal.insert(-1, line("published", 100.38, step=KEPT, path="/c/iter_0000005"))
+
+    assert verdicts(made_run(first))["in place"][0] == HELD
 
 
 def test_a_rank_that_raised_may_keep_its_process_or_have_another_one() -> None:

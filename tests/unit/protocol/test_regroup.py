@@ -331,7 +331,7 @@ WHY_NOT: dict[str, tuple[Callable[[], ControllerBench], str]] = {
     "its agent is gone": (agent_gone, "rank 3 has no agent that could start a process"),
     "a shard is lost with a process": (no_holder_stays, "shard 1 would have no holder that stays"),
     "no time": (too_late, "less than 60 s remain in the first half of the fault's time"),
-    "often enough": (often_enough, "1 faults have ended without a checkpoint"),
+    "often enough": (often_enough, "1 faults have ended in place"),
     "again and again": (again_and_again, f"no step was finished since {MOST_AT_A_STEP} recoveries at step 6"),
 }
 

@@ -178,8 +178,24 @@ def test_a_rank_that_writes_rolls_forward_or_has_finished_refuses() -> None:
     has_finished.take(TrainReturned())
     for rank in (writes, rolls, has_finished):
         assert "its training cannot be entered again" in refused(rank, order())
+
+
+def test_a_rank_that_has_written_regroups_under_the_same_freeze_alone() -> None:
+    """Then the step is published already. Under a later freeze what an earlier one has ordered may still be under way."""
+    writes = frozen()
+    writes.receive(write_order())
     writes.take(WriteDone(write_order(), share(1)))
-    assert "its training cannot be entered again" in refused(writes, order()), "a dump was begun"
+    writes.freeze(2, phase=Phase.DONE)
+    assert writes.said(StateReport)[-1].final
+    assert "its training cannot be entered again" in refused(writes, order(2))
+    writes = frozen()
+    writes.receive(write_order())
+    writes.take(WriteDone(write_order(), share(1)))
+    assert only(writes.receive(order()), RegroupTraining)
+    writes.take(RegroupDone(order()))
+    writes.freeze(2, phase=Phase.DONE)
+    assert not writes.said(StateReport)[-1].final, "the next controller may thaw it"
+    assert only(writes.receive(order(2)), RegroupTraining)
 
 
 def test_a_rank_whose_training_returns_before_it_could_leave_does_not_regroup_any_more() -> None:

@@ -13,7 +13,7 @@ from ttp.chaos.observed.recorder import Key, Line, Record, ReportedStep, Resumed
 from ttp.chaos.verdict.recoveries import in_place_line, why_not
 from ttp.chaos.verdict.timeline import known_to_the_dead_alone
 
-STAGES = ("seen", "frozen", "decided", "regrouped", "written", "published", "resumed", "first_new_step")
+STAGES = ("seen", "frozen", "decided", "written", "published", "regrouped", "resumed", "first_new_step")
 STAGE_WORDS = {
     "seen": "seen by the controller",
     "frozen": "all survivors frozen",

@@ -31,8 +31,8 @@ def problems(incident: FaultOutcome, record: Record) -> list[str]:
     key, since = incident.firings[0].key, incident.began_unix_s
     lines = [line for line in record.lines(since) if line["unix_s"] <= incident.over_unix_s]
     wrong = _misplaced(incident, record, key)
-    if incident.saved_step is not None:
-        wrong.append(f"step {incident.saved_step} was published, too")
+    if incident.saved_step not in (None, incident.kept_step):  # TTP_GASP=always: it is published first
+        wrong.append(f"step {incident.saved_step} was published, and training continued after {incident.kept_step}")
     if incident.kept_step is not None:
         kept = incident.kept_step
         if kept < incident.committed - incident.unproven:

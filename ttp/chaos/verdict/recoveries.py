@@ -16,7 +16,7 @@ IN_PLACE = "in place"
 BY_CHECKPOINT = "by checkpoint"
 REFUSED = "refused"
 """No checkpoint of the step was possible: the job restarted from an older one, or from step 1."""
-STAGES = ("seen", "frozen", "decided", "came", "regrouped", "written", "published", "new step")
+STAGES = ("seen", "frozen", "decided", "written", "published", "came", "regrouped", "new step")
 """In the order in which they are reached; a recovery has those of its kind only."""
 _EVENTS = {
     "death_seen": "seen",

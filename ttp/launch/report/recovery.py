@@ -60,9 +60,12 @@ def recovery_fields(recovery: Recovery) -> dict[str, Any]:
 
 def recovery_lines(recovery: Recovery) -> list[str]:
     """Return it as labelled lines, under a heading."""
+    incident = recovery.report.incident
+    if incident.saved is None:
+        incident = replace(incident, not_saved=f"not needed: all ranks hold step {recovery.step}")
     known = replace(
         recovery.report,
-        incident=replace(recovery.report.incident, not_saved=f"not needed: all ranks hold step {recovery.step}"),
+        incident=incident,
         next=f"no restart: training continues with step {recovery.step + 1}{_replaced_text(recovery.replaced)}",
     )
     heading, *lines = fault_lines(known)
