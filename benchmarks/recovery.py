@@ -1,10 +1,10 @@
 """From the kill of a rank to the next new step, in place against a restart, for sizes of the state and numbers of ranks.
 
-For each size and number of ranks two jobs of the same trainer, in drawn order: in one the killed rank's place is taken by another process and the others run on, in the
-other the step is written and all restart (warm). One rank at a random moment of a random step gets SIGKILL, several times in each job. A stage is reported as the
+For each size and number of ranks three jobs of the same trainer, in drawn order: in one the killed rank's place is taken by another process and the others run on, in the
+second the step is written first (TTP_GASP=always), in the third it is written and all restart (warm). One rank at a random moment of a random step gets SIGKILL, several times in each job. A stage is reported as the
 time from the kill; the *slowest* rank counts. Then the times are fitted: seconds = a + b x bytes that a rank holds + c x ranks.
 
-Exit status 1 when the median in place takes more than LIMIT of a restart's anywhere.
+Exit status 1 when the median of either of the first two takes more than LIMIT of a restart's anywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, IN_PLACE
 
 LIMIT = 1.0
 HERE = Path(__file__).parent
-WAYS = {IN_PLACE: "True", BY_CHECKPOINT: "False"}
+WRITTEN_FIRST = "written first"
+WAYS = {
+    IN_PLACE: {"TTP_IN_PLACE": "True", "TTP_GASP": "if_needed"},
+    WRITTEN_FIRST: {"TTP_IN_PLACE": "True", "TTP_GASP": "always"},
+    BY_CHECKPOINT: {"TTP_IN_PLACE": "False"},
+}
+SAFE = {IN_PLACE: "regrouped", WRITTEN_FIRST: "published", BY_CHECKPOINT: "published"}
+"""Until then the newest step is in the memory of the survivors alone."""
 BYTES = 12
 """Of the state for each parameter: master weight and two moments."""
 REPLICAS = 2
@@ -41,6 +48,18 @@ STEPS = (4, 12)
 BEGIN = ("script", "model and optimizer")
 STAGES = {
     IN_PLACE: ("seen", "frozen", *BEGIN, "came", "groups", "filled", "regrouped", "new step"),
+    WRITTEN_FIRST: (
+        "seen",
+        "frozen",
+        "written",
+        "published",
+        *BEGIN,
+        "came",
+        "groups",
+        "filled",
+        "regrouped",
+        "new step",
+    ),
     BY_CHECKPOINT: ("seen", "frozen", "written", "published", *BEGIN, "protected", "loaded", "new step"),
 }
 WORDS = {
@@ -99,7 +118,7 @@ def overrides(nbytes: float, ranks: int) -> list[str]:
 
 def run_job(way: str, nbytes: float, ranks: int, kills: int, draw: random.Random, folder: Path) -> list[OneKill]:
     """Kill ranks of one job; return what became of each kill."""
-    environ = {"TTP_IN_PLACE": WAYS[way], "RESTART_STAMPS": str(folder), "PYTHONPATH": str(HERE.parent)}
+    environ = {**WAYS[way], "RESTART_STAMPS": str(folder), "PYTHONPATH": str(HERE.parent)}
     done: list[OneKill] = []
     folder.mkdir(parents=True)
     with TrainingJob(
@@ -121,7 +140,8 @@ def run_job(way: str, nbytes: float, ranks: int, kills: int, draw: random.Random
             ending = back(job, attempt, [kill.unix_s])
             stages = {stage: ms / 1e3 for stage, ms in ending.stages_ms.items()}
             stages |= stamped(folder, kill.unix_s, stages["new step"])
-            done.append(OneKill(ranks, held, way, ending.how, ending.why, stages))
+            taken = way if ending.how == IN_PLACE else ending.how
+            done.append(OneKill(ranks, held, way, taken, ending.why, stages))
             job.wait_for(lambda: len(job.pids()) == ranks, "all ranks", 60)
     return done
 
@@ -167,7 +187,7 @@ def report(kills: Sequence[OneKill]) -> list[str]:
     cells = sorted({(one.ranks, one.nbytes) for one in kills})
     missed = []
     print(
-        f"\n{'ranks':>5} {'MB a rank':>10} {'in place':>30} {'restart':>30} {'ratio':>6}   (kill to new step: median s, quartiles, kills)"
+        f"\n{'ranks':>5} {'MB a rank':>10} {'in place':>30} {'written first':>30} {'restart':>30} {'ratios':>12}   (kill to new step: median s, quartiles, kills)"
     )
     for ranks, nbytes in cells:
         found = {
@@ -175,12 +195,15 @@ def report(kills: Sequence[OneKill]) -> list[str]:
             for way in WAYS
         }
         shown = [spread(found[way]) if found[way] else "-" for way in WAYS]
-        ratio = ""
-        if all(found.values()):
-            share = statistics.median(found[IN_PLACE]) / statistics.median(found[BY_CHECKPOINT])
-            ratio = f"{share:.2f}"
-            missed += [f"{ranks} ranks, {nbytes / 1e6:.1f} MB: {share:.2f}"] if share > LIMIT else []
-        print(f"{ranks:5} {nbytes / 1e6:10.1f} {shown[0]:>30} {shown[1]:>30} {ratio:>6}")
+        ratios = []
+        for way in (IN_PLACE, WRITTEN_FIRST) if found[BY_CHECKPOINT] else ():
+            if found[way]:
+                share = statistics.median(found[way]) / statistics.median(found[BY_CHECKPOINT])
+                ratios.append(f"{share:.2f}")
+                missed += [f"{way}, {ranks} ranks, {nbytes / 1e6:.1f} MB: {share:.2f}"] if share > LIMIT else []
+        print(
+            f"{ranks:5} {nbytes / 1e6:10.1f}" + "".join(f" {text:>30}" for text in shown) + f" {', '.join(ratios):>12}"
+        )
     for way, stages in STAGES.items():
         mine = [one for one in kills if one.taken == way]
         if not mine:
@@ -196,10 +219,11 @@ def report(kills: Sequence[OneKill]) -> list[str]:
             print(f"{WORDS.get(stage, stage):34}{figures}")
         a, b, c, off = fit(mine)
         print(
+            f"the newest step is in memory alone until {WORDS.get(SAFE[way], SAFE[way])}: {spread([one.stages_s[SAFE[way]] for one in mine])} s\n"
             f"fit of {len(mine)}: {a:.3f} s + {b * 1e6 * 1e3:.2f} ms a MB + {1e3 * c:.0f} ms a rank; median distance {1e3 * off:.0f} ms"
         )
     for one in kills:
-        if one.asked == IN_PLACE and one.taken != IN_PLACE:
+        if one.asked != BY_CHECKPOINT and one.taken != one.asked:
             print(f"not in place: {one.ranks} ranks, {one.nbytes / 1e6:.1f} MB: {one.why}")
     return missed
 
@@ -222,7 +246,7 @@ def main() -> int:
         for ranks in options.ranks:
             for megabytes in options.megabytes:
                 for way in draw.sample(list(WAYS), len(WAYS)):
-                    folder = root / f"{ranks}_{megabytes:g}_{WAYS[way]}"
+                    folder = root / f"{ranks}_{megabytes:g}_{way.replace(' ', '_')}"
                     kills += run_job(way, megabytes * 1e6, ranks, options.kills, draw, folder)
                     shutil.rmtree(folder)
                     print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.simulation.controllers import Controller
 from tests.simulation.job import Job
 from tests.simulation.pieces import OwnDisks
+from ttp.controller.core.facts.state import Stage
 from ttp.proto.incident import Incident, read_incident
 from ttp.proto.messages import CauseKind
 
@@ -20,7 +21,7 @@ def _of_controller(job: Job, controller: Controller) -> list[str]:
     events = [line.event for _, line in controller.journal]
     incidents = [(at, read_incident(line.fields)) for at, line in controller.journal if line.event == "incident"]
     last = events[_since_thaw(events) :]
-    ends = ("exit_sent", "refused", "published") if controller.over else ("exit_sent", "refused")
+    ends = ("exit_sent", "refused", "published") if controller.state.stage is Stage.OVER else ("exit_sent", "refused")
     end = next((place for place, event in enumerate(last) if event in ends), None)
     due = events.count("regrouped")
     due += 1 if end is not None and any(event in _SIGNS for event in last[:end]) else 0
