@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 LONGEST_PAUSE_S = 0.25
 """A rank that is silent for so long is neither dead nor late with an answer."""
 
-
 Content = tuple[Manifest | None, tuple[tuple[str, tuple[WrittenPart, ...]], ...]]
 """What a directory holds: its manifest, and the parts of every file that is durable."""
 
