@@ -24,16 +24,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights(train(tmp_path_factory.mktemp("whole") / "job", ranks=3))
 
 
-def in_place(folder: Path, fault: str, *overrides: str, ranks: int = 3) -> str:
+def in_place(folder: Path, fault: str, *overrides: str, ranks: int = 3, gasp: str = "if_needed") -> str:
     """Return the weights of a job whose fault ends in place: on a device that leaves garbage where a collective was aborted, and on which one whose
-    peer is gone never ends by itself."""
-    text = train(folder, fault, *overrides, ranks=ranks, environ=ON, **HOSTILE)
+    peer is gone never ends by itself. `gasp`: TTP_GASP; empty: as it is by itself there."""
+    text = train(folder, fault, *overrides, ranks=ranks, environ=ON | ({"TTP_GASP": gasp} if gasp else {}), **HOSTILE)
     recovered(text)
+    assert bool(re.search(r"saved +step [45] in", text)) is (gasp != "if_needed"), text
     return weights(text)
 
 
 def test_a_killed_rank_is_replaced_on_a_device(tmp_path: Path, whole: str) -> None:
-    """Gradients are on the wire: what their aborted sums leave is in no later step, in what lies between them neither."""
+    """Gradients are on the wire: what their aborted sums leave is in no later step, in what lies between them neither. The step is on disk first,
+    written beside collectives that never end."""
+    assert in_place(tmp_path / "job", "kill:rank=0,step=5,point=backward", gasp="") == whole
+
+
+@pytest.mark.long
+def test_without_a_checkpoint(tmp_path: Path, whole: str) -> None:
     assert in_place(tmp_path / "job", "kill:rank=0,step=5,point=backward") == whole
 
 

@@ -130,3 +130,17 @@ def test_a_rank_that_was_passed_over_keeps_the_others_from_it() -> None:
     publish(bench)
     assert bench.at(Stage.EXITING)
     assert bench.logged("not_in_place")[-1]["reason"] == "rank 2 was given an order, and has not answered"
+
+
+def test_what_was_published_after_all_while_they_write_elsewhere_ends_the_fault() -> None:
+    """In the first directory, of which every rank had said that it cannot publish there. What they write now is under way still."""
+    bench = publishing()
+    while bench.at(Stage.PUBLISHING):
+        dump = bench.state.dump
+        assert dump is not None and dump.order is not None
+        bench.say(StepFailed(min(dump.publishers), 1, "publish", dump.order.tmp_name, "no answer from the disk"))
+    assert bench.at(Stage.WRITING)
+    bench.say(Published(0, bench.state.freeze_id, 6, "/a/iter_0000006"))
+    assert bench.at(Stage.EXITING) and not bench.logged("regroup_sent")
+    found = incident(bench)
+    assert found.saved is not None and found.saved.path == "/a/iter_0000006"
