@@ -79,7 +79,7 @@ def without_a_majority_the_step_ends() -> None:
 
 
 def a_copy_of_one_of_two_that_differ_proves_nothing() -> None:
-    """Rank 2 was filled from rank 0: the controller does not count what it has, and so no rank says that most agree."""
+    """Rank 2 was filled from rank 0: the controller does not count what it has, and so no message has it that most agree."""
     optimizer, tracker = _trained("repair")
     _alter(optimizer, 1)
     optimizer.on_divergence.filled = (2,)
