@@ -311,6 +311,7 @@ class Handler:
                     "others_s": round(slow.others_s, 6),
                     "since_step": slow.since_step,
                     "step": change.step,
+                    **({"why": change.over} if change.over else {}),
                 },
             )
 

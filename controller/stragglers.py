@@ -46,6 +46,8 @@ SHORTEST_S = 1e-6
 """A time below this counts as this: no ratio is infinite."""
 LATE_BEATS = 2.0
 """Heartbeats for which a window's first ranks wait for the others: all finish a step together, and report it within one."""
+AS_FAST, REPLACED, FINISHED = "as fast as the others again", "another process has its place", "the rank has finished"
+"""Why a rank is not named any more."""
 _SPREAD = 1.4826
 """Standard deviations of a normal distribution in a median absolute deviation."""
 
@@ -69,9 +71,10 @@ class Change:
     """A rank is named from now on, or not any more."""
 
     straggler: Straggler
-    over: bool
     step: int
     """The newest step that any rank has reported."""
+    over: str = ""
+    """Why it is not named any more; empty: it is from now on."""
 
 
 @dataclass(slots=True)
@@ -117,12 +120,14 @@ class StragglerWatch:
         self._closing: dict[int, _Group] = {}
         """Groups of which a rank has come to the window's end, by id."""
         self.named: dict[int, Straggler] = {}
+        self._over: list[Change] = []
+        """Those that are not named any more, as their processes do no steps any more."""
 
     def join(self, rank: int, host: str, pid: int, workload: str) -> None:
         """A rank has registered: again, or another process in its place, of which nothing is known yet."""
         if self._host.get(rank) == (host, pid):
             return
-        self.leave(rank)
+        self.leave(rank, REPLACED)
         self._host[rank] = host, pid
         if workload:
             group = self._group[rank] = self._groups.setdefault(workload, _Group())
@@ -133,10 +138,12 @@ class StragglerWatch:
         """Say whether this rank's own time is measured so that it means something: it has a workload."""
         return rank in self._group
 
-    def leave(self, rank: int) -> None:
-        """A rank does no steps any more."""
+    def leave(self, rank: int, why: str = FINISHED) -> None:
+        """A rank's process does no steps any more."""
         group = self._group.pop(rank, None)
         if group is not None:
+            if rank in self.named:
+                self._over.append(Change(self.named[rank], group.front, why))
             group.ranks.discard(rank)
             group.medians.pop(rank, None)
             group.ratios.pop(rank, None)
@@ -163,9 +170,9 @@ class StragglerWatch:
 
     def look(self, now: float) -> tuple[Change, ...]:
         """Judge the windows that have ended, and return what changes by them."""
-        if not self._closing:
+        if not self._closing and not self._over:
             return ()
-        changes: list[Change] = []
+        changes, self._over = self._over, []
         for key, group in [*self._closing.items()]:
             if len(group.medians) >= len(group.ranks) or now >= group.closing_at + self._late_s:
                 del self._closing[key]
@@ -219,7 +226,7 @@ class StragglerWatch:
         if not slow:
             del self._windows[rank]
         if before is not None and len(slow) <= OVER:
-            return Change(self.named.pop(rank), over=True, step=group.front)
+            return Change(self.named.pop(rank), group.front, AS_FAST)
         if before is None and (len(slow) < SLOW or len(self.named) >= MOST_NAMED):
             return None
         ratio = median(each.ratio for each in slow)
@@ -228,7 +235,7 @@ class StragglerWatch:
         own_s, others_s = median(each.own_s for each in slow), median(each.others_s for each in slow)
         since = before.since_step if before is not None else slow[0].first_step
         now = self.named[rank] = Straggler(rank, self._host[rank][0], ratio, own_s, others_s, since)
-        return Change(now, over=False, step=group.front) if before is None else None
+        return Change(now, group.front) if before is None else None
 
 
 def _far(ratios: Collection[float]) -> float:

@@ -171,6 +171,12 @@ class Processor:
         if before == -inf:  # the outermost one
             self._handler.steps.resume(self._clock())
 
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the newest finished step, without pauses; None: not known, as it was the first one, or held up by a fault."""
+        times_s = self._handler.steps.done[1]
+        return times_s[-1] if times_s else None
+
     def report_loss(self, loss: float) -> None:
         """The next heartbeat has the newest one."""
         self._handler.loss = loss

@@ -65,6 +65,7 @@ ORDER = (
     "ttp.launch.attempts",
     "ttp.launch",
     "ttp",
+    "ttp.curves",
     "ttp.adopt.trainer_state",
     "ttp.adopt",
     "ttp.mindio.state_files",

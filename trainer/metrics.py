@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.curves.board import StepPoints
 from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.trainer")
@@ -64,6 +65,18 @@ class StepMetrics:
             "unix_s": unix_s,
         }
         return fields if timed else {**fields, "recovered": True}
+
+    def points(self) -> StepPoints:
+        """Return what TensorBoard shows of the step."""
+        return StepPoints(
+            step=self.step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            learning_rate=self.learning_rates[0],
+            loss_scale=self.loss_scale,
+            tokens=self.tokens,
+            time_s=self.time_s,
+        )
 
     def text(self) -> str:
         """Return the step's line for people (`info.log`)."""

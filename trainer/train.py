@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import ttp
+from ttp.curves.board import open_board, prepare
 from ttp.errors import CheckpointError
 from ttp.inputs import checked
 
@@ -36,7 +37,6 @@ from .parallel.optimizer import build_optimizer
 from .parallel.pipeline_stages import build_chunks, check_stages, hash_weights
 from .parallel.tensor import check_divides
 from .schedule import learning_rate
-from .tensorboard import open_board, prepare
 from .world import World, check_agreement, joined
 
 log = logging.getLogger("ttp.trainer")
@@ -64,7 +64,7 @@ def started(
     config.parallel_config.replicas(dp, config.training_config.use_distributed_optimizer)
     check_divides(config)
     check_stages(config)
-    prepare(config.training_config.tensorboard, world.rank)
+    prepare(config.training_config.tensorboard, world.rank, "training_config.tensorboard")
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
         text = open_text(config)
@@ -297,7 +297,7 @@ class Trainer:
         if self.metrics is not None:  # before anything that waits for another rank, whose death could lose the line
             self.metrics.append(metrics.line(unix_s=time.time()))
         if self.board is not None:
-            self.board.step(metrics)
+            self.board.step(metrics.points())
         if self.world.rank == 0:
             self.session.report_loss(metrics.loss)
         self._on_step(metrics)

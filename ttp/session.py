@@ -220,6 +220,7 @@ class Session:
         self.enters_again_after = ""
         """What else has to come before training can be entered again; who sets this then calls `reentry.begin()`."""
         self._over = False
+        self.on_loss: Callable[[float], None] = lambda loss: None
         self.begun = self.raised = False
         """Training has raised on this rank."""
         self.regrouping: Regrouping
@@ -344,15 +345,13 @@ class Session:
 
     def report_loss(self, loss: float) -> None:
         """Show the newest step's loss on the status page and in the metrics: any number, of one rank or of all alike."""
+        self.on_loss(float(loss))
         if self._protection is not None:
             self._protection.processor.report_loss(float(loss))
 
     @contextlib.contextmanager
     def pause(self, at_most_s: float = 3600.0) -> Iterator[None]:
-        """Say that this rank does something else than steps for a while (an evaluation, a long save): no hang.
-
-        `at_most_s`: a pause that lasts longer counts as a standstill from then on. Ends where the `with` does.
-        """
+        """Say that this rank does something else than steps for a while (an evaluation, a long save): no hang, for `at_most_s`. Ends where the `with` does."""
         if self._protection is None:
             yield
             return

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.launching import Launch
+from tests.tensorboard_files import written
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -45,6 +47,7 @@ guard = ttp.protect(
     net if "within" in options else model, optimizer, schedulers=schedules, averages=averages, state={"scaler": scaler} if "scaler" in options else {},
     save_dirs=[str(out / "checkpoints")], clip=ttp.ClipNorm(1.0) if "clip" in options else None,
     save_interval=4 if "save" in options else 0, save_wait="quick" not in options,
+    tensorboard=out / "board" if "board" in options else None,
 )
 for group in optimizer.param_groups:
     group["weight_decay"] = 0.2
@@ -104,6 +107,7 @@ def train():
             scaler.step(optimizer)
             scaler.update()
             schedules[0].step()
+            guard.session.report_loss(loss.item())
             line(guard.step, loss)
             if "evaluation" in options and guard.step % 5 == 0:
                 evaluate()
@@ -146,6 +150,8 @@ class Ended:
             [line.split() for line in (out / f"losses-{rank}").read_text().splitlines()] for rank in range(ranks)
         ]
         self.journals = "".join(path.read_text() for path in (out / "checkpoints" / "ttp_log").glob("journal_*.jsonl"))
+        self.board = written(out / "board") if "board" in options else Counter[tuple[str, int]]()
+        """How often each point of TensorBoard was written."""
         self.checkpoints = sorted(path.name for path in (out / "checkpoints").glob("iter_*"))
 
     def steps(self, rank: int) -> dict[str, set[tuple[str, ...]]]:
@@ -219,6 +225,22 @@ def test_a_loops_parts_are_as_they_were(ended: Job, options: str, point: str) ->
     job = ended(3, options, f"kill:rank=1,step=13,point={point}")
     assert_in_place(job, (1,), 3)
     assert_equal(job, ended(3, options), 3)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("victim", "point"), [(1, "record"), (0, "done")])
+def test_no_step_is_in_tensorboard_twice(ended: Job, victim: int, point: str) -> None:
+    """Rank 0 writes it: where it keeps its process no step is missing, also one that its work thread finishes; one that is killed has not written its newest."""
+    job = ended(2, "board", f"kill:rank={victim},step=9,point={point}")
+    assert_in_place(job, (victim,), 2)
+    steps = {step for name, step in job.board if name == "train/learning_rate"}
+    expected = set(range(1, int(job.finals[0].split()[1]) + 1))
+    assert set(job.board.values()) == {1}, job.board
+    assert steps == expected if victim else steps >= expected - set(range(1, 10)), (
+        sorted(expected - steps),
+        sorted(steps),
+    )
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import pytest
 from tests.chaos.conftest import JOB_S, SMALL
 from tests.chaos.launching import Launch
 from ttp.chaos.observed.training_job import TrainingJob, read_jsonl
+from ttp.controller.stragglers import FINISHED
 from ttp.status import main
 
 pytestmark = pytest.mark.long
@@ -65,11 +66,19 @@ def status_of(folder: Path) -> dict[str, Any]:
 def test_a_loader_that_is_a_fifth_slower_is_found_in_200_steps_and_nothing_before(tmp_path: Path) -> None:
     """Under DistributedDataParallel and `ttp.protect`: its wait within `backward()` is not the ranks' own time."""
     environ = {"OMP_NUM_THREADS": "1", "TTP_LEASE_S": "60"}
-    with Launch(tmp_path, TRAINS, "--nproc-per-node=3", environ=environ) as launch:
+    events = tmp_path / "events"
+    options = ("--nproc-per-node=3", "--on-event", f"sh -c 'cat >> {events}'")
+    with Launch(tmp_path, TRAINS, *options, environ=environ) as launch:
+        launch.until(lambda: events.exists() and "straggler" in events.read_text(), "event", 2 * JOB_S)
+        assert launch.process.poll() is None, "it comes while the job trains"
         assert launch.wait() == 0, launch.text
     found = slow_ranks(tmp_path)
-    assert [(line["event"], line["fields"]["rank"]) for line in found] == [("straggler", 2)], found
+    assert [(line["event"], line["fields"]["rank"]) for line in found] == [("straggler", 2), ("straggler_over", 2)]
     fields = found[0]["fields"]
+    (named, over) = [event for event in map(json.loads, events.read_text().splitlines()) if "ratio" in event]
+    assert named["event"] == "straggler" and over["event"] == "straggler_over" and over["why"] == FINISHED
+    assert {name: named[name] for name in fields} == fields
+    assert [line[8:14] for line in launch.text.splitlines() if line.startswith("slow ")] == ["rank 2", "rank 2"]
     assert EVEN < fields["step"] <= EVEN + SLOW and fields["host"], fields
     assert 1.1 < fields["ratio"] < 1.35 and LOADS_S < fields["others_s"] < fields["own_s"], fields
 

@@ -43,7 +43,7 @@ class AdoptedCheck:
             again = {group: value for group, value in self._state.bits().items() if group in first}
             disputes.add([Digest(group, value, len(holders[group])) for group, value in again.items()])
             read = _by_group(self._exchange(again))
-            shards = [shard for group in first if (shard := majority(read[group])).wrong]
+            shards = [shard for group in first if (shard := majority(read[group], self.on_divergence.filled)).wrong]
             if shards:
                 text = f"after step {self._steps.step}, {'; '.join(first.values())}"
                 self.on_divergence.settle(self._steps.step, text, shards, world()[0])

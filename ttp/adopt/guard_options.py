@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from dataclasses import dataclass
 
 from ttp.adopt.trainer_state.seen import CHOICES
@@ -19,6 +20,7 @@ class GuardOptions:
     compare_every: int
     reseed: bool
     on_data_mismatch: str
+    tensorboard: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name, number in (("save_interval", self.save_interval), ("compare_every", self.compare_every)):
@@ -28,3 +30,6 @@ class GuardOptions:
             raise ConfigError(
                 f"invalid on_data_mismatch: got {self.on_data_mismatch!r}, expected one of {', '.join(map(repr, CHOICES))}"
             )
+        board = self.tensorboard
+        if board is not None and not (isinstance(board, str | os.PathLike) and os.fspath(board)):
+            raise ConfigError(f"invalid tensorboard: got {board!r}, expected a folder, or None for no curves")

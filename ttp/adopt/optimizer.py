@@ -79,7 +79,7 @@ class AdoptedOptimizer:
         self.clip = clip
         self._on_nonfinite = on_nonfinite
         self._numbers = PassNumbers()
-        self._rank = world()[0]
+        self.rank = world()[0]
         self._warned = False
         self._norm_needed = clip is not None or norm_needed
         self.on_ready: Callable[[int], None] = lambda step: None
@@ -304,7 +304,7 @@ class AdoptedOptimizer:
         """Some rank's loss or gradients are not finite: on each such rank warn once, on all ranks stop where that was asked for."""
         if self._on_nonfinite == "stop":
             raise NonFinite(
-                f"step {step}: {self._numbers.where(self._rank)}: expected finite numbers (on_nonfinite='stop'). The state is that of step"
+                f"step {step}: {self._numbers.where(self.rank)}: expected finite numbers (on_nonfinite='stop'). The state is that of step"
                 f" {step - 1}; correct the data or the learning rate, or resume from an older checkpoint"
             )
         done = "the step is skipped" if skipped else "training continues with it"
@@ -314,7 +314,7 @@ class AdoptedOptimizer:
             log.warning(
                 "step %d: %s; %s (on_nonfinite=%r). Said once",
                 step,
-                self._numbers.where(self._rank),
+                self._numbers.where(self.rank),
                 done,
                 self._on_nonfinite,
             )

@@ -37,6 +37,8 @@ from ttp.adopt.trainer_state.seeds import Seeds
 from ttp.adopt.trainer_state.seen import SeenBatches, check_record
 from ttp.adopt.usage import Usage
 from ttp.config import Settings
+from ttp.curves.board import open_board, prepare
+from ttp.curves.guard_curves import GuardCurves
 from ttp.errors import CheckpointError, ConfigError, NotAsBefore
 from ttp.exchange.error_file import refusals_in_one_line
 from ttp.exchange.json_collectives import check_joined
@@ -86,6 +88,7 @@ def protect(
     log_dir: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
     in_place: bool | str = False,
+    tensorboard: str | os.PathLike[str] | None = None,
 ) -> Guard:
     """Protect this rank and load the newest checkpoint (all ranks call, after `init_process_group`, `fully_shard` and the
     building of the optimizer; DDP's wrapper or the model within).
@@ -107,12 +110,13 @@ def protect(
     steps; None: as often as the budget lets. copy_budget: copies take at most this part of the steps' time.
     in_place: a rank that dies is replaced by another process and the others keep running, as `docs/how_in_place_works.md` has it: the loop is in a
     function that `ttp_to_persist` decorates and that was rehearsed once ("unrehearsed": also without), and the program joins by `ttp.init_process_group`.
+    tensorboard: a folder in which rank 0 writes curves, of the loss what `guard.session.report_loss` gets.
     save_dirs, resume, layout, log_dir, settings: as `ttp.start` and `Session.resume` take them.
     Raises what they raise, LayoutError, and ConfigError for an optimizer that cannot be protected and for replicas that differ.
     """
     check_joined("ttp.protect")
     copy_options = CopyOptions(copies, copy_budget, copy_every)
-    options = GuardOptions(resume, save_interval, bool(save_wait), compare_every, reseed, on_data_mismatch)
+    options = GuardOptions(resume, save_interval, bool(save_wait), compare_every, reseed, on_data_mismatch, tensorboard)
     if clip is not None and not isinstance(clip, ClipNorm):
         raise ConfigError(f"clip: got {clip!r}, expected ttp.ClipNorm(max_norm), or None")
     if on_nonfinite not in ("warn", "skip", "stop"):
@@ -144,6 +148,7 @@ def protect(
         "" if options.reseed and options.save_wait else "reseed=False" if options.save_wait else "save_wait=False"
     )
     try:
+        prepare(options.tensorboard, adopted.rank, "tensorboard")
         host = HostObjects(schedulers, state or {})
         session = start(
             adopted,
@@ -226,6 +231,9 @@ class Guard:
             raise ConfigError(
                 f"before the first step, {different[0]}, expected the same weights on replicas; seed all ranks alike"
             )
+        done = adopted.current_step
+        self._curves = GuardCurves(open_board(options.tensorboard, done) if session.rank == 0 else None, done)
+        session.on_loss = self._curves.loss
         session.regrouping.on_step_back(self._step_back)
         adopted.on_ready = self._take
         adopted.on_step_end = self._step_ended
@@ -318,6 +326,7 @@ class Guard:
         for hook in self._hooks:
             hook.remove()
         self._adopted.close()
+        self._curves.close()
         self.session.close()
         self._usage.end()  # a fault may have had this rank save, while it waited for the others
 
@@ -380,6 +389,7 @@ class Guard:
         self._passes, self._recomputed = 0, False
         leave_pass(self._outermost)
         step = self._adopted.current_step
+        self._curves.step_back(step, self._adopted.last_record)
         for holder, name, value in self._switches.get(step, ()):
             setattr(holder, name, value)
         self._give_back(step, self.session.holder.step_states.get(step))
@@ -414,6 +424,7 @@ class Guard:
             self._host.begin_pass()
             self._passes, self._all_passes = self._passes + 1, self._all_passes + 1
             if self._passes == 1:
+                self._curves.step_begins()
                 if step - 1 not in self._switches:  # the first step of this process
                     self._look_around()
                     self._take_switches(step - 1)
@@ -428,6 +439,8 @@ class Guard:
 
     def _step_ended(self, step: int) -> None:
         self._passes, self._recomputed = 0, False
+        protection = self.session.protection
+        self._curves.step_ends(step, self._adopted.last_record, protection.processor.step_s if protection else None)
         self._usage.step_ended(step)
         if self._options.compare_every and step % self._options.compare_every == 0:
             for text in self._adopted.check_replicas():

@@ -478,7 +478,7 @@ class HoldAgent(LocalElasticAgent):
             self._publish_outcome(attempt, what, again=False)
         else:
             self._publish_outcome(attempt, what, again=True)
-            attempt.next = f"restart {restart} of {max_restarts}"
+            attempt.next = f"restart {restart} of {max_restarts}{self.seat.condition()}"
             pause = f"; waiting {crash.wait_s:g} s" if crash.wait_s else ""
             self._pause_s = crash.wait_s
             log.warning("restarting (%d of %d restarts): %s%s", restart, max_restarts, what, pause)

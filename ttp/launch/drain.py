@@ -149,7 +149,7 @@ def _wait(
     stores: Stores, place: Endpoint, given: argparse.Namespace, asked: Sequence[int], why: str, silence: Silence
 ) -> int:
     """Wait until no agent of this node is there. `asked`: by their numbers in the store at `place`, where `silence` has seen them. One with another
-    number is asked, too: the rendezvous has moved, or several agents run on the node."""
+    number is asked, too: the rendezvous has moved, its store was started again empty, or several agents run on the node."""
     until_s, moved_s = time.monotonic() + given.wait, -math.inf
     while time.monotonic() < until_s:
         found = stores.find_in_use() or place
@@ -157,13 +157,16 @@ def _wait(
             place, asked, silence, moved_s = found, (), Silence(SILENT_S), time.monotonic()
         agents = stores.ask(place, lambda store: read_agents(store, given.rdzv_id))
         if agents is not None:
+            of_node = {agent.number for agent in agents if agent.node == given.node}
+            if not of_node.issuperset(asked):  # entries stay: this is another store
+                asked, silence, moved_s = (), Silence(SILENT_S), time.monotonic()
             gone = silence.of(agents, time.monotonic())
             there = [
                 agent.number
                 for agent in agents
                 if agent.node == given.node and agent.state in (JOINING, RUNNING) and agent.number not in gone
             ]
-            # After a move the agents come to the new store one by one.
+            # The agents come to a new store one by one.
             if not there and time.monotonic() - moved_s >= SILENT_S:
                 print(f"{given.node} has left the job")
                 return LEFT

@@ -32,6 +32,16 @@ def check(optimizer: torch.optim.Optimizer, fp16: bool, bf16: bool, params_dtype
         raise ConfigError("the optimizer has state already: give TTPReplicaOptimizer a fresh one, and load through it")
 
 
+def check_divergence(choice: str) -> None:
+    """Raise ConfigError for what cannot be done about replicas that differ."""
+    if choice == "repair":
+        raise ConfigError(
+            "invalid on_divergence: got 'repair', expected 'report' or 'stop'. Two ranks hold each shard here, and neither can be proven wrong"
+        )
+    if choice not in ("report", "stop"):
+        raise ConfigError(f"invalid on_divergence: got {choice!r}, expected 'report' or 'stop'")
+
+
 def named(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
     """Return name and parameter of all that the optimizer updates, in the models' order."""
     expected = {id(param) for group in optimizer.param_groups for param in group["params"]}

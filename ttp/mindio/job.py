@@ -164,6 +164,7 @@ class MindioJob:
             settings=settings,
             publisher=HandlerPublisher(rank, core, self, save),
         )
+        core.on_divergence.checkpoint_before = _checkpoint_before
         atexit.register(self.close)
         if (protection := self._session.protection) is not None:
             protection.gate.lets_go = True
@@ -330,6 +331,11 @@ class MindioJob:
 
     def part_tensors(self) -> Mapping[str, tuple[int, ...]]:
         return self._optimizer("a dying gasp").part_tensors()
+
+
+def _checkpoint_before(step: int) -> str:
+    """Name a checkpoint of `step` or before: they are the trainer's, and in its form."""
+    return f"the trainer's newest checkpoint of step {step} or before" if step else ""
 
 
 def check_data_ranks(dp_ranks: Sequence[int], place: ModelParallel) -> None:

@@ -65,13 +65,17 @@ class TTPReplicaOptimizer:
         grad_scaler: Any,
         models: Sequence[torch.nn.Module] | torch.nn.Module,
         local_copy: bool = False,
+        *,
+        on_divergence: str = "report",
     ) -> None:
         """Take over the parameters and settings of `optimizer` (a collective of all ranks; in each data-parallel group the first rank's
         parameters become everyone's).
 
         clip_grad: largest global L2 norm, 0 for none. models: what has the parameters, for their names; parameters of 16 bits
-        have FP32 masters. local_copy: keep the state of the step before as well. Raises ConfigError, LayoutError.
+        have FP32 masters. local_copy: keep the state of the step before as well. on_divergence: replicas that differ are reported ("report"),
+        or end the job ("stop"). Raises ConfigError, LayoutError.
         """
+        given.check_divergence(on_divergence)
         given.check(optimizer, fp16, bf16, params_dtype)
         self._job = current_job()
         self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
@@ -103,7 +107,8 @@ class TTPReplicaOptimizer:
             loss_scale=loss_scale_of(grad_scaler),
             grad_dtype=torch.float32 if params_have_main_grad and self.keeps_fp32_grads else None,
             local_copy=local_copy,
-            compare_every=0,  # `step` does it, where a peer's death cannot keep the trainer from its bookkeeping
+            compare_every=0,  # `zero_grad` does it, where a peer's death cannot keep the trainer from its bookkeeping
+            on_divergence=on_divergence,
             **kwargs,
         )
         self.core.part_name = self.place.part_name
@@ -112,7 +117,7 @@ class TTPReplicaOptimizer:
         optimizer.param_groups = self.core.param_groups
         self.core.close()  # gradients are taken at `reduce_model_grads`: which backward pass is the last, only the trainer knows
         self.compare_every = 100
-        """After so many steps the replicas' bits are compared, and a difference is reported (0: never)."""
+        """After so many steps the replicas' bits are compared (0: never)."""
         self.optimizer = LocalUpdate(self)
         self.error_dump = False
         """True from `set_dump_args` on: what is saved is a dying gasp."""
@@ -168,7 +173,7 @@ class TTPReplicaOptimizer:
         self._begin()
         self._job.end_pause()
         if self.compare_every and self.current_step and self.current_step % self.compare_every == 0:
-            self.core.compare_replicas()
+            self.core.check_replicas()
         self.core.zero_grad()
 
     def _begin(self) -> None:
@@ -317,7 +322,7 @@ class TTPReplicaOptimizer:
         """Say whether this rank writes the checkpoint's file.
 
         In a periodic checkpoint every rank asks, and the state of each model part is brought together on its first rank
-        (collectives). At a fault it is true on the save rank.
+        (collectives). At a fault it is true on the save rank. Raises ReplicasDiffer with `on_divergence="stop"`.
         """
         rank, _ = world()
         if self.error_dump:
@@ -329,6 +334,8 @@ class TTPReplicaOptimizer:
             return self._whole is not None
         self._begin()
         self._job.long_pause()
+        if self.core.on_divergence.acts and self.core.on_divergence.equal_after < self.current_step:
+            self.core.check_replicas()
         self._whole = gather_whole(self.core, self._names.own, self.place.data_group, self._writer)
         return self._whole is not None
 

@@ -7,6 +7,7 @@ Owns the choice, since when replicas may differ, and the errors that take a trai
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,14 +29,12 @@ class Majority:
     proven: bool
 
 
-def majority(digests: Mapping[int, object]) -> Majority:
-    """Judge what each holder of one shard, by rank, has read of it. More than half of all decide; the controller counts in the same way."""
-    sides: dict[object, set[int]] = {}
-    for rank, value in digests.items():
-        sides.setdefault(value, set()).add(rank)
-    largest = max(sides.values(), key=len)
-    proven = 2 * len(largest) > len(digests)
-    return Majority(frozenset(digests.keys() - (largest if proven else set())), proven)
+def majority(digests: Mapping[int, object], filled: Collection[int] = ()) -> Majority:
+    """Judge what each holder of one shard, by rank, has read of it. More than half of all decide; the controller counts in the same way. What those
+    have that were `filled` from the others proves nothing."""
+    value, count = Counter(value for rank, value in digests.items() if rank not in filled).most_common(1)[0]
+    proven = 2 * count > len(digests)
+    return Majority(frozenset(rank for rank, read in digests.items() if not proven or read != value), proven)
 
 
 class OnDivergence:
@@ -48,6 +47,8 @@ class OnDivergence:
         self.choice = choice
         self.equal_after = 0
         """The newest step after which all holders had the same bits: compared, or loaded from one checkpoint."""
+        self.filled: Collection[int] = ()
+        """Ranks whose replicas were just copied from those of others."""
         self.checkpoint_before: Callable[[int], str] = lambda step: ""
         """Returns the newest checkpoint of this step or an older one; empty: none was found."""
         self.searched: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ Owns what an optimizer has found so, and the two collectives. Every rank reads t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class ReplicaCheck:
             return found
         step, disputes = self._steps.step, Disputes(self._steps.step, self._steps.tracker)
         with self._steps.in_collective():
-            found, shards = compare_parts(step, self._parts, self._device, disputes.add)
+            found, shards = compare_parts(step, self._parts, self._device, disputes.add, self.on_divergence.filled)
         self._note(found)
         if found:
             self.on_divergence.settle(step, differences(found), shards, world()[0])
@@ -74,7 +74,11 @@ class ReplicaCheck:
 
 
 def compare_parts(
-    step: int, parts: Iterable[ParameterPart], device: torch.device, dispute: Dispute | None = None
+    step: int,
+    parts: Iterable[ParameterPart],
+    device: torch.device,
+    dispute: Dispute | None = None,
+    filled: Collection[int] = (),
 ) -> tuple[tuple[Divergence, ...], tuple[Majority, ...]]:
     """Return the tensors of which replicas differ, over all parts of an optimizer that have replicas, and what is said of each shard that does
     (collectives)."""
@@ -82,7 +86,9 @@ def compare_parts(
     shards: list[Majority] = []
     for part in parts:
         if part.layout.replicas > 1:
-            tensors, judged = compare(step, dict(part.held(backup=False)), part.layout, part.group, device, dispute)
+            tensors, judged = compare(
+                step, dict(part.held(backup=False)), part.layout, part.group, device, dispute, filled
+            )
             found += tensors
             shards += judged
     return tuple(found), tuple(shards)
@@ -95,11 +101,12 @@ def compare(
     group: Any,
     device: torch.device,
     dispute: Dispute | None = None,
+    filled: Collection[int] = (),
 ) -> tuple[tuple[Divergence, ...], tuple[Majority, ...]]:
     """Return the tensors of which replicas differ, and what is said of each shard; every rank of `group` calls, and gets the same.
 
     held: this rank's tensors by shard. dispute: where it is given, all holders of shards that differ read them a second time, and call it with what
-    they read. The ranks in the answer are the job's.
+    they read. filled: the job's ranks that prove nothing. The ranks in the answer are the job's.
     """
     rank, size = group.rank(), group.size()
     sums = {shard: sums_of([tensor.values for tensor in tensors]) for shard, tensors in held.items()}
@@ -131,7 +138,7 @@ def compare(
         {int(shard): [tuple(part) for part in parts] for shard, parts in answer.items()} for answer in answers
     ]
     found = tuple(_in_the_job(divergence, group) for divergence in divergences(step, differing, read, layout))
-    shards = [majority(_by_rank(read, shard, layout, group)) for shard in differing]
+    shards = [majority(_by_rank(read, shard, layout, group), filled) for shard in differing]
     return found, tuple(shard for shard in shards if shard.wrong)
 
 

@@ -251,7 +251,12 @@ class Reentry:
             optimizer.keep(order.step, order.record)
             self._step_back()
         optimizer.on_divergence.equal_after = returned.equal_after  # they are not compared yet
-        if differing := optimizer.check_replicas():
+        optimizer.on_divergence.filled = order.replaced
+        try:
+            differing = optimizer.check_replicas()
+        finally:
+            optimizer.on_divergence.filled = ()
+        if differing:
             raise CheckpointError(f"replicas differ after they were filled: {differing}")
         return returned
 

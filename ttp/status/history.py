@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -255,9 +256,12 @@ def _row(number: int, began_unix_s: float, took_s: float | None, fields: Mapping
 
 def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[ReportLine], notes: list[str]) -> History:
     """Of an attempt's end the launchers know more than its controller; of what the job has survived without one, less."""
-    numbered = [int(line["start"]) for line in lines if line["event"] in ("start", "fault")]
-    last = attempts[-1].number if attempts else (numbered[-1] if numbered else 0)
     reports = [place for place, line in enumerate(lines) if line["event"] in ("start", "fault")]
+    last, begun_unix_s = (attempts[-1].number, attempts[-1].begun_unix_s) if attempts else (0, -inf)
+    if reports:
+        newest = lines[reports[-1]]
+        if int(newest["start"]) > last and float(newest["unix_s"]) >= begun_unix_s:
+            last = int(newest["start"])  # of the newest attempts another node may have the journals
     job = of_this_job(lines[: reports[-1] + 1] if reports else [], last)
     if job and attempts and attempts[0].number == 0 and float(job[-1]["unix_s"]) < attempts[0].begun_unix_s:
         job = []  # an earlier job's, of which this one's lines are still to come

@@ -96,6 +96,15 @@ def test_what_two_looks_see_ends_the_step(choice: str, mine: int, others: list[i
     assert tracker.calls == [(20, (Digest("g", mine, 1 + len(others)),))]
 
 
+@pytest.mark.parametrize(("filled", "error"), [((1,), ReplicasDiffer), ((2,), WrongPeer), ((), WrongPeer)])
+def test_a_copy_proves_nothing(filled: tuple[int, ...], error: type[Exception]) -> None:
+    """Of three holders: rank 1 has rank 0's bits, by itself or because it was filled with them."""
+    check, _, on_divergence = checked("repair", [5, 5], [[5, 6], [5, 6]])
+    on_divergence.filled = filled
+    with pytest.raises(error):
+        check.check()
+
+
 def test_the_checkpoint_that_is_named_is_from_before_the_difference() -> None:
     check, _, _ = checked("stop", [5, 5], [[6], [6]])
     with pytest.raises(ReplicasDiffer, match="Resume from /there/iter_0000010,"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 import signal
 from collections.abc import Iterator
@@ -48,6 +49,26 @@ def test_a_record_has_the_epochs_first_batch_and_the_newest_eight() -> None:
 def test_each_batch_of_the_record_is_compared(index: int) -> None:
     with pytest.raises(DataMismatch, match=rf"batch {index} of epoch 3 on rank 0 is not the one"):
         resumed().batch(3, index, torch.tensor([99]))
+
+
+@pytest.mark.parametrize(("recovered", "event"), [(False, "the restart"), (True, "the recovery in place")])
+def test_a_warning_says_what_the_data_differ_from(
+    recovered: bool, event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that has entered its training again was not restarted."""
+    seen = SeenBatches(0, 2, "warn")
+    seen.expect({**record(), "first": ""})
+    seen.recovered = recovered
+    with caplog.at_level(logging.WARNING, "ttp"):
+        seen.batch(3, 19, torch.tensor([99]))
+        seen.forward(20, (torch.tensor([99]),), [0.25], counted=False)
+        again = SeenBatches(0, 2, "warn")
+        again.expect({**record(), "passes": [[20, "", [0.5]]], "first": Fingerprint((torch.tensor([0]),)).value()})
+        again.recovered = recovered
+        again.forward(20, (torch.tensor([0]),), [0.5], counted=False)
+    said = [line.getMessage() for line in caplog.records]
+    assert len(said) == 4 and all(f"before {event}: got" in line for line in said[:3]), said
+    assert f"begins after {event}, in step 20, with the batch of step 1" in said[3]
 
 
 def test_batches_are_those_of_one_rank_and_one_size_of_job() -> None:

@@ -322,6 +322,13 @@ def test_restarts_are_numbered_as_torch_counts_them() -> None:
         agent._remaining_restarts -= 1
 
 
+def test_a_restart_that_depends_on_this_nodes_health_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, attempt = make_agent(max_restarts=2), Ended(Others())
+    monkeypatch.setattr(agent.seat, "condition", lambda: "; if its disk works")
+    agent._decide_restart(attempt, RunResult(state=WorkerState.FAILED), 2)  # type: ignore[arg-type]
+    assert attempt.next == "restart 1 of 2; if its disk works"
+
+
 def test_nothing_is_started_again_when_the_job_has_failed_on_another_node() -> None:
     """It cannot go on without that node, which has closed the rendezvous."""
     agent = make_agent(max_restarts=2)

@@ -59,6 +59,15 @@ class Agents:
         self._stop.set()
         self._thread.join()
 
+    def enter(self, node: str) -> None:
+        self._entries[node].renew(self._store, self.place, RUNNING)
+
+    def stop(self) -> None:
+        """End the thread and the store."""
+        self._stop.set()
+        self._thread.join()
+        del self._server, self._store
+
     def _run(self) -> None:
         while not self._stop.wait(0.02):
             for node, entry in self._entries.items():
@@ -121,6 +130,43 @@ def test_a_request_follows_the_rendezvous(monkeypatch: pytest.MonkeyPatch, capsy
         status = drain.main(["node-b", "--rdzv-endpoint", where, "--rdzv-id", "j", "--reason", "a cable"])
         over.set()
         mover.join(60)
+    assert (status, came) == (0, [{"node-b": "a cable"}])
+    assert capsys.readouterr().out.count("has left the job") == 1
+
+
+def test_a_store_that_was_started_again_empty_does_not_mean_that_the_node_has_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the same endpoint, where the node's number is another agent's at first."""
+    came: list[dict[str, str]] = []
+    first, over, looked = Agents(free_place(), deaf=True), threading.Event(), threading.Event()
+    read = read_agents
+
+    def seen(store: Store, run_id: str) -> list[Agent]:
+        found = read(store, run_id)
+        if not any(agent.node == "node-b" for agent in found):
+            looked.set()
+        return found
+
+    monkeypatch.setattr(drain, "read_agents", seen)
+
+    def start_again() -> None:
+        until(lambda: "node-b" in first.asked)
+        first.stop()
+        second = Agents(first.place, lost=(), names=("node-a", "node-c", "node-d", "node-e", "node-b"))
+        for node in ("node-a", "node-c", "node-d", "node-e"):  # as many as there were before
+            second.enter(node)
+        assert looked.wait(60)
+        with second.running():
+            until(lambda: over.is_set())
+        came.append(second.asked)
+
+    restart = threading.Thread(target=start_again, daemon=True)
+    with first.running():
+        restart.start()
+        status = ask(first.place, "node-b", "--reason", "a cable")
+        over.set()
+        restart.join(60)
     assert (status, came) == (0, [{"node-b": "a cable"}])
     assert capsys.readouterr().out.count("has left the job") == 1
 

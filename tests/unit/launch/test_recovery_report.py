@@ -12,11 +12,12 @@ from tests.unit.launch.test_reporter import FAULT_KEYS, ending, written
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_regroup import job, replacement, torn_rank_3
 from ttp.controller.core.facts.state import Stage
+from ttp.launch.report import reporter as reporter_module
 from ttp.launch.report.incident import false_alarms
 from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import earlier, of_this_job
 from ttp.launch.report.recovery import recoveries, recovery_fields, recovery_lines
-from ttp.launch.report.reporter import LOOKS, AttemptStart, Reporter
+from ttp.launch.report.reporter import AttemptStart, Reporter
 from ttp.proto.messages import CauseKind, Regrouped, WorkerExit
 
 BEGAN_S = 1000.0
@@ -103,15 +104,13 @@ def test_a_process_that_had_lost_its_state_is_named_as_replaced(tmp_path: Path) 
 
 
 def test_it_is_reported_soon_and_once(journaled: Journaled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """When the gates have opened, as soon as the controller has written of it; the job trains on. At the end it counts as a fault, and as no attempt."""
+    """As soon as the controller has written of it; the job trains on. At the end it counts as a fault, and as no attempt."""
     journaled.recover()
     last = journaled.path.read_text().splitlines(keepends=True)
     journaled.path.write_text("".join(last[:-1]))  # the incident is still to be written
     reporter, start = Reporter(clock=lambda: BEGAN_S + 100.0), AttemptStart(number=0, begun_unix_s=0.0)
     reporter.begin(here=True)
     assert not reporter.follow(start, tmp_path) and not reporter.follow(start, tmp_path)
-    reporter.gates_opened()
-    assert not reporter.follow(start, tmp_path)
     assert "recovered" not in capsys.readouterr().err
     journaled.path.write_text("".join(last))
     assert not reporter.follow(start, tmp_path) and not reporter.follow(start, tmp_path)
@@ -133,17 +132,33 @@ def test_it_is_reported_soon_and_once(journaled: Journaled, tmp_path: Path, caps
     ) == (1, 1, 1, 3.0)
 
 
-def test_the_journals_are_not_read_for_ever(journaled: Journaled, tmp_path: Path) -> None:
-    """After a false alarm there is nothing to find."""
-    reporter, start, reads = Reporter(), AttemptStart(number=0, begun_unix_s=0.0), 0
+def test_journals_are_read_when_they_have_grown_alone(
+    journaled: Journaled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look each second costs a job of a month nothing. A standby's count as well; those of another attempt do not."""
+    reads: list[int] = []
+
+    def read(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
+        reads.append(start)
+        return read_journals(log_dir, start, begun_unix_s)
+
+    monkeypatch.setattr(reporter_module, "read_journals", read)
+    reporter, start = Reporter(), AttemptStart(number=0, begun_unix_s=0.0)
     reporter.begin(here=True)
-    reporter.follow(start, tmp_path)
-    journaled.path.unlink()
-    reporter.gates_opened()
-    for _ in range(LOOKS + 1):
-        reads += bool(reporter._looks)
+    for _ in range(5):
         reporter.follow(start, tmp_path)
-    assert reads == LOOKS
+    assert len(reads) == 2, "for the table, and once more"
+    (tmp_path / "journal_1.jsonl").write_text("{")
+    for path in (journaled.path, tmp_path / "standby_0_1.jsonl"):
+        before = len(reads)
+        with path.open("a") as file:
+            file.write("{")
+        for _ in range(5):
+            reporter.follow(start, tmp_path)
+        assert len(reads) == before + 1, path
+    journaled.path.unlink()
+    (tmp_path / "standby_0_2.jsonl").symlink_to(tmp_path / "gone")  # as one that goes while it is looked at
+    assert not reporter.follow(start, tmp_path) and not reporter.follow(start, tmp_path)
 
 
 def test_a_fault_after_a_recovery_is_one_of_its_own(

@@ -119,6 +119,9 @@ def test_a_thousand_culprits_fill_no_screen() -> None:
 
 def test_the_last_line_is_what_follows_instead_of_a_restart() -> None:
     assert fault_lines(replace(KILL, next="no restart left (of 3)"))[-1] == "next    no restart left (of 3)"
+    assert fault_lines(replace(KILL, next="restart 1 of 3; if its disk works"))[-1].endswith(
+        "restart 1 of 3, from /ckpt/iter_0000042; if its disk works"
+    )
     assert killed(goes_on_from="")[-1].endswith("from the newest valid checkpoint that is found")
 
 

@@ -354,6 +354,20 @@ def test_a_check_that_failed_beside_a_fault_is_run_once_more() -> None:
     assert len(here.check.begun) == 4
 
 
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("", ""),
+        (None, "; this node takes part if its health check passes, else it is excluded (exit code 75)"),
+        ("its disk", "; this node's health check failed (its disk): it is excluded (exit code 75) unless a second one passes"),
+    ],
+)  # fmt: skip
+def test_a_restart_depends_on_this_nodes_check(verdict: str | None, said: str) -> None:
+    """A fault is reported before it is known whether the node takes part in the next attempt; a node without a check does."""
+    assert seated(verdict).seat.condition() == said and (REQUEUE_EXIT_CODE == 75 or not said)
+    assert Seat(None, Handler(), None).condition() == ""  # type: ignore[arg-type]
+
+
 def test_a_check_that_failed_since_is_not_run_again(tmp_path: Path) -> None:
     """One before the node joins is its last word."""
     runs = tmp_path / "runs"

@@ -122,7 +122,8 @@ def test_names_orders_and_defaults_are_mindios() -> None:
 def test_modellink_has_what_the_patch_imports() -> None:
     """Optimizers, groups, and the module path of the group's getter."""
     for kind in (modellink.TTPReplicaOptimizer, modellink.TTPOddReplicaOptimizer):
-        assert arguments(kind) == OPTIMIZER
+        assert arguments(kind) == f"{OPTIMIZER}, on_divergence='report'", "MindIO's, and one of our own"
+        assert inspect.signature(kind).parameters["on_divergence"].kind is inspect.Parameter.KEYWORD_ONLY
         for method in ("begin_to_update", "end_to_update", "set_dump_args", "need_write_file", "state_dict"):
             assert callable(getattr(kind, method))
         assert arguments(kind.set_dump_args) == "rank, step, rank_list"
@@ -289,6 +290,8 @@ def test_what_the_optimizer_cannot_do_is_refused_when_it_is_built() -> None:
         ({"grad_scaler": object()}, "without a number"),
         ({"params_have_main_grad": True}, "'weight' has no main_grad"),
         ({"grad_scaler": Scaler()}, "backoff_factor 1.5"),
+        ({"on_divergence": "repair"}, "expected 'report' or 'stop'. Two ranks hold each shard here"),
+        ({"on_divergence": "Stop"}, "invalid on_divergence: got 'Stop', expected 'report' or 'stop'"),
     ]
     for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):

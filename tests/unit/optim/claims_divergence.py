@@ -78,6 +78,19 @@ def without_a_majority_the_step_ends() -> None:
         optimizer.check_replicas()
 
 
+def a_copy_of_one_of_two_that_differ_proves_nothing() -> None:
+    """Rank 2 was filled from rank 0: the controller does not count what it has, and so no message has it that most agree."""
+    optimizer, tracker = _trained("repair")
+    _alter(optimizer, 1)
+    optimizer.on_divergence.filled = (2,)
+    with pytest.raises(ReplicasDiffer, match=r"rank 1 against ranks 0, 2; .*Resume from /there/iter_0000002,"):
+        optimizer.check_replicas()
+    assert tracker.calls, "the controller judges by the digests"
+    optimizer.on_divergence.filled = (1,)
+    with pytest.raises(WrongReplica if job.rank == 1 else WrongPeer):
+        optimizer.check_replicas()
+
+
 def who_asks_for_an_end_has_one() -> None:
     """Although two of three agree; at the step that is compared, not before."""
     net = make_net()

@@ -117,6 +117,7 @@ def test_what_follows_when_replicas_differ(run_ranks: Callable[..., None]) -> No
         3,
         "most_holders_prove_a_replica_wrong",
         "without_a_majority_the_step_ends",
+        "a_copy_of_one_of_two_that_differ_proves_nothing",
         "who_asks_for_an_end_has_one",
         "what_was_only_misread_ends_nothing",
         "a_report_is_all_that_follows_by_default",

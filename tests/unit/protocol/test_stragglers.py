@@ -66,7 +66,7 @@ def test_a_slower_rank_is_named_within_200_steps_and_no_more_when_it_is_not(coun
     (status,) = ranks.watch.slowest()
     assert status.rank == count - 1 and status.ratio == pytest.approx(1.2) and status.steps == 300 - one.since_step
     (ended,) = ranks.do(200, even)
-    assert ended.over and ended.straggler.rank == count - 1 and ranks.watch.named == {}
+    assert ended.over == module.AS_FAST and ended.straggler.rank == count - 1 and ranks.watch.named == {}
 
 
 def test_what_passes_and_what_is_small_is_not_named() -> None:
@@ -162,10 +162,13 @@ def test_another_process_in_a_ranks_place_begins_anew() -> None:
     ranks.watch.join(3, "n1", 103, "model")
     assert [*ranks.watch.named] == [3]
     ranks.watch.join(3, "n9", 555, "model")
-    assert ranks.watch.named == {} and ranks.do(WINDOW * (SLOW - 1), slow(3)) == []
+    (over,) = ranks.do(WINDOW * (SLOW - 1), slow(3))
+    assert ranks.watch.named == {} and (over.straggler.host, over.step, over.over) == ("n1", 200, module.REPLACED)
     (again,) = ranks.do(3 * WINDOW, slow(3))
-    assert again.straggler.host == "n9"
+    assert again.straggler.host == "n9" and not again.over
     ranks.watch.leave(3)
+    (over,) = ranks.watch.look(0.0)
+    assert (over.straggler.host, over.over) == ("n9", module.FINISHED)
     assert ranks.watch.named == {} and ranks.watch.slowest() == () and ranks.do(100, slow(3), frozenset({3})) == []
 
 

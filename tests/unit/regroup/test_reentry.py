@@ -66,6 +66,7 @@ class Optimizer:
         self.on_divergence.equal_after = step
 
     def check_replicas(self) -> tuple[str, ...]:
+        assert self.on_divergence.filled == ORDER.replaced, "what was copied proves nothing"
         self.calls.append(f"compare, equal after {self.on_divergence.equal_after}")
         return self.differing
 
@@ -284,6 +285,7 @@ def test_replicas_that_differ_are_answered_and_no_gate_is_touched(reentry: Reent
     reentry.order(ORDER)
     with pytest.raises(CheckpointError, match="replicas differ"):
         reentry.come_back(protection)  # type: ignore[arg-type]
+    assert reentry._optimizer.on_divergence.filled == ()
     assert protection.calls == ["WorkFailed", "hold"]
     (answer,) = protection.answers
     assert isinstance(answer, WorkFailed) and (answer.freeze_id, answer.stage) == (3, "regroup")

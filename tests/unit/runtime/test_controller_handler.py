@@ -336,6 +336,7 @@ def test_a_slow_rank_is_journaled_when_it_is_named_and_when_it_is_over(
     bench.receives(link, Finished(2))
     bench.handler.take(StatusAsked(bench.status.append))
     assert bench.status[-1].stragglers == () and 2 in bench.status[-1].shares_s
+    assert bench.logged == ["straggler", "straggler_over"] * 2, "an end for each begin"
     bench.receives(link, Registration(2, 4, "n9", 999, (), 0, ("/c",), "{}", workload="model"))
     bench.handler.take(StatusAsked(bench.status.append))
     assert 2 not in bench.status[-1].shares_s, "another process's"

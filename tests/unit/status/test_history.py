@@ -137,6 +137,45 @@ def test_an_earlier_jobs_end_in_the_same_folder_is_not_this_ones(tmp_path: Path,
     assert known.end is not None and known.end.last_step == 5 and known.faults == ()
 
 
+def test_an_end_after_attempts_without_a_journal_here_is_the_jobs(tmp_path: Path) -> None:
+    """Of a job on several nodes another one may have led from then on. An earlier job with more attempts is another job all the same."""
+    report(
+        tmp_path,
+        start(0, -90.0),
+        fault(0, -80.0, 3),
+        start(1, -70.0),
+        fault(1, -60.0, 3),
+        start(2, -50.0),
+        end(-40.0, 9, 9),
+    )
+    journal(tmp_path, 0, *comes(0.0), incident(12.0, 1.0, 40))
+    known = history.read(tmp_path)
+    assert known.end is None and [each.step for each in known.faults] == [40]
+    report(tmp_path, start(0, 1.0), fault(0, 11.0, 40), start(1, 21.0))
+    known = history.read(tmp_path)
+    assert known.end is None and len(known.faults) == 1 and known.next == ""
+    report(tmp_path, fault(1, 25.0, 45), start(2, 27.0), end(30.0, 50, 50))
+    known = history.read(tmp_path)
+    assert known.end is not None and (known.end.last_step, known.end.saved_step) == (50, 50)
+    assert [(each.attempt, each.step) for each in known.faults] == [(0, 40), (1, 45)]
+
+
+def test_an_earlier_jobs_end_is_not_that_of_one_whose_first_journal_is_elsewhere(tmp_path: Path) -> None:
+    """This node came with the second attempt."""
+    report(
+        tmp_path,
+        start(0, -90.0),
+        fault(0, -80.0, 3),
+        start(1, -70.0),
+        fault(1, -60.0, 3),
+        start(2, -50.0),
+        end(-40.0, 9, 9),
+    )
+    journal(tmp_path, 1, *comes(0.0))
+    known = history.read(tmp_path)
+    assert known.end is None and known.faults == ()
+
+
 def test_without_a_launcher_a_job_has_ended_when_its_ranks_have_finished(tmp_path: Path) -> None:
     journal(tmp_path, 0, *comes(0.0), (9.0, "finished", {"ranks": 2}))
     known = history.read(tmp_path).end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import logging
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any
 import pytest
 
 from tests.lone_process import lone_process
+from tests.tensorboard_files import points, single
 from tests.waiting import LONG_S, until
+from ttp.curves.board import MOST_WAITING, Board, StepPoints
 from ttp.trainer.__main__ import main
-from ttp.trainer.metrics import StepMetrics, account, read_lines
-from ttp.trainer.tensorboard import MOST_WAITING, Board
+from ttp.trainer.metrics import account, read_lines
 
 NAMES = {
     "train/loss", "train/grad_norm", "train/learning_rate", "train/loss_scale", "speed/tokens_per_second", "speed/step_seconds",
@@ -33,28 +33,6 @@ def run(tmp_path: Path, small_keys: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
     with lone_process(monkeypatch):
         yield train
-
-
-def points(folder: Path) -> dict[str, dict[int, float]]:
-    """Return what TensorBoard shows: of steps that are there twice the newer ones."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util.tensor_util import make_ndarray
-
-    found: dict[str, dict[int, float]] = {}
-    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
-        for event in EventFileLoader(str(path)).Load():
-            if event.HasField("session_log"):  # what purge_step writes
-                for steps in found.values():
-                    for step in [step for step in steps if step >= event.step]:
-                        del steps[step]
-            for value in event.summary.value:
-                found.setdefault(value.tag, {})[event.step] = float(make_ndarray(value.tensor))
-    return found
-
-
-def single(value: float) -> float:
-    """Round as the files do."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -101,11 +79,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert "name a folder that this user can write" in capsys.readouterr().err
 
 
-def step(number: int) -> StepMetrics:
-    return StepMetrics(
-        step=number, epoch=0, loss=1.0, grad_norm=1.0, learning_rates=(0.1,), loss_scale=1.0, skipped=False, tokens=1,
-        time_s=1.0, consumed_samples=number,
-    )  # fmt: skip
+def step(number: int) -> StepPoints:
+    return StepPoints(step=number, loss=1.0)
 
 
 class Writer:
@@ -127,7 +102,7 @@ class Writer:
 
 def test_no_step_waits_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     writer = Writer()
-    with caplog.at_level(logging.WARNING, "ttp.trainer"):
+    with caplog.at_level(logging.WARNING, "ttp"):
         board = Board(lambda: writer)  # type: ignore[arg-type,return-value]
         board.step(step(1))
         assert writer.reached.wait(LONG_S)
@@ -150,7 +125,7 @@ def test_a_disk_that_refuses_is_one_line_and_the_training_continues(
             raise error
         return Writer(error)
 
-    with caplog.at_level(logging.WARNING, "ttp.trainer"):
+    with caplog.at_level(logging.WARNING, "ttp"):
         board = Board(open_writer)
         for number in range(3 * MOST_WAITING):
             board.step(step(number))

@@ -63,7 +63,7 @@ class SeenBatches:
         if expected and (got := found.value()) != expected:
             try:
                 self._differs(
-                    f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before the restart: got"
+                    f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before {self._event}: got"
                     f" fingerprint {got}, expected {expected}. {_FROM_STATE if from_state else _FROM_FIRST}"
                 )
             except NotAsBefore:
@@ -114,11 +114,15 @@ class SeenBatches:
 
     # --- inside ---
 
+    @property
+    def _event(self) -> str:
+        return "the recovery in place" if self.recovered else "the restart"
+
     def _compare_rates(self, step: int, rates: Sequence[float], expected: Sequence[float]) -> None:
         for group, (got, before) in enumerate(zip(rates, expected, strict=False)):
             if not math.isclose(got, before, rel_tol=1e-9):
                 self._differs(
-                    f"the learning rate of param group {group} in step {step} is not the one before the restart: got {got!r}, expected"
+                    f"the learning rate of param group {group} in step {step} is not the one before {self._event}: got {got!r}, expected"
                     f" {before!r}. Give ttp.protect every scheduler whose step() follows each update (accelerate: the prepared one) as"
                     " schedulers=[...], and others as state={...}"
                 )
@@ -132,13 +136,13 @@ class SeenBatches:
         )
         if expected and got and got != expected:
             self._differs(
-                f"the model was called with another batch in step {step} on rank {self._rank} than before the restart: got fingerprint"
+                f"the model was called with another batch in step {step} on rank {self._rank} than before {self._event}: got fingerprint"
                 f" {got}, expected {expected}. {what_to_do}"
             )
         elif not expected and got and got == self._first != self._newest_expected:
             show(
                 logging.WARNING,
-                f"rank {self._rank} begins after the restart, in step {step}, with the batch of step 1: the data may begin again."
+                f"rank {self._rank} begins after {self._event}, in step {step}, with the batch of step 1: the data may begin again."
                 f" {what_to_do}",
             )
 

@@ -121,7 +121,7 @@ class Attempt:
         self._replacements = Replacements(
             self.pids, forker, nodes=nodes, watch=self._watch, controller=self._controller, faults=self._faults,
             memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities, copies=launching.copies,
-            reporter=self._reporter, health=launching.health,
+            health=launching.health,
         )  # fmt: skip
         leftover = (self.pids, self._behind_shells, self._watch, self._controller, self._ended)
         self._leftovers = LeftoverRanks(*leftover, self._replacements.vacant)

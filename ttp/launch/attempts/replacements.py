@@ -24,7 +24,6 @@ from ttp.launch.attempts.identities import Identities
 from ttp.launch.health.node_health import NodeHealth
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.links.controller_shutdown import is_controller
-from ttp.launch.report.reporter import Reporter
 from ttp.launch.watch.death_watch import Death, DeathWatch
 from ttp.launch.watch.oom import OutOfMemory
 from ttp.launch.watch.processes import signal_workers, sweep_sessions
@@ -82,7 +81,6 @@ class Replacements:
         behind_shells: ShellRanks,
         identities: Identities | None,
         copies: Copies | None,
-        reporter: Reporter | None,
         health: NodeHealth | None = None,
     ) -> None:
         """`pids`: the workers, by rank, which are changed here. `forker`: None: they cannot be forked. `nodes`: how many take part. `health`: no
@@ -97,7 +95,6 @@ class Replacements:
         self._behind_shells = behind_shells
         self._identities = identities
         self._copies = copies
-        self._reporter = reporter
         self._health = health
         self._orders: SimpleQueue[Replace | None] = SimpleQueue()
         self._first: list[ForkedChild] = []
@@ -117,8 +114,6 @@ class Replacements:
         """Carry out an order soon, or learn that the ranks train on."""
         if isinstance(order, Thaw):
             self._faults.over()
-            if self._reporter is not None:
-                self._reporter.gates_opened()
             with self._changed:
                 for answered in self._answered.values():
                     answered.open = False

@@ -45,6 +45,19 @@ class Seat:
             self._since_s = max(self._since_s, first.seen_monotonic_s)
             self._health.begin(self._since_s)
 
+    def condition(self) -> str:
+        """Return on what this node's part in the next attempt depends, behind `; `, for people; empty: on nothing, or its check has passed."""
+        sick = "" if self._health is None else self._health.verdict()
+        if sick:
+            return (
+                f"; this node's health check failed ({sick}): it is excluded (exit code 75) unless a second one passes"
+            )
+        return (
+            "; this node takes part if its health check passes, else it is excluded (exit code 75)"
+            if sick is None
+            else ""
+        )
+
     def take(self) -> None:
         """Wait for the verdict before the node joins. A check that has failed beside a fault is run once more: what the dump took, and what
         the survivors held, is free by now. Raises SickNode."""

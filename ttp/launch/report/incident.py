@@ -84,6 +84,13 @@ class Report:
     copied: bool = False
     """The ranks had copies in memory, which are looked at before the next attempt."""
 
+    def is_unannounced(self, ending: AttemptEnd) -> bool:
+        """Return whether all workers here have succeeded, and the culprits are ranks here that exited without calling close(). Unless something
+        was saved for a restart, there was no fault."""
+        ranks = {culprit.rank for culprit in self.incident.culprits}
+        known = not self.elsewhere and self.incident.kind in ENDED
+        return ending.succeeded and known and bool(ranks) and ranks <= set(ending.pids)
+
 
 def report_fields(report: Report) -> dict[str, Any]:
     """Return a report as the fields of a `fault` line of `story.jsonl`."""

@@ -6,7 +6,7 @@ Owns which lines count. Loads no torch: `ttp status` reads them, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,25 @@ def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
     Raises OSError and ValueError.
     """
     lines: list[Line] = []
-    for path in (*log_dir.glob(f"journal_{start}.jsonl"), *log_dir.glob(f"standby_{start}_*.jsonl")):
+    for path in _journals(log_dir, start):
         place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
         with open_text(path) as file:
             read = [json.loads(line) for line in file if line.endswith("\n")]
         lines += [{**line, "controller": place} for line in read if line["unix_s"] >= begun_unix_s]
     return leading_lines(lines)
+
+
+def journal_sizes(log_dir: Path, start: int) -> Mapping[str, int]:
+    """Return the sizes of an attempt's journals: where they are as before, so are the lines. Empty where they cannot be looked at."""
+    try:
+        return {path.name: path.stat().st_size for path in _journals(log_dir, start)}
+    except OSError:
+        return {}
+
+
+def _journals(log_dir: Path, start: int) -> Iterator[Path]:
+    yield from log_dir.glob(f"journal_{start}.jsonl")
+    yield from log_dir.glob(f"standby_{start}_*.jsonl")
 
 
 def leading_lines(lines: Sequence[Line]) -> list[Line]:

@@ -159,4 +159,6 @@ def _took(took_ms: Mapping[str, float], took_over: int) -> str:
 def _next(report: Report) -> str:
     if not report.next.startswith("restart"):
         return report.next
-    return f"{report.next}, from {report.incident.goes_on_from or 'the newest valid checkpoint that is found'}"
+    restart, semicolon, condition = report.next.partition("; ")
+    source = report.incident.goes_on_from or "the newest valid checkpoint that is found"
+    return f"{restart}, from {source}{semicolon}{condition}"

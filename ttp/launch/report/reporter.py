@@ -22,13 +22,14 @@ from rich.table import Table
 from ttp.checkpoint.format.durable import step_of_directory
 from ttp.exchange import last_step, saved_alone, time_marks
 from ttp.exchange.last_step import LastStep
-from ttp.launch.report.incident import ENDED, NOTICE, AttemptEnd, Report, false_alarms, report_fields, report_of
-from ttp.launch.report.journals import Line, read_journals
+from ttp.launch.report.incident import NOTICE, AttemptEnd, Report, false_alarms, report_fields, report_of
+from ttp.launch.report.journals import Line, journal_sizes, read_journals
 from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.recovery import Recovery, recoveries, recovery_fields, recovery_lines
 from ttp.launch.report.regression import gone_back
 from ttp.launch.report.render import attempt_table, fault_lines, labelled
 from ttp.launch.report.saved_alone_report import report_of_save
+from ttp.launch.report.slow_ranks import slow_rank_events, slow_rank_text
 from ttp.launch.report.story_file import ReportFile, read_events
 from ttp.launch.report.summary import Summary, mirror_text, summary_lines
 from ttp.launch.report.time_use import (
@@ -57,9 +58,6 @@ CLOSE_ON_ALL = (
     "none: all workers on this node succeeded. A rank that exits without calling close() is reported as failed by ranks still waiting in"
     " close(). Call close() on every rank, or decorate the training function with ttp.ttp_to_persist"
 )
-LOOKS = 5
-"""So often are the journals read for a recovery after the gates have opened: the controller writes its report of it a moment later, and there is none
-after a false alarm."""
 _NEVER_ASSEMBLED = "no journal on this node shows that all ranks were protected"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """What a journal that is missing, cut off or altered may raise."""
@@ -128,8 +126,10 @@ class Reporter:
         """The nodes that were excluded, and why."""
         self._followed = -1
         """The attempt whose table was shown; used by `follow` only."""
-        self._looks = 0
-        """How many looks for a recovery remain; without the lock."""
+        self._sizes: Mapping[str, int] = {}
+        """Of its journals, as `follow` read them last."""
+        self._slow_events = 0
+        """How many events of slow ranks the current attempt has had."""
         self._down_since_unix_s: float | None = None
 
     def begin(self, here: bool, number: int | None = None) -> None:
@@ -138,6 +138,7 @@ class Reporter:
             self._here = here
             self._starts += 1
             self._number = self._number + 1 if number is None else number
+            self._slow_events = 0
             if self._starts == 1:
                 self._first = self._number
             unreported, self._unreported = self._unreported, None
@@ -189,24 +190,20 @@ class Reporter:
             return self._introduce(attempt, log_dir, lines)
 
     def follow(self, attempt: AttemptStart, log_dir: Path) -> bool:
-        """Show the attempt's table, and later each fault from which it has recovered. Call it every second or so; returns False: it never has done."""
+        """Show the attempt's table, and later each fault from which it has recovered, and its slow ranks. Call it every second or so; returns False: it never has done."""
         if self._followed != attempt.number:
             if self.watch(attempt, log_dir):
                 self._followed = attempt.number
-        elif self._looks:
-            self._looks -= 1
+        elif (sizes := journal_sizes(log_dir, attempt.number)) != self._sizes:
+            self._sizes = sizes
             try:
                 lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s)
                 with self._lock:
-                    if self._report_recoveries(attempt, lines):
-                        self._looks = 0
+                    self._report_recoveries(attempt, lines)
+                    self._report_slow_ranks(attempt, lines, ended=False)
             except _UNREADABLE as error:
-                log.warning("attempt %d: cannot read how it has recovered: %s", attempt.number, error)
+                log.warning("attempt %d: cannot read what has happened: %s", attempt.number, error)
         return False
-
-    def gates_opened(self) -> None:
-        """The ranks train on after a fault, or after a false alarm. From any thread; never blocks."""
-        self._looks = LOOKS
 
     def end(self, attempt: AttemptStart, ending: AttemptEnd) -> None:
         """Report an attempt's fault, if it had one, after its workers and controllers on this node have ended."""
@@ -372,6 +369,8 @@ class Reporter:
             self._write_unprotected(attempt, ending)
         self._false_alarms += false_alarms(lines)
         self._report_recoveries(attempt, lines)
+        if introduce and self._here:  # else another node has reported them
+            self._report_slow_ranks(attempt, lines, ended=True)
         account = saved_alone.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else None
         report = report_of(attempt.number, lines, ending, report_of_save(attempt.number, account) if account else None)
         if ending.first_step is not None:
@@ -379,7 +378,7 @@ class Reporter:
         self._ended_in_fault, self._last = report is not None, None
         if ending.succeeded and log_dir is not None:
             self._last = last_step.read(log_dir, attempt.number, attempt.begun_unix_s)
-        unannounced = report is not None and _unannounced(report, ending)
+        unannounced = report is not None and report.is_unannounced(ending)
         known = self._time_of(attempt, lines, log_dir)
         if report is None:
             self._times += [known] if lines else []
@@ -412,16 +411,21 @@ class Reporter:
         known = without_fault(attempt_time(attempt.number, lines, marks, begun, attempt.world_size))
         return replace(known, last_step=max(known.last_step, self._last.step if self._last is not None else 0))
 
-    def _report_recoveries(self, attempt: AttemptStart, lines: Sequence[Line]) -> int:
-        """Report the recoveries of an attempt that were not reported yet; return how many."""
+    def _report_recoveries(self, attempt: AttemptStart, lines: Sequence[Line]) -> None:
+        """Report the recoveries of an attempt that were not reported yet."""
         known = sum(each.report.start == attempt.number for each in self._recovered)
-        found = recoveries(attempt.number, lines)[known:]
-        for recovery in found:
+        for recovery in recoveries(attempt.number, lines)[known:]:
             self._recovered.append(recovery)
             self._lost_s += (recovery.report.incident.took_ms or {}).get("total", 0.0) / 1e3
             self._write("recovered", recovery_fields(recovery))
             self._print(recovery_lines(recovery))
-        return len(found)
+
+    def _report_slow_ranks(self, attempt: AttemptStart, lines: Sequence[Line], *, ended: bool) -> None:
+        """Report which of an attempt's ranks have become slow, and which are no more, that were not reported yet."""
+        for event, fields in slow_rank_events(attempt.number, lines, ended=ended)[self._slow_events :]:
+            self._slow_events += 1
+            self._write(event, fields)
+            self._print(labelled([("slow", slow_rank_text(event, fields))]))
 
     def _compare(self, attempt: int, first_step: int, skipped: str) -> None:
         """Report an attempt that resumed from an older step than the fault before it, or an earlier job, had kept."""
@@ -472,14 +476,6 @@ def _known_only_here(attempt: AttemptStart, ending: AttemptEnd) -> bool:
         return bool(read_journals(ending.log_dir, attempt.number, attempt.begun_unix_s))
     except _UNREADABLE:
         return False
-
-
-def _unannounced(report: Report, ending: AttemptEnd) -> bool:
-    """Return whether all workers here have succeeded, and the culprits are ranks here that exited without calling close(). Unless something
-    was saved for a restart, there was no fault."""
-    ranks = {culprit.rank for culprit in report.incident.culprits}
-    known = not report.elsewhere and report.incident.kind in ENDED
-    return ending.succeeded and known and bool(ranks) and ranks <= set(ending.pids)
 
 
 def _with_stacks(report: Report, lines: Sequence[Line], log_dir: Path) -> Report:

@@ -1,4 +1,4 @@
-"""TensorBoard's event files of a run (`training_config.tensorboard`), beside `metrics.jsonl`, which is the exact account.
+"""TensorBoard's event files of a run.
 
 Owns which curves there are, and that no step waits for their disk or fails with it: rank 0 alone writes, on a thread of its own, and what that has no
 time for is left out.
@@ -10,22 +10,22 @@ import contextlib
 import importlib.util
 import logging
 import math
+import os
 import queue
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttp.errors import ConfigError
 
-from .metrics import StepMetrics
-
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-log = logging.getLogger("ttp.trainer")
+log = logging.getLogger("ttp")
 
 FLUSH_S = 5
 """A rank that is killed loses the points of so many seconds at most."""
@@ -34,15 +34,45 @@ MOST_WAITING = 1024
 CLOSE_S = 10.0
 """So long the run's end waits for the last points."""
 
+Folder = str | os.PathLike[str]
 
-def prepare(folder: str | None, rank: int) -> None:
-    """Check, before the session begins, that the files can be written (every rank calls). Raises ConfigError."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPoints:
+    """What is known of one step; None, and what is not finite, has no point."""
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    """Before clipping."""
+    learning_rate: float | None = None
+    loss_scale: float | None = None
+    tokens: int | None = None
+    """Over all ranks."""
+    time_s: float | None = None
+
+    def named(self) -> dict[str, float]:
+        """Return the points by their curves' names."""
+        values = {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/loss_scale": self.loss_scale,
+            "speed/tokens_per_second": self.tokens / self.time_s if self.tokens and self.time_s else None,
+            "speed/step_seconds": self.time_s or None,
+        }
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def prepare(folder: Folder | None, rank: int, name: str) -> None:
+    """Check, before the session begins, that the files can be written (every rank calls). `name`: of the setting. Raises ConfigError."""
     if folder is None:
         return
+    folder = os.fspath(folder)
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            f"training_config.tensorboard is {folder!r}: the package tensorboard is not installed; run"
-            " pip install 'try-to-persist[tensorboard]', or set the key to null"
+            f"{name} is {folder!r}: the package tensorboard is not installed; run"
+            f" pip install 'try-to-persist[tensorboard]', or leave {name} out"
         )
     try:
         if rank == 0:
@@ -51,18 +81,18 @@ def prepare(folder: str | None, rank: int) -> None:
                 file.write(b"x")
     except OSError as error:
         raise ConfigError(
-            f"training_config.tensorboard is {folder!r}: {error.strerror or error}; name a folder that this user can write"
+            f"{name} is {folder!r}: {error.strerror or error}; name a folder that this user can write"
         ) from None
 
 
-def open_board(folder: str | None, done: int) -> Board | None:
+def open_board(folder: Folder | None, done: int) -> Board | None:
     """Return where the steps after `done` are written (rank 0); None: nowhere."""
     if folder is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
     # Of later steps, which an earlier attempt has written, TensorBoard shows the new points alone.
-    return Board(lambda: SummaryWriter(folder, purge_step=done + 1, flush_secs=FLUSH_S))
+    return Board(lambda: SummaryWriter(os.fspath(folder), purge_step=done + 1, flush_secs=FLUSH_S))
 
 
 class Board:
@@ -70,17 +100,17 @@ class Board:
 
     def __init__(self, open_writer: Callable[[], SummaryWriter]) -> None:
         """`open_writer()` is called on the thread that writes."""
-        self._waiting: queue.Queue[StepMetrics | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[StepPoints | None] = queue.Queue(MOST_WAITING)
         self._left_out = 0
         self._thread = threading.Thread(target=self._run, args=(open_writer,), name="ttp-tensorboard", daemon=True)
         self._thread.start()
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, points: StepPoints) -> None:
         """Add one step's points. Returns at once, and raises nothing."""
         if not self._thread.is_alive():  # it has said why
             return
         try:
-            self._waiting.put_nowait(metrics)
+            self._waiting.put_nowait(points)
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
@@ -101,22 +131,9 @@ class Board:
     def _run(self, open_writer: Callable[[], SummaryWriter]) -> None:
         try:
             writer = open_writer()
-            while (metrics := self._waiting.get()) is not None:
-                for name, value in points(metrics).items():
-                    writer.add_scalar(name, value, metrics.step)
+            while (points := self._waiting.get()) is not None:
+                for name, value in points.named().items():
+                    writer.add_scalar(name, value, points.step)
             writer.close()
         except Exception as error:
             log.warning("TensorBoard: no points are written from here on: %s: %s", type(error).__name__, error)
-
-
-def points(metrics: StepMetrics) -> dict[str, float]:
-    """Return one step's points by their curves' names; what is not finite has none."""
-    values = {
-        "train/loss": metrics.loss,
-        "train/grad_norm": metrics.grad_norm,
-        "train/learning_rate": metrics.learning_rates[0],
-        "train/loss_scale": metrics.loss_scale,
-    }
-    if metrics.tokens and metrics.time_s:
-        values |= {"speed/tokens_per_second": metrics.tokens / metrics.time_s, "speed/step_seconds": metrics.time_s}
-    return {name: value for name, value in values.items() if math.isfinite(value)}
