@@ -52,9 +52,7 @@ def regroup_or_write(state: StateAt[Rolling], now: float, out: list[Effect]) -> 
     return start_writing(goto(state, Writing(replace(fault, to_be_written=not possible), dump)), now, out)
 
 
-def regroup_or_leave(
-    state: StateAt[Writing | Publishing], saved: Saved, now: float, out: list[Effect]
-) -> State:
+def regroup_or_leave(state: StateAt[Writing | Publishing], saved: Saved, now: float, out: list[Effect]) -> State:
     """The step is published: have the ranks train on if that was the plan and is possible still, else leave. Never while ranks write."""
     state = state.with_dump(replace(state.at.dump, saved=saved))
     if isinstance(state.at, Publishing) and _is_possible(state, now, out):
@@ -91,7 +89,9 @@ def _why_not(state: StateAt[Ordered], now: float) -> str:
     for group in state.coverage.groups:
         if staying.isdisjoint(group.holders):
             return f"{group.label} would have no holder that stays"
-    until_s, part = (settings.total_timeout_s / 2, "the first half of ") if dump.saved is None else (settings.total_timeout_s, "")
+    until_s, part = (
+        (settings.total_timeout_s / 2, "the first half of ") if dump.saved is None else (settings.total_timeout_s, "")
+    )
     if now + settings.in_place_s > fault.began + until_s:  # the other half is for writing
         return f"less than {settings.in_place_s:g} s remain in {part}the fault's time"
     before = state.recoveries

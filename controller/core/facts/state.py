@@ -441,7 +441,10 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
         Regrouping,
         Freezing,
     ): "a rank died, failed or has finished, or the time for it is over: ask again, and write the step",
-    (Regrouping, Exiting): "it failed, and the step is published already; or all ranks are dead, or the fault's time is over",
+    (
+        Regrouping,
+        Exiting,
+    ): "it failed, and the step is published already; or all ranks are dead, or the fault's time is over",
     (Regrouping, Over): "no rank is attached any more",
     (Writing, Publishing): "every shard is written",
     (Writing, Freezing): "a shard has lost its last writer, or no directory takes the step: ask again",

@@ -354,6 +354,10 @@ def test_without_the_setting_a_checkpoint_is_always_written() -> None:
     assert bench.at(Stage.WRITING) and not bench.logged("not_in_place")
 
 
+def test_a_short_limit_is_one_too() -> None:
+    assert regrouping(in_place_s=0.5).sent(Regroup)
+
+
 def test_a_finished_step_between_two_recoveries_begins_the_count_anew() -> None:
     bench = job()
     for count in range(MOST_AT_A_STEP + 2):

@@ -162,6 +162,11 @@ def test_a_rank_whose_state_is_another_one_refuses(changed: dict[str, Any], step
     assert text in refused(frozen(**changed), order(step=step))
 
 
+def test_an_order_with_another_steps_record_is_refused() -> None:
+    wrong = replace(order(), record=record(6))
+    assert "invalid record: got step 6, expected step 5" in refused(frozen(), wrong)
+
+
 def test_a_rank_whose_gate_is_not_closed_yet_refuses() -> None:
     rank = ProcessorBench()
     rank.freeze(phase=Phase.UPDATING, closed=False, state_step=5)
