@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from ttp.config import LEASES_LOST
 from ttp.processor.async_log import AsyncLog
 from ttp.processor.core.events import (
     BoundaryReached,
@@ -44,7 +45,7 @@ from ttp.processor.starting import Starting
 from ttp.processor.worker import Worker
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, Regroup, Welcome
-from ttp.proto.stream import Address, ControlStream
+from ttp.proto.stream import GREETING_TIMEOUT_S, Address, ControlStream
 
 LEAST_WAIT_S = 0.002
 """A machine that is due all the time is asked so often, not at full speed."""
@@ -242,7 +243,8 @@ class Processor:
     # --- the handler's ports, on the processor's thread ---
 
     def open_stream(self, address: Address, fence: int) -> Stream:
-        stream = ControlStream(address, self._job_id, self, fence=fence)
+        greeting_s = max(GREETING_TIMEOUT_S, self._settings.controller_lost_s / LEASES_LOST)
+        stream = ControlStream(address, self._job_id, self, fence=fence, greeting_s=greeting_s)
         stream.start()
         return stream
 

@@ -16,4 +16,10 @@ def test_every_controller_judges_silence_and_hangs_by_the_jobs_own_settings() ->
     for place in range(2):
         given = controller_settings(settings, place, 2)
         assert (given.hang, given.vouched_lease_s, given.standbys, given.local_dirs) == (hang, 5.0, 1, True)
+        assert given.orphan_timeout_s == 15.0
         assert settings_of(parse(["--journal", "j.jsonl", *arguments(given)])) == given
+
+
+def test_a_controller_waits_for_ranks_that_lost_it_as_many_leases_as_they_look_for_one() -> None:
+    settings = Settings(heartbeat_s=5.0, lease_s=15.0)
+    assert controller_settings(settings, 0, 2).orphan_timeout_s == settings.lost_s == 75.0
