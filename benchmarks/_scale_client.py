@@ -164,7 +164,7 @@ class Stream:
                     if parcel.message is not None:
                         await self.client.take(self, parcel.ranks, parcel.message, envelope.ByteSize())
         except grpc.aio.AioRpcError as error:
-            if not self.client.closing:
+            if not (self._left or self.client.closing):
                 self.client.broken += 1
                 print(f"the stream of ranks {self.ranks} broke: {error.code()}: {error.details()}", file=sys.stderr)
 

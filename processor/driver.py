@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from ttp.config import LEASES_LOST
 from ttp.processor.async_log import AsyncLog
 from ttp.processor.core.events import (
     BoundaryReached,
@@ -49,6 +48,9 @@ from ttp.proto.stream import GREETING_TIMEOUT_S, Address, ControlStream
 
 LEAST_WAIT_S = 0.002
 """A machine that is due all the time is asked so often, not at full speed."""
+
+GREETINGS = 5
+"""At least so many tries to reach a controller within the time after which it is lost: each may take a lease."""
 
 FREEZE_TIMEOUT_S = 5.0
 """A gate that has not closed by then is reported as such: the update in progress is stuck."""
@@ -243,7 +245,7 @@ class Processor:
     # --- the handler's ports, on the processor's thread ---
 
     def open_stream(self, address: Address, fence: int) -> Stream:
-        greeting_s = max(GREETING_TIMEOUT_S, self._settings.controller_lost_s / LEASES_LOST)
+        greeting_s = max(GREETING_TIMEOUT_S, self._settings.controller_lost_s / GREETINGS)
         stream = ControlStream(address, self._job_id, self, fence=fence, greeting_s=greeting_s)
         stream.start()
         return stream

@@ -153,6 +153,11 @@ class Settings:
         return max(15.0, LEASES_LOST * self.lease_s)
 
     @property
+    def answer_s(self) -> float:
+        """How long a rank may take to answer a freeze: longer than a lease, in which a message that was lost is repeated, or its rank dead."""
+        return max(10.0, self.lease_s * 4 / 3)
+
+    @property
     def start_name(self) -> str:
         """What controllers and ranks of one attempt call it: a process that remains from an earlier attempt is turned away.
 
