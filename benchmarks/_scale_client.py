@@ -103,8 +103,10 @@ class Stream:
         self.client, self.ranks = client, ranks
         self.frozen: list[StateReport] = []
         self._lock = asyncio.Lock()  # gRPC takes one write of a stream at a time
-        beats = [Heartbeat(rank, Phase.COMPUTE, client.world.step) for rank in ranks]
-        self._beat = client.envelope(*beats)
+        self._freeze_id = 0
+        self._owing: set[int] = set()
+        self._left = False
+        self._beat: pb.UpwardEnvelope | None = None
 
     async def open(self) -> None:
         """Attach; a connection that breaks before the greeting (an overloaded machine) is tried again, and counted."""
@@ -125,7 +127,30 @@ class Stream:
         await self.put(self.client.envelope(*messages))
 
     async def beat(self) -> None:
+        """Send the heartbeats of ranks that have not left: a controller repeats what they do not say that they have received."""
+        if self._left:
+            return
+        if self._beat is None:
+            step, freeze_id = self.client.world.step, self._freeze_id
+            beats = (
+                Heartbeat(rank, Phase.COMPUTE, step, frozen=freeze_id, owes=rank in self._owing) for rank in self.ranks
+            )
+            self._beat = self.client.envelope(*beats)
         await self.put(self._beat)
+
+    def ordered(self, ranks: tuple[int, ...], message: Downward) -> None:
+        """These ranks have an order, and owe an answer to it."""
+        self._beat = None
+        self._owing.update(ranks)
+        match message:
+            case Freeze(freeze_id):
+                self._freeze_id = freeze_id
+            case Exit():
+                self._left = True
+
+    def answered(self, *ranks: int) -> None:
+        self._beat = None
+        self._owing.difference_update(ranks)
 
     async def put(self, envelope: pb.UpwardEnvelope) -> None:
         async with self._lock:
@@ -139,7 +164,9 @@ class Stream:
                     if parcel.message is not None:
                         await self.client.take(self, parcel.ranks, parcel.message, envelope.ByteSize())
         except grpc.aio.AioRpcError as error:
-            print(f"the stream of ranks {self.ranks} broke: {error.code()}: {error.details()}", file=sys.stderr)
+            if not (self._left or self.client.closing):
+                self.client.broken += 1
+                print(f"the stream of ranks {self.ranks} broke: {error.code()}: {error.details()}", file=sys.stderr)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -153,7 +180,8 @@ class Client:
     address: str
     world: World
     streams: list[Stream] = field(default_factory=list)
-    orders: list[tuple[Stream, int, WriteOrder]] = field(default_factory=list)
+    orders: dict[tuple[int, WriteOrder], Stream] = field(default_factory=dict)
+    """By rank and order: one that a heartbeat has crossed comes twice."""
     publish: tuple[Stream, int, PublishOrder] | None = None
     arrivals: dict[type, Arrivals] = field(default_factory=dict)
     hold: Stream | None = None
@@ -161,6 +189,9 @@ class Client:
     beating: asyncio.Task[None] | None = None
     closing: bool = False
     retries: int = 0
+    """Streams that were opened again, as they broke before the greeting."""
+    broken: int = 0
+    """Streams that ended with an error after it."""
 
     def envelope(self, *messages: Upward) -> pb.UpwardEnvelope:
         return encode_upward(self.world.job_id, 1, messages)
@@ -175,7 +206,7 @@ class Client:
             self.streams.append(Stream(self, tuple(range(at, min(at + per_stream, first + count)))))
         for batch in range(0, len(self.streams), ATTACH_AT_ONCE):
             await asyncio.gather(*(stream.open() for stream in self.streams[batch : batch + ATTACH_AT_ONCE]))
-        tell("attached", streams=len(self.streams))
+        tell("attached", streams=len(self.streams), retries=self.retries)
 
     async def register(self) -> None:
         self.arrivals[Welcome] = Arrivals("welcomed", len(self.ranks))
@@ -184,10 +215,10 @@ class Client:
             await stream.say(*(registration(self.world, rank) for rank in stream.ranks))
 
     async def beat(self) -> None:
-        """One envelope a stream each second, spread over the second."""
+        """One envelope a stream each heartbeat, spread over its time."""
         began, beats = time.monotonic(), 0
         while True:
-            due = int((time.monotonic() - began) * len(self.streams))
+            due = int((time.monotonic() - began) * len(self.streams) / self.world.heartbeat_s)
             for number in range(beats, due):
                 await self.streams[number % len(self.streams)].beat()
             beats = due
@@ -221,16 +252,20 @@ class Client:
         reports, self.hold.frozen = self.hold.frozen, []
         envelope = self.envelope(*reports)
         tell("last_reply")
+        self.hold.answered(*(report.rank for report in reports))
         await self.hold.put(envelope)
 
     async def write(self) -> None:
         """Every rank reports that it has written its parts, each in an envelope of its own, as they would come."""
         answers = []
-        for stream, rank, order in self.orders:
+        for (rank, order), stream in self.orders.items():
             result = ShareResult((file_entry(order.parts, rank),))
-            answers.append((stream, self.envelope(Written(rank, order.freeze_id, order.tmp_name, order.parts, result))))
-        tell("writing", bytes=sum(envelope.ByteSize() for _, envelope in answers))
-        for stream, envelope in answers:
+            answers.append(
+                (stream, rank, self.envelope(Written(rank, order.freeze_id, order.tmp_name, order.parts, result)))
+            )
+        tell("writing", bytes=sum(envelope.ByteSize() for _, _, envelope in answers))
+        for stream, rank, envelope in answers:
+            stream.answered(rank)
             await stream.put(envelope)
 
     async def published(self) -> None:
@@ -238,6 +273,7 @@ class Client:
             return
         stream, rank, order = self.publish
         tell("publishing")
+        stream.answered(rank)
         await stream.say(Published(rank, order.freeze_id, order.step, f"{order.directory}/iter_{order.step:07d}"))
 
     async def take(self, stream: Stream, ranks: tuple[int, ...], message: Downward, nbytes: int) -> None:
@@ -247,17 +283,20 @@ class Client:
             return
         if type(message) in self.arrivals:
             self.arrivals[type(message)].note(ranks)
+        if isinstance(message, Freeze | WriteOrder | PublishOrder | Exit):
+            stream.ordered(ranks, message)
         match message:
             case Freeze(freeze_id):
                 reports = [report(self.world, rank, freeze_id) for rank in ranks]
                 if stream is self.hold:
                     stream.frozen += reports
                 else:
+                    stream.answered(*ranks)
                     await stream.say(*reports)
             case RollForward(freeze_id, record):
                 await stream.say(*(RolledForward(rank, freeze_id, record.step) for rank in ranks))
             case WriteOrder():
-                self.orders += [(stream, rank, message) for rank in ranks]
+                self.orders.update(((rank, message), stream) for rank in ranks)
             case PublishOrder():
                 self.publish = (stream, ranks[0], message)
                 tell("publish_order", bytes=nbytes, results=len(message.results))
@@ -300,6 +339,8 @@ async def main() -> None:
                 await client.last()
             case "write":
                 await client.write()
+            case "count":
+                tell("counted", retries=client.retries, broken=client.broken)
             case "published":
                 await client.published()
             case unknown:

@@ -10,18 +10,20 @@ from typing import Any
 
 from ttp.proto.messages import CommitRecord, FileEntry, Part, Phase, Registration, ShardGroup, StateReport
 
-WORLD_FLAGS = ("size", "ranks_per_stream", "ready_every")
+WORLD_FLAGS = ("size", "ranks_per_stream", "ready_every", "heartbeat_s")
 GROUP_BYTES = 1 << 28
 STEP = 42
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`ready_every` n: every n-th rank is READY when it freezes and has to roll forward; 0: none has to."""
+    """`ready_every` n: every n-th rank is READY when it freezes and has to roll forward; 0: none has to. `heartbeat_s`: between two
+    envelopes of heartbeats of a stream, in each direction."""
 
     size: int
     ranks_per_stream: int = 8
     ready_every: int = 0
+    heartbeat_s: int = 1
     job_id: str = "scale"
     step: int = STEP
 

@@ -148,7 +148,7 @@ def job(
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal.jsonl"
         settings = ControllerSettings(
-            world.job_id, 1, world.size, heartbeat_s=1.0, lease_s=60.0,
+            world.job_id, 1, world.size, heartbeat_s=world.heartbeat_s, lease_s=60.0,
             # A machine that others load as well: what is measured must not be cut short by a deadline.
             total_timeout_s=600.0, register_timeout_s=300.0, freeze_timeout_s=120.0, progress_timeout_s=120.0,
         )  # fmt: skip
@@ -206,6 +206,7 @@ def one_fault(
         players[0].say("die", rank=dead)
         died = players[0].receive("died")["at"]
         found["freeze_first"], found["freeze_all"] = (1e3 * (at - died) for at in last_of(players, "frozen"))
+        found["freeze_cpu_ms"] = 1e3 * (usage.cpu_s() - cpu)
         settle(players)
         cpu_before = usage.cpu_s()
         players[-1].say("last")
@@ -216,13 +217,16 @@ def one_fault(
         found["plan_cpu_ms"] = 1e3 * (usage.cpu_s() - cpu_before)
         settle(players)
         found["plan_made"] = 1e3 * (moment_of(journal, "write_sent") - replied)
+        cpu_before = usage.cpu_s()
         for player in players:
             player.say("write")
         writing = [player.receive("writing") for player in players]
         order = first_event(players, "publish_order")
         found["answers_to_publish"] = 1e3 * (order["at"] - min(line["at"] for line in writing))
+        found["answers_cpu_ms"] = 1e3 * (usage.cpu_s() - cpu_before)
         found["written_MB"] = sum(line["bytes"] for line in writing) / 1e6
         found["publish_MB"] = order["bytes"] / 1e6
+        found["errors"] = errors(players)  # before the controller's end, which ends streams
         for player in players:
             player.say("published")
         published = first_event(players, "publishing")["at"]
@@ -230,6 +234,13 @@ def one_fault(
         found["cpu_ms"] = 1e3 * (usage.cpu_s() - cpu)
         found["peak_MiB"] = usage.mib("VmHWM")
     return found
+
+
+def errors(players: Sequence[ClientProcess]) -> int:
+    """Return how many streams broke, before their greeting or after it."""
+    for player in players:
+        player.say("count")
+    return sum(line["retries"] + line["broken"] for line in (player.receive("counted") for player in players))
 
 
 def moment_of(journal: Path, event: str) -> float:
@@ -274,7 +285,7 @@ def heartbeats(world: World, clients: int, seconds: float) -> str:
         shares = shares_of_a_core(controller.pid, seconds)
         streams = -(-world.size // world.ranks_per_stream)
         return (
-            f"{world.size:,} ranks on {streams:,} streams, heartbeats at 1 Hz: {spread(shares, 100)} % of a core; "
+            f"{world.size:,} ranks on {streams:,} streams, heartbeats every {world.heartbeat_s} s: {spread(shares, 100)} % of a core; "
             f"{usage.mib():.0f} MiB resident, {usage.shared_out_mib():.0f} proportional (streams open, no rank registered:  "
             f"{alone})"
         )
@@ -314,6 +325,7 @@ LABELS = {
     "assemble": "first registration to last welcome",
     "freeze_first": "death report to the first rank's Freeze",
     "freeze_all": "death report to the last rank's Freeze",
+    "freeze_cpu_ms": "controller's processor time for the Freeze",
     "roll_first": "last state reply to the first RollForward",
     "roll_all": "last state reply to the last RollForward",
     "plan_made": "last state reply to the plan (its journal line)",
@@ -321,13 +333,15 @@ LABELS = {
     "plan_all": "last state reply to the last WriteOrder",
     "plan_cpu_ms": "controller's processor time for these orders",
     "answers_to_publish": "first write answer sent to PublishOrder",
+    "answers_cpu_ms": "controller's processor time for the answers",
     "exit_all": "Published sent to the last rank's Exit",
     "cpu_ms": "controller's processor time, death to exit",
     "peak_MiB": "controller's peak memory",
     "written_MB": "write answers, all together",
     "publish_MB": "the publish order",
+    "errors": "streams that broke",
 }
-UNITS = {"peak_MiB": "MiB", "written_MB": "MB", "publish_MB": "MB"}
+UNITS = {"errors": "  ", "peak_MiB": "MiB", "written_MB": "MB", "publish_MB": "MB"}
 
 
 def show(faults: Sequence[dict[str, float]]) -> None:
@@ -350,17 +364,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--ranks-per-stream", type=int, default=8, help="1: every rank has a stream of its own")
+    parser.add_argument("--heartbeat-s", type=int, default=1, help="seconds between two heartbeats of a stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
     options = parser.parse_args(arguments)
     missed = []
     print(standby_memory(), flush=True)
     for size in options.ranks:
-        print(heartbeats(World(size, options.ranks_per_stream), options.clients, options.seconds), flush=True)
+        calm = World(size, options.ranks_per_stream, heartbeat_s=options.heartbeat_s)
+        print(heartbeats(calm, options.clients, options.seconds), flush=True)
         for ready_every, text, count in (
             (0, "no rank rolls forward", options.faults),
             (2, "every second rank rolls forward", options.rolling_faults),
         ):
-            world = World(size, options.ranks_per_stream, ready_every)
+            world = World(size, options.ranks_per_stream, ready_every, options.heartbeat_s)
             faults = [one_fault(world, options.clients, dead=7 * number + 3) for number in range(count)]
             if faults:
                 print(

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -113,6 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.set_threshold(*GC_THRESHOLDS)
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # each rank's stream is a descriptor, and most shells start with 1,024
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = settings_of(options)
     try:
         if files := tls_files():

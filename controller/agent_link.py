@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from ttp.errors import ControllerError
 from ttp.proto import control_pb2 as pb
@@ -31,7 +32,7 @@ from ttp.proto.messages import (
     WorkerExit,
 )
 from ttp.proto.status import JobStatus
-from ttp.proto.stream import Address, ControlStream
+from ttp.proto.stream import GREETING_TIMEOUT_S, Address, ControlStream
 from ttp.proto.transport import grpc, open_channel
 from ttp.text.wording import ranks_text
 
@@ -44,8 +45,8 @@ LOOK_S = 0.1
 """Between two looks whether the controller still sends."""
 VOUCHES_A_LEASE = 3
 """A vouch ages like a heartbeat: one may be late."""
-VOUCH_AT_MOST_S = 1.0
-"""Between two vouches, however long a lease is, and before it is known."""
+USUAL_LEASE_S = 3.0
+"""Before the controller has said its own."""
 OWN_ABSENCE_S = 1.0
 """A look that comes later than this says nothing about the controller: the launcher was stopped itself."""
 _NO_FAILURE = frozenset({"exiting", "exit code 0"})
@@ -75,7 +76,7 @@ class AgentLink:
         self._vouch_at = float("-inf")
         self._controllers: list[Address] = [address]
         self._place = 0
-        self._lease_s = float("inf")
+        self._lease_s = inf
         self._received_monotonic_s = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids)
@@ -109,6 +110,11 @@ class AgentLink:
         controller leads them now."""
         with self._lock:
             return self._sent_away_s
+
+    @property
+    def lease_s(self) -> float:
+        """How long the controller may be silent; 0: it has not said so yet."""
+        return self._lease_s if self._lease_s < inf else 0.0
 
     @property
     def leader(self) -> str:
@@ -180,7 +186,8 @@ class AgentLink:
         tried_since = time.monotonic()
         while True:
             with self._lock:
-                stream = ControlStream(self._controllers[self._place], self._job_id, self, fence=self._fence)
+                place, greeting_s = self._controllers[self._place], max(GREETING_TIMEOUT_S, self.lease_s)
+                stream = ControlStream(place, self._job_id, self, fence=self._fence, greeting_s=greeting_s)
                 if self._closing:
                     return
                 self._stream = stream
@@ -224,7 +231,7 @@ class AgentLink:
             stream = self._stream
             if not self._attached or stream is None:
                 return
-            self._vouch_at = now + min(VOUCH_AT_MOST_S, self._lease_s / VOUCHES_A_LEASE)
+            self._vouch_at = now + (self.lease_s or USUAL_LEASE_S) / VOUCHES_A_LEASE
         if running := self._running():
             self._say(stream, Vouch(tuple(running), tuple(running.values())))
 

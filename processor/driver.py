@@ -44,10 +44,13 @@ from ttp.processor.starting import Starting
 from ttp.processor.worker import Worker
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, Regroup, Welcome
-from ttp.proto.stream import Address, ControlStream
+from ttp.proto.stream import GREETING_TIMEOUT_S, Address, ControlStream
 
 LEAST_WAIT_S = 0.002
 """A machine that is due all the time is asked so often, not at full speed."""
+
+GREETINGS = 5
+"""At least so many tries to reach a controller within the time after which it is lost: each may take a lease."""
 
 FREEZE_TIMEOUT_S = 5.0
 """A gate that has not closed by then is reported as such: the update in progress is stuck."""
@@ -248,7 +251,8 @@ class Processor:
     # --- the handler's ports, on the processor's thread ---
 
     def open_stream(self, address: Address, fence: int) -> Stream:
-        stream = ControlStream(address, self._job_id, self, fence=fence)
+        greeting_s = max(GREETING_TIMEOUT_S, self._settings.controller_lost_s / GREETINGS)
+        stream = ControlStream(address, self._job_id, self, fence=fence, greeting_s=greeting_s)
         stream.start()
         return stream
 

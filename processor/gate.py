@@ -34,7 +34,7 @@ from ttp.proto.messages import CommitRecord, Digest, Phase, StateReport
 _COMPUTE, _READY, _UPDATING, _DONE = Phase.COMPUTE, Phase.READY, Phase.UPDATING, Phase.DONE
 
 ABANDONED_STEP_S = 5.0
-"""How long reduced gradients outlive a failed step: longer than a lease, so that a dead peer is known by then."""
+"""How long reduced gradients outlive a failed step, at least: longer than a lease, so that a dead peer is known by then."""
 
 _LET_GO_S = 0.02
 """How often a thread that may be let go looks whether its update was done for it."""
@@ -47,6 +47,7 @@ class Gate:
     """One rank's gate. Training thread: the tracker methods and `abandon`. Processor's threads: the rest."""
 
     __slots__ = (
+        "_abandoned_s",
         "_acquire",
         "_backup_step",
         "_digests",
@@ -85,8 +86,10 @@ class Gate:
         state_step: int = 0,
         drain: Callable[[float], bool] | None = None,
         waits: Waits = THREADS,
+        abandoned_s: float = ABANDONED_STEP_S,
     ) -> None:
-        """`state_step`: the step of the optimizer state now (0: untrained). `waits`: what threads wait with.
+        """`state_step`: the step of the optimizer state now (0: untrained). `waits`: what threads wait with. `abandoned_s`: how long the reduced
+        gradients of a step that failed stay as they are while no freeze comes.
 
         `drain(timeout_s) -> bool`: waits until the device has finished the last update (its event has passed); True when
         it has. None on devices where `end_update` is the end.
@@ -94,6 +97,7 @@ class Gate:
         self._rank = rank
         self._drain = drain
         self._waits = waits
+        self._abandoned_s = abandoned_s
         self._lock = waits.lock()  # guards phase, steps, records: every change of them
         self._acquire = self._lock.acquire
         self._release = self._lock.release
@@ -299,8 +303,8 @@ class Gate:
         return self._freezes.shut(freeze_id)
 
     def _await_freeze(self) -> None:
-        """Wait for the gate to close, up to ABANDONED_STEP_S (a rare path: it may poll)."""
-        deadline = self._waits.now() + ABANDONED_STEP_S
+        """Wait for the gate to close, up to `abandoned_s` (a rare path: it may poll)."""
+        deadline = self._waits.now() + self._abandoned_s
         while not self._freezes.barred and self._waits.now() < deadline:
             self._waits.sleep(0.01)
 

@@ -29,7 +29,8 @@ _NOTHING_LISTENS = "connection refused"
 a dead controller is given up for one that is silent: later, but all the same."""
 
 GREETING_TIMEOUT_S = 5.0
-"""A controller that takes the connection but says nothing for this long counts as not reached (stopped, overloaded)."""
+"""A controller that takes the connection but says nothing for this long, or for a lease where that is longer, counts as not reached (stopped,
+overloaded)."""
 
 
 class StreamListener(Protocol):
@@ -46,12 +47,21 @@ class StreamListener(Protocol):
 class ControlStream:
     """One try to talk to the controller; `start`, then `send` after `stream_opened`, then `close`."""
 
-    def __init__(self, address: Address, job_id: str, listener: StreamListener, *, fence: int = 0) -> None:
-        """`fence`: the highest term seen so far; a controller of a lower one is refused."""
+    def __init__(
+        self,
+        address: Address,
+        job_id: str,
+        listener: StreamListener,
+        *,
+        fence: int = 0,
+        greeting_s: float = GREETING_TIMEOUT_S,
+    ) -> None:
+        """`fence`: the highest term seen so far; a controller of a lower one is refused. `greeting_s`: how long it may say nothing."""
         self._address = address
         self._job_id = job_id
         self._listener = listener
         self._fence = Fence(job_id, fence)
+        self._greeting_s = greeting_s
         self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _call and _closed
         self._call: grpc.CallIterator[pb.DownwardEnvelope] | None = None
@@ -117,7 +127,7 @@ class ControlStream:
                 self._call = call
                 if self._closed:
                     _cancel(call)
-            timer = threading.Timer(GREETING_TIMEOUT_S, _cancel, (call,))
+            timer = threading.Timer(self._greeting_s, _cancel, (call,))
             timer.daemon = True
             timer.start()
             try:

@@ -36,6 +36,9 @@ Options = tuple[tuple[str, int | str], ...]
 MAX_MESSAGE_BYTES = 16 << 20
 """A larger message is refused on both sides; a larger table is sent in chunks (`chunks.py`)."""
 
+_AHEAD_BYTES = 1 << 20
+"""A message of this size needs no word of its receiver while it is sent."""
+
 _LOOPBACK = ("127.", "[::1]", "localhost:")
 
 _BOTH: Options = (
@@ -45,6 +48,9 @@ _BOTH: Options = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # gRPC measures what a connection can carry by a ping for what it receives: a quarter of a heartbeat's cost on both sides.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _AHEAD_BYTES),
 )
 
 SERVER_OPTIONS: Options = (

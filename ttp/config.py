@@ -5,7 +5,7 @@
 | ENABLE_TTP | True | False: no controller, no processors, no holding; saving and resuming still work |
 | TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
 | TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
-| TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3 | a rank silent for a lease is dead |
+| TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3; with more than 2,000 ranks in proportion, up to 5, 15 | a rank silent for a lease is dead |
 | TTP_VOUCHED_LEASE_S | 10 | the same for a silent rank whose agent sees its process running; three times as long before step 8 |
 | TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is not a hang; a value that is set holds from step 8 on |
 | TTP_HANG_FACTOR | 10 | nor is one of less than so many slow steps |
@@ -76,6 +76,14 @@ MOST_S = 1e9
 """No time may be longer: thirty years, and what the system's timers take."""
 LEAST_S = 1e-3
 """Nor shorter, where it is not 0: no clock and no thread is so exact."""
+STREAMS_A_SECOND = 2000.0
+"""One controller takes a heartbeat of so many streams each second, and sends one to each: less than half of a core, so that a fault has the rest."""
+SLOWEST_HEARTBEAT_S = 5.0
+"""However many ranks there are: a takeover and a dump must fit into TTP_OT."""
+_HEARTBEATS_A_LEASE = 3
+"""One of them may be late."""
+LEASES_LOST = 5
+"""Without a word for so many, the other side is lost for good: several standbys may have to be tried, a lease each."""
 _LARGEST = 2**31 - 1
 FILE_MODE = 0o600
 """Of TTP_FILE_MODE where it is not set."""
@@ -143,6 +151,16 @@ class Settings:
     """Lines about NCCL's settings, for a job that trains on CUDA devices."""
 
     @property
+    def lost_s(self) -> float:
+        """How long a rank looks for a controller after a fault of its own, and a controller waits for the first rank to come back."""
+        return max(15.0, LEASES_LOST * self.lease_s)
+
+    @property
+    def answer_s(self) -> float:
+        """How long a rank may take to answer a freeze: longer than a lease, in which a message that was lost is repeated, or its rank dead."""
+        return max(10.0, self.lease_s * 4 / 3)
+
+    @property
     def start_name(self) -> str:
         """What controllers and ranks of one attempt call it: a process that remains from an earlier attempt is turned away.
 
@@ -193,12 +211,14 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables above. Raises ConfigError naming the variable, its value and what was expected."""
         file_mode(environ)  # refused here; `ttp.files` reads it
+        usual_s = usual_heartbeat_s(_integer(environ, "WORLD_SIZE", 1))
+        lease_s = _number(environ, "TTP_LEASE_S", _HEARTBEATS_A_LEASE * usual_s)
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),
             controller_port=_integer(environ, "TTP_CONTROLLER_PORT", 0),
-            heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", 1.0),
-            lease_s=_number(environ, "TTP_LEASE_S", 3.0),
+            heartbeat_s=_number(environ, "TTP_HEARTBEAT_S", min(usual_s, max(1.0, lease_s / _HEARTBEATS_A_LEASE))),
+            lease_s=lease_s,
             vouched_lease_s=_number(environ, "TTP_VOUCHED_LEASE_S", 10.0),
             hang=HangLimits(
                 floor_s=_number(environ, "TTP_HANG_FLOOR_S", 10.0),
@@ -244,6 +264,11 @@ class Settings:
             mirror_optional=_flag(environ, "TTP_MIRROR_OPTIONAL", False),
             nccl_warnings=nccl_warnings(environ),
         )
+
+
+def usual_heartbeat_s(world_size: int) -> float:
+    """Return the seconds between two heartbeats of a job of so many ranks, each of which has a stream of its own to the controller."""
+    return min(SLOWEST_HEARTBEAT_S, max(1.0, world_size / STREAMS_A_SECOND))
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -394,6 +394,7 @@ def note(name, text=""):
 class Link:
     attached = True
     sent_away_monotonic_s = None
+    lease_s = 0.0
     def __init__(self, address, job_id, pids, running):
         self.address = address
         note(f"link-{address}", f"{job_id} {sorted(pids)}")

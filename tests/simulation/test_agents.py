@@ -121,7 +121,7 @@ class Controller:
 class ShippedStream:
     """In the place of `ControlStream`."""
 
-    def __init__(self, address: str, job_id: str, listener: Any, fence: int = 0) -> None:
+    def __init__(self, address: str, job_id: str, listener: Any, fence: int = 0, greeting_s: float = 0.0) -> None:
         self.job = Job.now_running
         self.controller = self.job.controllers[ADDRESSES.index(address)]
         self._listener, self._fence = listener, Fence(job_id, fence)
@@ -273,7 +273,8 @@ class Job:
         assert (link.sent_away_monotonic_s is not None) == (led_by is not None and led_by.sent_away)
         if link.attached:
             assert (
-                len(self.dead) == 3 or self.now <= there.vouched_s + agent_link.VOUCH_AT_MOST_S + 2 * agent_link.LOOK_S
+                len(self.dead) == 3
+                or self.now <= there.vouched_s + LEASE_S / agent_link.VOUCHES_A_LEASE + 2 * agent_link.LOOK_S
             )
             assert there.sends and self.twin.place == there.place, (
                 f"the simulation's agent is at c{self.twin.controller.place}"

@@ -29,7 +29,7 @@ from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
 from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor, ProcessorOptions, cannot_regroup
-from ttp.processor.gate import Gate
+from ttp.processor.gate import ABANDONED_STEP_S, Gate
 from ttp.proto.messages import CauseKind, CommitRecord, Regroup, Welcome
 from ttp.runtime.identity import identify
 from ttp.runtime.job_controller import JobController
@@ -49,6 +49,8 @@ WAIT_LOGGED_S = 30.0
 """A rank whose training has ended says after this that it waits for others, and again after twice as long each time."""
 STATUS_S = 2.0
 """How long the controller has to say for whom."""
+ABANDONED_BEHIND_LEASE_S = 2.0
+"""How much longer than a lease the gradients of a step that failed are kept: so long may the freeze of a peer's silent loss take (A5)."""
 LOOKS_A_LEASE = 3
 """How often in a lease a rank that has lost every controller looks for one that another rank has started: a new controller waits a lease for all."""
 ASKED_UP_TO = 64
@@ -105,6 +107,7 @@ class Protection:
         self.gate = Gate(
             rank,
             state_step=optimizer.current_step,
+            abandoned_s=max(ABANDONED_STEP_S, ABANDONED_BEHIND_LEASE_S + settings.lease_s),
             drain=optimizer.lane.drain_within if optimizer.lane.ordered else None,
         )
         self._reentry = reentry
@@ -122,6 +125,7 @@ class Protection:
             ProcessorSettings(
                 rank=rank,
                 heartbeat_s=settings.heartbeat_s,
+                controller_lost_s=settings.lost_s,
                 boundary_s=settings.boundary_s,
                 address=address,
                 look_s=settings.lease_s / LOOKS_A_LEASE if restores else inf,

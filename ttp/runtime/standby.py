@@ -61,6 +61,8 @@ def controller_settings(settings: Settings, place: int, world_size: int) -> Cont
         lease_s=settings.lease_s,
         vouched_lease_s=settings.vouched_lease_s,
         total_timeout_s=settings.total_timeout_s,
+        freeze_timeout_s=settings.answer_s,
+        orphan_timeout_s=settings.lost_s,
         hang=settings.hang,
         standby=place,
         standbys=standbys_of(settings, world_size),

@@ -33,6 +33,7 @@ class LineToController:
     def __init__(self) -> None:
         self.there = True
         self.leader = ""
+        self.lease_s = 0.0
         self.looks = 0
         """So often was it asked whether there is a controller."""
         self.silent: frozenset[int] = frozenset()

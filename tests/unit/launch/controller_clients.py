@@ -23,6 +23,7 @@ class FakeLink:
         self.closed = False
         self.attached = True
         self.leader = ""
+        self.lease_s = 0.0
         self.sent_away_monotonic_s: float | None = None
 
     def given_up(self) -> frozenset[int] | None:

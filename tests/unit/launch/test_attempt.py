@@ -228,6 +228,29 @@ def test_a_worker_that_has_begun_to_end_is_waited_for_but_not_for_ever(
         running.close()
 
 
+def test_survivors_are_held_for_three_leases_of_their_lost_controller(
+    led: RunningAttempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large job's lease is long, and a standby takes over within two of them."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(attempt_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    led.line.lease_s = attempt_module.UNLED_S
+    led.fail_one()
+
+    def looked() -> None:
+        seen = led.line.looks
+        until(lambda: led.line.looks >= seen + 2 or not led.held.is_alive(), "the agent to look for the controller")
+
+    looked()  # it counts from here
+    led.line.attached = False
+    now_s += 2.5 * attempt_module.UNLED_S
+    looked()
+    assert led.held.is_alive() and led.attempt.living() == [0]
+    now_s += attempt_module.UNLED_S
+    led.held.join(DEADLINE_S)
+    assert led.attempt.living() == [0] and "the ranks had no controller for 2 s" in caplog.text
+
+
 @pytest.mark.parametrize(("status", "held"), [(3, False), (2, True)])
 def test_workers_without_protection_are_ended_soon_but_for_those_that_may_refuse_as_well(
     status: int, held: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

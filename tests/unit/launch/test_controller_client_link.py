@@ -83,6 +83,15 @@ def test_the_time_of_the_order_to_exit_is_the_links(
     assert client.sent_away_monotonic_s == 7.0
 
 
+def test_the_lease_is_the_links(store: TCPStore, switchboard: Switchboard, client: ControllerClient) -> None:
+    store.set(controller_key(7), "host:8000 12")
+    assert client.lease_s == 0.0
+    client.start()
+    until(lambda: client.connected)
+    switchboard.links["host:8000"].lease_s = 7.0
+    assert client.lease_s == 7.0
+
+
 def test_the_link_is_closed_with_the_client(
     store: TCPStore, switchboard: Switchboard, client: ControllerClient
 ) -> None:

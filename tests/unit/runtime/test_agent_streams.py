@@ -38,8 +38,8 @@ SENT_AWAY = Exit(75, "step 7 is saved")
 class Stream:
     """One stream of the line. The test says what comes; a closed one reports its end at once, as a broken one does."""
 
-    def __init__(self, bench: Bench, address: str, line: AgentLink, fence: int) -> None:
-        self._bench, self._line = bench, line
+    def __init__(self, bench: Bench, address: str, line: AgentLink, fence: int, greeting_s: float) -> None:
+        self._bench, self._line, self.greeting_s = bench, line, greeting_s
         self.address, self.fence = address, fence
         self.term = 0
         self.refused = False
@@ -92,8 +92,8 @@ class Bench:
         self.looks += 1
         return self.now
 
-    def make_stream(self, address: str, job_id: str, line: AgentLink, *, fence: int = 0) -> Stream:
-        return Stream(self, address, line, fence)
+    def make_stream(self, address: str, job_id: str, line: AgentLink, *, fence: int, greeting_s: float) -> Stream:
+        return Stream(self, address, line, fence, greeting_s)
 
     def next(self) -> Stream:
         """Return the stream that the line has started after those before."""
@@ -178,6 +178,26 @@ def test_every_new_stream_brings_a_vouch_at_once(bench: Bench) -> None:
         stream = bench.opened()
         until(lambda stream=stream: Vouch((0,), (100,)) in stream.sent, "a vouch")  # type: ignore[misc]
         stream.breaks()
+
+
+def test_a_long_lease_makes_vouches_rare_and_the_next_controllers_greeting_may_take_as_long(bench: Bench) -> None:
+    """As in a job of 10,000 ranks: a controller that takes over has all their handshakes to do."""
+    bench.runs = {0: 100}
+    stream = bench.next()
+    assert stream.greeting_s == 5.0 and bench.line.lease_s == 0.0, "no controller has said yet what its lease is"
+    stream.opens()
+    stream.brings(StandbyList(("c1",), 15.0))
+    assert bench.line.lease_s == 15.0
+    until(lambda: Vouch((0,), (100,)) in stream.sent, "a vouch")
+    bench.passes(1.5)  # where one was on its way before the lease was known
+    before = len(stream.sent)
+    for _ in range(2):
+        bench.passes(4.0)
+        stream.brings(KeepAlive())
+    bench.passes(3.0)
+    assert len(stream.sent) - before == 2, "three a lease"
+    stream.breaks()
+    assert bench.next().greeting_s == 15.0
 
 
 def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads_them(bench: Bench) -> None:

@@ -119,8 +119,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
     return made
 
 
-def started(caller: Caller, address: Any = "c0", fence: int = 0) -> ControlStream:
-    stream = ControlStream(address, JOB, caller, fence=fence)
+def started(caller: Caller, address: Any = "c0", fence: int = 0, **greeting: float) -> ControlStream:
+    stream = ControlStream(address, JOB, caller, fence=fence, **greeting)
     stream.start()
     return stream
 
@@ -182,10 +182,9 @@ def test_whatever_a_stream_ends_with_is_said_once_and_last(call: Call, what: str
     assert ("address" in caller.reason) == what.startswith("no address")
 
 
-def test_a_controller_that_does_not_greet_is_given_up(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "GREETING_TIMEOUT_S", 0.05)
+def test_a_controller_that_does_not_greet_is_given_up(call: Call) -> None:
     caller = Caller()
-    assert caller.at_the_end(started(caller)) == ["closed"]
+    assert caller.at_the_end(started(caller, greeting_s=0.05)) == ["closed"]
     assert call.cancelled.is_set()
 
 

@@ -401,10 +401,9 @@ def test_gradients_of_a_failed_step_are_kept_for_the_freeze() -> None:
     assert waits_in(trainer, "computing")
 
 
-def test_a_failed_step_without_a_fault_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_without_a_fault_is_given_up() -> None:
     """No rank froze: the trainer may try the step again."""
-    monkeypatch.setattr("ttp.processor.gate.ABANDONED_STEP_S", 0.05)
-    gate = Gate(0)
+    gate = Gate(0, abandoned_s=0.05)
     gate.ready(1)
     gate.computing(1)
     assert gate.phase is Phase.COMPUTE

@@ -238,8 +238,12 @@ def test_a_closed_output_keeps_the_others_from_nothing(monkeypatch: pytest.Monke
     assert flushed == ["a logger's", "stderr"]
 
 
-def test_a_stream_is_opened_with_the_highest_term_that_was_seen(rank: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller of a lower one is refused."""
+@pytest.mark.parametrize(("lost_s", "greeting_s"), [(2.0, 5.0), (15.0, 5.0), (75.0, 15.0)])
+def test_a_stream_is_opened_with_the_highest_term_that_was_seen_and_time_for_its_greeting(
+    rank: Driven, monkeypatch: pytest.MonkeyPatch, lost_s: float, greeting_s: float
+) -> None:
+    """A controller of a lower one is refused; one to which all ranks of a large job come at once has a lease for its greetings."""
+    rank.processor._settings = ProcessorSettings(rank=0, controller_lost_s=lost_s)
     made: list[Any] = []
 
     def make(*arguments: Any, **more: Any) -> Any:
@@ -248,7 +252,7 @@ def test_a_stream_is_opened_with_the_highest_term_that_was_seen(rank: Driven, mo
 
     monkeypatch.setattr(driver, "ControlStream", make)
     rank.processor.open_stream("c1", 5)
-    assert made == [(("c1", "job", rank.processor), {"fence": 5}), "started"]
+    assert made == [(("c1", "job", rank.processor), {"fence": 5, "greeting_s": greeting_s}), "started"]
 
 
 def test_the_work_thread_waits_for_an_update_as_long_as_the_driver_was_given() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,17 @@ def channel(new_controller: StartController) -> Iterator[grpc.Channel]:
 
 def attached(channel: grpc.Channel) -> list[bool]:
     return [rank.attached for rank in request_status(channel.address).ranks]  # type: ignore[attr-defined]
+
+
+def test_a_controller_takes_as_many_streams_as_the_system_lets_it(new_controller: StartController) -> None:
+    """A shell's usual limit is 1,024 descriptors; a large job has more ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        pid = new_controller(world_size=3, lease_s=20.0).pid
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_a_message_of_another_job_is_denied(channel: grpc.Channel) -> None:

@@ -33,12 +33,17 @@ from ttp.runtime.standby import TERMS_OF_AN_ATTEMPT, last_term_of, term_of
 class Trained:
     """A session of one rank, whose process's end is noted, and lets its training thread go."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        settings: Settings | None = None,
+    ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.Linear(8, 4)
         self.optimizer = ttp.TTPReplicaOptimizer(self.model.named_parameters(), replicas=1, lr=0.05)
         self.session = ttp.start(
-            self.optimizer, save_dirs=[folder], settings=Settings(heartbeat_s=0.05, total_timeout_s=77.0)
+            self.optimizer, save_dirs=[folder], settings=settings or Settings(heartbeat_s=0.05, total_timeout_s=77.0)
         )
         self.session.resume()
         protection = self.session.protection
@@ -90,6 +95,15 @@ def test_the_step_in_flight_is_saved_and_the_resumed_rank_has_its_bits(
     assert again.optimizer.current_step == 5 and torch.equal(again.model.weight, weights)
     again.session.raised = True
     again.session.close()
+
+
+def test_what_a_rank_waits_for_follows_a_long_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is lost without a word is known after a lease: the gradients of the step that it cost are kept for longer (A5)."""
+    for lease_s, abandoned_s, lost_s in ((3.0, 5.0, 15.0), (20.0, 22.0, 100.0)):
+        trained = Trained(tmp_path, monkeypatch, Settings(lease_s=lease_s))
+        assert (trained.gate._abandoned_s, trained.processor._settings.controller_lost_s) == (abandoned_s, lost_s)
+        trained.session.raised = True
+        trained.session.close()
 
 
 class OwnForm:

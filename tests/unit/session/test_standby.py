@@ -16,4 +16,13 @@ def test_every_controller_judges_silence_and_hangs_by_the_jobs_own_settings() ->
     for place in range(2):
         given = controller_settings(settings, place, 2)
         assert (given.hang, given.vouched_lease_s, given.standbys, given.local_dirs) == (hang, 5.0, 1, True)
+        assert (given.freeze_timeout_s, given.orphan_timeout_s) == (10.0, 15.0)
         assert settings_of(parse(["--journal", "j.jsonl", *arguments(given)])) == given
+
+
+def test_what_a_controller_waits_for_follows_a_long_lease() -> None:
+    """In the simulation's proportion: for an answer longer than a lease, for ranks that lost it as long as they look for one."""
+    settings = Settings(heartbeat_s=5.0, lease_s=15.0)
+    given = controller_settings(settings, 0, 2)
+    assert (given.freeze_timeout_s, given.orphan_timeout_s) == (20.0, 75.0)
+    assert given.orphan_timeout_s == settings.lost_s

@@ -39,6 +39,29 @@ def test_a_floor_that_is_set_holds_before_fifty_steps_too() -> None:
     assert (chosen.hang.floor_s, chosen.hang.early_floor_s) == (7.0, 7.0)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "given", "times"),
+    [
+        ("8", {}, (1.0, 3.0)),
+        ("2000", {}, (1.0, 3.0)),
+        ("5000", {}, (2.5, 7.5)),
+        ("10000", {}, (5.0, 15.0)),
+        ("100000", {}, (5.0, 15.0)),
+        ("10000", {"TTP_LEASE_S": "6"}, (2.0, 6.0)),
+        ("10000", {"TTP_LEASE_S": "60"}, (5.0, 60.0)),
+        ("10000", {"TTP_HEARTBEAT_S": "1"}, (1.0, 15.0)),
+        ("10000", {"TTP_HEARTBEAT_S": "1", "TTP_LEASE_S": "3"}, (1.0, 3.0)),
+        ("8", {"TTP_LEASE_S": "6"}, (1.0, 6.0)),
+    ],
+)
+def test_heartbeats_of_a_large_job_are_rarer_where_nothing_else_is_set(
+    ranks: str, given: dict[str, str], times: tuple[float, float]
+) -> None:
+    """Each rank has a stream of its own, and one controller takes 2,000 heartbeats a second with less than half of a core."""
+    settings = Settings.from_env({"WORLD_SIZE": ranks, **given})
+    assert (settings.heartbeat_s, settings.lease_s) == times
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_program_that_makes_the_settings_itself_is_refused_too(value: float) -> None:
     with pytest.raises(ConfigError, match="TTP_OT"):

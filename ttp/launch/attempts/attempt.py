@@ -41,8 +41,7 @@ LEAVE_GRACE_S = 5.0
 """Between the first and the last worker that exits with its state saved: all receive the order at the same time."""
 
 UNLED_S = 10.0
-"""How long the agent waits for workers that have lost their controller. A standby takes over within a second when the controller died, and
-within two leases when it was only silent."""
+"""How long workers are held without a controller, or three leases: a standby takes over in a second, or in two leases of a silent controller."""
 
 UNPROTECTED_S = 3.0
 """How long the agent waits for workers that never had a controller: nothing can be saved, but peers with the same failure exit soon. Where one has
@@ -354,7 +353,8 @@ class Attempt:
         if not self.living():
             return UNPROTECTED_S if self._controller.first_step is not None else 0.0
         refused = any(death.status == USAGE_ERROR for death in self.deaths().values())
-        return UNLED_S if self.had_controller or refused or self._controller.unanswered else min(UNLED_S, UNPROTECTED_S)
+        unled_s = max(UNLED_S, 3.0 * self._controller.lease_s)
+        return unled_s if self.had_controller or refused or self._controller.unanswered else min(UNLED_S, UNPROTECTED_S)
 
     def grace_s(self) -> float:
         """Return the time between SIGTERM and SIGKILL for workers that still run after a hold."""

@@ -62,6 +62,10 @@ class ControllerLink(Protocol):
         """When the controller's order to exit was received; None: it was not."""
 
     @property
+    def lease_s(self) -> float:
+        """How long the controller may be silent; 0: that is not known yet."""
+
+    @property
     def leader(self) -> str:
         """Return the address of the controller that is connected, or was last; empty: it is not known."""
 
@@ -182,6 +186,12 @@ class ControllerClient:
         """Return whether an active controller is connected now."""
         with self._lock:
             return self._link is not None and self._link.attached
+
+    @property
+    def lease_s(self) -> float:
+        """How long the controller that was found may be silent; 0: that is not known yet."""
+        with self._lock:
+            return self._link.lease_s if self._link is not None else 0.0
 
     @property
     def leader(self) -> str:
