@@ -120,6 +120,11 @@ def test_rounds_that_another_node_has_broken_do_not_make_this_one_leave(monkeypa
 class Left:
     """Stands in for an attempt whose workers here have all exited on the controller's order."""
 
+    cause_known = False
+
+    def lost_ranks_elsewhere(self) -> bool:
+        return self.cause_known
+
     def failed(self) -> bool:
         return True
 
@@ -149,12 +154,18 @@ class WaitingNodes(FixedNodes):
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-@pytest.mark.parametrize(("answers", "counts"), [([0, 0, 1], False), ([0], True)], ids=["seen late", "none waits"])
+@pytest.mark.parametrize(
+    ("answers", "cause_known", "counts"),
+    [([0, 0, 1], False, False), ([0], False, True), ([0, 1], True, True), ([1], True, False)],
+    ids=["seen late", "none waits", "a rank was lost", "seen"],
+)
 def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
-    answers: list[int], counts: bool, monkeypatch: pytest.MonkeyPatch
+    answers: list[int], cause_known: bool, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other node's agent drained its ranks before this one saw the node that waits."""
+    """The other node's agent drained its ranks before this one saw the node that waits. Where the controller has named a lost rank as the cause, no
+    such news is waited for."""
     monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
+    monkeypatch.setattr(Left, "cause_known", cause_known)
     failed = RunResult(state=WorkerState.FAILED)
     monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
     monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, attempt: result)

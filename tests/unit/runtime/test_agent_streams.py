@@ -176,7 +176,7 @@ def test_every_new_stream_brings_a_vouch_at_once(bench: Bench) -> None:
     bench.runs = {0: 100}
     for _ in range(2):
         stream = bench.opened()
-        until(lambda stream=stream: Vouch((0,), (100,)) in stream.sent, "a vouch")  # type: ignore[misc]
+        until(lambda stream=stream: Vouch((0, 1), (100, NO_PROCESS)) in stream.sent, "a vouch")  # type: ignore[misc]
         stream.breaks()
 
 
