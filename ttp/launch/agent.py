@@ -496,5 +496,5 @@ class HoldAgent(LocalElasticAgent):
 
     def _made_a_step(self, attempt: Attempt) -> bool | None:
         """Return whether a rank has completed a step; None: not known, or the ranks exited on a preemption notice."""
-        key = progress_key(self._rendezvous_handler.job_store.round_number)
-        return attempt.made_a_step(lambda: self._rendezvous_handler.job_store_has(key))
+        handler = self._rendezvous_handler
+        return attempt.made_a_step(lambda: handler.job_store_has(progress_key(handler.job_store.round_number)))

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -293,8 +293,8 @@ class Ended(Left):
     def refusal(self, new_step: bool) -> str:
         return "" if new_step and not self.ends_the_job else self.refused
 
-    def preempted(self) -> bool:
-        return self.left_on_a_notice
+    def made_a_step(self, ask: Callable[[], bool | None]) -> bool | None:
+        return None if self.left_on_a_notice else ask()
 
     took_s = 1.0
 

@@ -14,6 +14,7 @@ from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.messages import (
+    NO_PROCESS,
     AgentHello,
     Cause,
     CauseKind,

@@ -140,7 +140,7 @@ class ControllerClient:
         self._in_file: controller_file.Controllers | None = None
         """What the last read found there."""
         self._refused = ""
-        self._answered_s = float("-inf")
+        self._answered_s = self._asked_s = float("-inf")
         self._trouble = ""
         """The error of the last call to the store."""
         self._gone = False
@@ -256,7 +256,9 @@ class ControllerClient:
     def close(self, timeout_s: float = 2.0) -> None:
         """Read the file and the store once more, then end the threads and the link. A store that does not answer is lost with its node, as a rule:
         its thread is abandoned."""
-        silent = bool(self.unanswered)
+        with self._lock:
+            waits = self._begun > self._done and time.monotonic() - self._asked_s >= NEWS_S
+            silent = waits or bool(self._trouble)
         self._stopping.set()
         self._wake.set()
         self._file_wake.set()
@@ -303,7 +305,7 @@ class ControllerClient:
         while True:
             last = self._stopping.is_set()
             with self._lock:
-                self._begun += 1
+                self._begun, self._asked_s = self._begun + 1, time.monotonic()
             self._look(store, open_link=not last)
             self._look_for_standbys(store)
             self._look_for_log_dir(store)
