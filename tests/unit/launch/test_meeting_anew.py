@@ -69,8 +69,16 @@ def test_who_meets_at_once(
     meet: tuple[int, ...] | None,
 ) -> None:
     least, most = nodes
-    found = to_meet(agents, lost, agents[0], min_nodes=least, max_nodes=most, elsewhere=elsewhere, moved=moved)
+    found = to_meet(agents, lost, agents[0], epoch=1, min_nodes=least, max_nodes=most, elsewhere=elsewhere, moved=moved)
     assert found == meet
+
+
+def test_under_a_new_epoch_torch_waits_for_none_that_is_lost() -> None:
+    """A spare has taken the place, and begun it: all that are here meet by themselves. Where they are fewer, they need not wait for more."""
+    here, gone = (ONE, TWO, NEW), member(3, RUNNING)
+    for epoch, most, meet in ((1, 3, (1, 2, 9)), (2, 3, None), (2, 4, (1, 2, 9))):
+        found = to_meet((*here, gone), {3}, ONE, epoch=epoch, min_nodes=2, max_nodes=most, elsewhere=True, moved=False)
+        assert found == meet
 
 
 class Job:
@@ -88,6 +96,7 @@ class Job:
             entry.renew(self.server, self.place, RUNNING)
         self.meeting = MeetingAnew(self.stores, "job", self.entries[0], 1, max_nodes, waits_for_more)
         self.meeting.met(self.place, rank)
+        self.meeting.begin(self.place, 1, 100.0)
 
     def looks(self, *moments_s: float) -> bool:
         """Return whether the last of these looks begins a meeting, and no earlier one does."""
@@ -104,16 +113,32 @@ def test_a_survivor_meets_alone_once_the_other_is_silent() -> None:
     job = Job()
     assert job.looks(100.0, 100.0 + LOST_S - 0.1) is False
     assert job.looks(100.0 + LOST_S) is True and job.server.get(epoch_key("")) == b"2"
-    assert job.meeting.begin(job.place, 2) == 1
+    assert job.meeting.begin(job.place, 2, 105.0) == 1
     job.meeting.met(job.place, 0)
     assert job.meeting.is_over(job.place, 2) and not job.meeting.is_over(job.place, 3)
+
+
+def test_a_meeting_that_is_under_way_is_begun_again_only_if_one_of_its_agents_is_lost() -> None:
+    """Not for one that comes late, and waits for room: the others may have met already."""
+    job = Job(max_nodes=3)
+    third = Entry("job", "node-c")
+    third.renew(job.server, job.place, JOINING)
+    assert job.looks(100.0) is False
+    third.renew(job.server, job.place, JOINING)
+    assert job.looks(100.0 + LOST_S) is True and job.stores.meeting_of(job.place, 2) == "1 3"
+    assert job.meeting.begin(job.place, 2, 100.0 + LOST_S) == 2
+    Entry("job", "node-d").renew(job.server, job.place, JOINING)
+    third.renew(job.server, job.place, JOINING)
+    assert job.looks(101.0 + LOST_S) is False
+    third.renew(job.server, job.place, LEFT)
+    assert job.looks(102.0 + LOST_S) is True and job.stores.meeting_of(job.place, 3) == "1 4"
 
 
 def test_an_agent_that_is_not_among_those_that_meet_waits_for_room() -> None:
     job = Job()
     assert job.looks(100.0, 100.0 + LOST_S) is True
     late = MeetingAnew(job.stores, "job", job.entries[1], 1, 2, False)
-    assert late.begin(job.place, 2) == 0
+    assert late.begin(job.place, 2, 105.0) == 0
     late.met(job.place, 1)
     assert not late.is_over(job.place, 2)
 
@@ -151,6 +176,7 @@ def test_after_a_move_those_that_come_one_by_one_are_waited_for() -> None:
     job = Job(max_nodes=3)
     job.entries[1].renew(job.server, job.place, LEFT)
     job.meeting.met(Endpoint("node-c", 1), 0)
+    job.meeting.begin(job.place, 1, 100.0)
     assert job.looks(100.0, 100.0 + LOST_S - 0.1) is False
 
 

@@ -197,6 +197,7 @@ def to_meet(
     lost: Collection[int],
     own: Agent,
     *,
+    epoch: int,
     min_nodes: int,
     max_nodes: int,
     elsewhere: bool,
@@ -204,14 +205,15 @@ def to_meet(
 ) -> tuple[int, ...] | None:
     """Return the agents, by number, that are to meet anew and at once, as no other comes (PURE); None: torch's rendezvous goes on.
 
-    `own`: this agent's entry. `elsewhere`: the lost ones may meet without these, at another endpoint. Then those that are here must be more than half of
+    `own`: this agent's entry. `epoch`: under which they meet now; torch waits for lost ones only under that of the last attempt. `elsewhere`: the lost ones
+    may meet without these, at another endpoint. Then those that are here must be more than half of
     the last attempt's nodes, or half of them at the endpoint where all have met (not `moved`): others wait as long as torch does, and come back if they
     were only cut off.
     """
     here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
     if own.start < 0 or own.number in lost or any(agent.state == RUNNING for agent in here):
         return None
-    gone = [agent for agent in agents if agent.start == own.start and agent.number in lost]
+    gone = epoch == own.epoch and any(agent.start == own.start and agent.number in lost for agent in agents)
     waits_for_spare = len(here) < own.size and any(
         agent.state == SPARE and agent.number not in lost for agent in agents
     )
@@ -244,6 +246,8 @@ class MeetingAnew:
         self._rank = 0
         self._for_some = 0
         """The last epoch that was for some agents."""
+        self._meeting: set[str] = set()
+        """For which agents the present epoch is; empty: for all."""
         self._place: Endpoint | None = None
         self._silence, self._since_s = Silence(LOST_S), inf
 
@@ -255,16 +259,16 @@ class MeetingAnew:
         """Return whether this agent has met others there under an epoch that was for them only."""
         return self._place is None and (place, epoch) == (self._met_at, self._for_some)
 
-    def begin(self, place: Endpoint, epoch: int) -> int:
+    def begin(self, place: Endpoint, epoch: int, now_s: float) -> int:
         """Begin to join at an endpoint; return how many agents meet under its epoch, this one included, 0: all that the job may have. An agent for
         which it is not waits until the others make room for it."""
         if place != self._place:
             self._place, self._silence, self._since_s = place, Silence(LOST_S), inf
-        meeting = self._stores.meeting_of(place, epoch).split()
-        is_one = str(self._entry.agent.number) in meeting
+        self._meeting = set(self._stores.meeting_of(place, epoch).split())
+        is_one = str(self._entry.agent.number) in self._meeting
         self._for_some = epoch if is_one else 0
-        self.look(place, epoch, time.monotonic())  # silence counts from now on
-        return len(meeting) if is_one else 0
+        self.look(place, epoch, now_s)  # silence counts from now on
+        return len(self._meeting) if is_one else 0
 
     def look(self, place: Endpoint, epoch: int, now_s: float) -> bool:
         """Begin a new epoch for those that are here, if no other comes; return whether one has begun. Of many agents a few look, as each reads the
@@ -278,8 +282,10 @@ class MeetingAnew:
         lost, moved = self._silence.of(agents, now_s), place != self._met_at
         if moved and now_s - self._since_s < LOST_S:
             return False  # the others come here one by one
+        if self._meeting and not self._meeting.intersection(map(str, lost)):
+            return False  # it is under way; one that has come since waits for room
         numbers = to_meet(
-            agents, lost, self._entry.agent, min_nodes=self._min_nodes, max_nodes=self._max_nodes,
+            agents, lost, self._entry.agent, epoch=epoch, min_nodes=self._min_nodes, max_nodes=self._max_nodes,
             elsewhere=len(self._stores.endpoints) > 1, moved=moved,
         )  # fmt: skip
         if numbers is None or (self._waits_for_more and len(numbers) < self._max_nodes):

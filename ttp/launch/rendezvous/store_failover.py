@@ -184,7 +184,7 @@ class FailoverRendezvous(RendezvousHandler):
         self._read_departures(place, left_s)
         self._departed_before = self._departed.get(place, 0)
 
-        nodes = self._anew_meeting.begin(place, epoch)
+        nodes = self._anew_meeting.begin(place, epoch, time.monotonic())
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
             inner = kept or self._make(place, nodes)
