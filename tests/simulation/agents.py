@@ -89,7 +89,7 @@ class Agent:
     def _vouch(self) -> None:
         """Say which processes it sees alive and running."""
         ranks = [self.job.ranks[rank] for rank in self.ranks]
-        if self._link is not None:
+        if self._link is not None and not self.lost:
             self._say(Vouch(tuple(self.ranks), tuple(rank.pid if rank.runs else NO_PROCESS for rank in ranks)))
         if not self.lost:
             self.job.scheduler.after(self.job.times.heartbeat_s, self._vouch)
