@@ -20,6 +20,7 @@ from ttp.proto.messages import (
     CauseKind,
     Downward,
     Exit,
+    Freeze,
     KeepAlive,
     Replace,
     ReplaceFailed,
@@ -179,6 +180,21 @@ def test_every_new_stream_brings_a_vouch_at_once(bench: Bench) -> None:
         stream = bench.opened()
         until(lambda stream=stream: Vouch((0, 1), (100, NO_PROCESS)) in stream.sent, "a vouch")  # type: ignore[misc]
         stream.breaks()
+
+
+def test_an_agent_reports_also_where_none_of_its_processes_runs(bench: Bench) -> None:
+    """Its node is not lost: it may have to ask which ranks it may kill."""
+    bench.runs = {}
+    stream = bench.opened()
+    until(lambda: Vouch((0, 1), (NO_PROCESS, NO_PROCESS)) in stream.sent, "a vouch")
+
+
+def test_the_cause_of_the_newest_freeze_is_known(bench: Bench) -> None:
+    stream = bench.opened()
+    assert bench.line.frozen_by is None
+    for kind in (CauseKind.SILENT, CauseKind.PREEMPTED):
+        stream.brings(Freeze(3, Cause(kind, (1,), "why")))
+        assert bench.line.frozen_by is kind
 
 
 def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads_them(bench: Bench) -> None:
