@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.unit.launch.test_multi_endpoint import Bench, agent, free_place, quick, serve
@@ -169,6 +170,32 @@ def test_a_job_that_gives_the_last_call_timeout_waits_for_more_nodes_so_long(giv
     made = choose.make_failover(config)
     assert made._anew_meeting._waits_for_more is bool(given) and made._anew_meeting._min_nodes == 1
     made.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "moved", "waits_s"), [({}, False, None), ({}, True, 45), ({"last_call_timeout": "20"}, True, 20)]
+)
+def test_nodes_that_have_moved_wait_for_more_as_long_as_torch_would_at_the_old_endpoint(
+    given: dict[str, str], moved: bool, waits_s: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may have gone on there at once, and these may be what was cut off."""
+    made: list[RendezvousParameters] = []
+    monkeypatch.setattr(choose, "make_c10d", lambda parameters, secret: made.append(parameters))
+    place = free_place()
+    configs = dict(given)
+    config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(place), rdzv_configs=configs)
+    failover = choose.make_failover(config)
+    failover._make(place, 0, moved)
+    failover._make(place, 1, moved)
+    assert [parameters.get_as_int("last_call_timeout") for parameters in made] == [waits_s, waits_s]
+    assert [(parameters.min_nodes, parameters.max_nodes) for parameters in made] == [(1, 2), (1, 1)]
+    failover.shutdown()
+
+
+def test_whether_the_nodes_have_moved_is_known() -> None:
+    job = Job()
+    assert not job.meeting.moved(job.place) and job.meeting.moved(Endpoint("node-c", 1))
+    assert not MeetingAnew(job.stores, "job", job.entries[0], 1, 2, False).moved(job.place), "it has met none"
 
 
 def test_after_a_move_those_that_come_one_by_one_are_waited_for() -> None:

@@ -255,6 +255,10 @@ class MeetingAnew:
         """Note where this agent has met the others, and its number among them."""
         self._met_at, self._rank, self._place = place, rank, None
 
+    def moved(self, place: Endpoint) -> bool:
+        """Return whether the last attempt's nodes have met elsewhere."""
+        return self._met_at not in (None, place)
+
     def is_over(self, place: Endpoint, epoch: int) -> bool:
         """Return whether this agent has met others there under an epoch that was for them only."""
         return self._place is None and (place, epoch) == (self._met_at, self._for_some)

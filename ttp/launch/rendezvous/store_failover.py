@@ -65,7 +65,7 @@ class FailoverRendezvous(RendezvousHandler):
     def __init__(
         self,
         stores: Stores,
-        make: Callable[[Endpoint, int], RendezvousHandler],
+        make: Callable[[Endpoint, int, bool], RendezvousHandler],
         run_id: str,
         *,
         join_timeout_s: float,
@@ -76,8 +76,8 @@ class FailoverRendezvous(RendezvousHandler):
         max_nodes: int = MOST_AGENTS,
         waits_for_more: bool = False,
     ) -> None:
-        """`make(place, nodes)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch; it is complete with so many
-        nodes, 0: `max_nodes`. `node`: this node's name. `spare_node`: it joins when the job has lost another node, and has passed its `health` check
+        """`make(place, nodes, moved)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch; it is complete with so
+        many nodes, 0: `max_nodes`; `moved`: the last attempt's nodes have met elsewhere, and may meet there again. `node`: this node's name. `spare_node`: it joins when the job has lost another node, and has passed its `health` check
         then. `min_nodes`, `max_nodes`: of the job. `waits_for_more`: with fewer than `max_nodes` it waits for others as long as torch does."""
         self._stores = stores
         self._make = make
@@ -184,10 +184,10 @@ class FailoverRendezvous(RendezvousHandler):
         self._read_departures(place, left_s)
         self._departed_before = self._departed.get(place, 0)
 
-        nodes = self._anew_meeting.begin(place, epoch, time.monotonic())
+        nodes, moved = self._anew_meeting.begin(place, epoch, time.monotonic()), self._anew_meeting.moved(place)
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
-            inner = kept or self._make(place, nodes)
+            inner = kept or self._make(place, nodes, moved)
             return inner, inner.next_rendezvous()
 
         call = BoundedCall(run)
