@@ -129,7 +129,6 @@ class Left:
         return True
 
     def end_given_up(self) -> None: ...
-
     def hold(self, why: str = "") -> None: ...
 
     def left_for_others(self) -> bool:
@@ -162,8 +161,7 @@ class WaitingNodes(FixedNodes):
 def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
     answers: list[int], cause_known: bool, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other node's agent drained its ranks before this one saw the node that waits. Where the controller has named a lost rank as the cause, no
-    such news is waited for."""
+    """The other node's agent drained its ranks first. No such news is waited for where the controller has named a lost rank as the cause."""
     monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
     monkeypatch.setattr(Left, "cause_known", cause_known)
     failed = RunResult(state=WorkerState.FAILED)

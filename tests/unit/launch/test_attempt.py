@@ -56,7 +56,7 @@ def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
 def test_a_freeze_for_lost_ranks_is_not_for_a_node_that_joins(
     led: RunningAttempt, kind: CauseKind | None, lost: bool
 ) -> None:
-    """A node that joins has the ranks preempted. No word of the controller says nothing."""
+    """A node that joins has the ranks preempted. Without a report the cause is not known."""
     until(lambda: led.attempt.has_controller, "the connection")
     led.line.frozen_by = kind
     assert led.attempt.lost_ranks_elsewhere() is lost

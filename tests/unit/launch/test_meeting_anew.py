@@ -53,7 +53,7 @@ PAIR = member(1, size=2), member(2, size=2)
         ((PAIR[0], member(2, RUNNING, size=2)), {2}, (1, 2), True, False, (1,)),
         ((PAIR[0], member(2, RUNNING, size=2)), {2}, (1, 2), True, True, None),
         ((PAIR[0], NEW, member(2, RUNNING, size=2)), {2}, (1, 2), True, True, (1, 9)),
-        # a new node is no part of the last attempt, and does not make one of three a majority
+        # a new node does not make one of three a majority
         ((ONE, NEW, member(2, RUNNING), member(3, RUNNING)), {2, 3}, (1, 3), True, False, None),
         # before the first attempt torch's rules apply
         ((member(1, start=-1), member(2, start=-1)), set(), (1, 3), True, False, None),
