@@ -10,6 +10,7 @@ import pytest
 from tests.unit.launch.test_multi_endpoint import agent, free_place, serve
 from tests.waiting import until
 from ttp.launch.rendezvous import multi_endpoint
+from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.multi_endpoint import Endpoint
 
 
@@ -31,7 +32,7 @@ class Look:
         monkeypatch.setattr(multi_endpoint.Window, "look", looks)
 
 
-class Call(multi_endpoint.BoundedCall[int | None]):
+class Call(BoundedCall[int | None]):
     """Counts how long it is waited for while it has no result."""
 
     waited_s: ClassVar[list[float]] = []
