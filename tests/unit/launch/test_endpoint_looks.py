@@ -7,11 +7,14 @@ from typing import ClassVar
 
 import pytest
 
-from tests.unit.launch.test_multi_endpoint import agent, free_place, serve
+from tests.unit.launch.test_multi_endpoint import Bench, agent, free_place, quick, serve
 from tests.waiting import until
 from ttp.launch.rendezvous import multi_endpoint
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.multi_endpoint import Endpoint
+
+__all__ = ["quick"]
+"""A fixture that pytest uses by itself: short times."""
 
 
 class Look:
@@ -65,6 +68,48 @@ def test_an_endpoint_that_does_not_answer_is_waited_for_once(monkeypatch: pytest
     known.gave_no_answer(places[0])
     assert known.find(patient=False) == places[1] and max(Call.waited_s) <= multi_endpoint.BACK_S
     look.free.set()
+
+
+def test_an_endpoint_that_falls_silent_holds_up_nothing_while_the_one_in_use_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first look at it, too."""
+    places = free_place(), free_place()
+    servers = [serve(place) for place in places]
+    servers[1].set(multi_endpoint.epoch_key(""), "3")
+    look = Look(monkeypatch)
+    monkeypatch.setattr(multi_endpoint, "BoundedCall", Call)
+    one = agent(*places)
+    assert one.find(patient=False) == places[1]
+    look.held.add(places[0])
+    Call.waited_s = []
+    assert one.find(patient=False) == places[1]
+    assert Call.waited_s and max(Call.waited_s) <= multi_endpoint.BACK_S
+    look.free.set()
+
+
+@pytest.mark.parametrize("unanswered", [0, 1])
+def test_a_store_that_was_silent_beside_training_is_not_waited_for_at_the_next_meeting(
+    unanswered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that answers has this agent's entry at once: it waits now."""
+    place = free_place()
+    server = serve(place)
+    bench = Bench(place)
+    noted: list[Endpoint] = []
+    monkeypatch.setattr(bench.store_failover._stores, "gave_no_answer", noted.append)
+    bench.join()
+    until(lambda: len(bench.made) == 1)
+    bench.made[0].joined.set()
+    bench.thread.join(30)
+    waiting = bench.store_failover._waiting
+    assert waiting is not None
+    waiting.stop()
+    waiting.unanswered = unanswered
+    bench.join()
+    bench.thread.join(30)
+    assert noted == [place] * unanswered and server
+    bench.store_failover.shutdown()
 
 
 def test_an_endpoint_that_is_back_is_seen_again(monkeypatch: pytest.MonkeyPatch) -> None:

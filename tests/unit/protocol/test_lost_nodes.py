@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.protocol.bench import ControllerBench
 from ttp.controller.core.facts.events import Tick
+from ttp.controller.core.facts.membership import only_lost_nodes, renew_all_leases
 from ttp.controller.core.facts.state import EXIT_WAIT_S, Exiting, Stage
 from ttp.proto.messages import NO_PROCESS, AgentHello, Exit, Published, Vouch, WorkerExit
 
@@ -79,6 +80,16 @@ def test_a_node_that_may_be_there_has_its_time(options: dict[str, bool]) -> None
         assert job.at(Stage.EXITING)
     job.take(Tick(), after=EXIT_WAIT_S)
     assert job.at(Stage.OVER)
+
+
+def test_silence_while_the_controller_was_away_itself_does_not_count() -> None:
+    """Leases begin anew then, and that of an agent too."""
+    job = saved()
+    members, settings, now = job.state.members, job.state.settings, job.now
+    assert only_lost_nodes(members, now, settings)
+    renewed = renew_all_leases(members, now, settings)
+    assert not only_lost_nodes(renewed, now + settings.lease_s - 0.1, settings)
+    assert only_lost_nodes(renewed, now + settings.lease_s, settings)
 
 
 def test_a_node_whose_agent_falls_silent_as_well_is_lost_a_lease_later() -> None:
