@@ -190,7 +190,7 @@ async def serve(
     await over.wait()
     watch.cancel()
     service.finish_streams()
-    await server.stop(GRACE_S)
+    await server.stop(None if await service.await_streams() else GRACE_S)
     journal.close()
     if page is not None:
         page.stop()

@@ -20,6 +20,7 @@ from ttp.proto.codec import CodecError, DownwardParcel, decode_status
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.frozen import replace
 from ttp.proto.messages import (
+    NO_PROCESS,
     AgentHello,
     CauseKind,
     Exit,
@@ -90,6 +91,7 @@ class AgentLink:
         self._wake = threading.Event()  # set by close
         self._last_reason = ""
         self._sent_away_s: float | None = None
+        self._frozen_by: CauseKind | None = None
         self._fence = 0
         self._thread = threading.Thread(target=self._run, name="ttp-agent-link", daemon=True)
         self._thread.start()
@@ -115,6 +117,12 @@ class AgentLink:
     def lease_s(self) -> float:
         """How long the controller may be silent; 0: it has not said so yet."""
         return self._lease_s if self._lease_s < inf else 0.0
+
+    @property
+    def frozen_by(self) -> CauseKind | None:
+        """The cause of the newest freeze, as the controller reported it; None: there was none."""
+        with self._lock:
+            return self._frozen_by
 
     @property
     def leader(self) -> str:
@@ -226,14 +234,15 @@ class AgentLink:
             return self._received_monotonic_s
 
     def _vouch(self, now: float) -> None:
-        """Report which processes run, three times a lease: a rank that is silent, because its interpreter is held, has not died."""
+        """Report which processes run, three times a lease: a rank that is silent, because its interpreter is held, has not died. Also that this agent
+        is there where none does: its node is not lost."""
         with self._lock:
             stream = self._stream
             if not self._attached or stream is None:
                 return
             self._vouch_at = now + (self.lease_s or USUAL_LEASE_S) / VOUCHES_A_LEASE
-        if running := self._running():
-            self._say(stream, Vouch(tuple(running), tuple(running.values())))
+        running, ranks = self._running(), self._hello.ranks
+        self._say(stream, Vouch(ranks, tuple(running.get(rank, NO_PROCESS) for rank in ranks)))
 
     def _say(self, stream: ControlStream, *messages: AgentHello | WorkerExit | Vouch | ReplaceFailed) -> None:
         try:
@@ -263,6 +272,8 @@ class AgentLink:
                 self._fence, self._sent_away_s = stream.term, None
             if isinstance(parcel.message, Exit) and self._sent_away_s is None:
                 self._sent_away_s = self._received_monotonic_s
+            if isinstance(parcel.message, Freeze):
+                self._frozen_by = parcel.message.cause.kind
         match parcel.message:
             case StandbyList(addresses=addresses, lease_s=lease_s):
                 self._lease_s = lease_s

@@ -11,7 +11,9 @@ Checks that an envelope belongs to this job and this term, and that its sender m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -77,6 +79,9 @@ class StreamLink:
         self._settings = settings
         self._mailroom = mailroom
         self.outbox: asyncio.Queue[pb.DownwardEnvelope | None] = asyncio.Queue()
+        self.received_at = time.monotonic()
+        """When the other side last sent anything."""
+        self.over = asyncio.Event()
         self.rejection: tuple[grpc.StatusCode, str] | None = None
 
     def send(self, messages: Sequence[Addressed]) -> None:
@@ -118,6 +123,16 @@ class ControlService(ControlServicer):
         for link in self._links:
             link.finish()
 
+    async def await_streams(self) -> bool:
+        """Wait for the streams' ends, for GRACE_S at most. Return whether some were not waited for: for a lease, in which heartbeats and vouches come
+        several times, the other side has sent nothing, so that its node is lost."""
+        since = time.monotonic() - self._settings.lease_s
+        living = [link.over.wait() for link in self._links if link.received_at > since]
+        lost = len(living) < len(self._links)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*living), GRACE_S)
+        return lost
+
     async def Attach(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], context: AttachContext) -> None:
         link = StreamLink(self._settings, self._mailroom)
         peer = await self._peer(context)
@@ -132,6 +147,7 @@ class ControlService(ControlServicer):
         finally:  # also when the other side is gone: the handler is cancelled
             reader.cancel()
             self._links.discard(link)
+            link.over.set()
             self._driver.put(StreamEnded(link))
         if link.rejection is not None:
             await context.abort(*link.rejection)
@@ -142,6 +158,7 @@ class ControlService(ControlServicer):
         try:
             joiner, sender = Joiner[pb.UpwardEnvelope](), Sender(peer)
             async for envelope in request_iterator:
+                link.received_at = time.monotonic()
                 if not self._accepts(envelope, link):  # before anything else of it is read
                     return
                 if (whole := joiner.take(envelope)) is not None:

@@ -342,6 +342,8 @@ TESTED |= {
         ".death_watch --kills 20",
         ".death_watch --kills 100 100 12 --minutes 3 --poll 0.002 0.01",
         ".false_alarms",
+        ".lost_node",
+        ".lost_node --against TREE",
         ".stragglers",
         ".step_time",
         ".step_time --world 2x2 --rounds 14 --steps 2",

@@ -20,7 +20,7 @@ from .dump.roll_forward import start_dump
 from .facts.coverage import coverage_of, named, rows, survives, warnings
 from .facts.decision import Refusal
 from .facts.events import Effect, Fields, Journal, Send
-from .facts.membership import renew_all_leases, silent, silent_since, sweep_leases, vouched_lease
+from .facts.membership import only_lost_nodes, renew_all_leases, silent, silent_since, sweep_leases, vouched_lease
 from .facts.pace import has_started
 from .facts.stage_table import TABLES, table_of
 from .facts.state import (
@@ -142,8 +142,10 @@ def end_writing(state: StateAt[Writing], now: float, out: list[Effect]) -> Contr
 
 
 def exit_after_ranks(state: StateAt[Exiting], now: float, out: list[Effect]) -> ControllerState:
-    """Exit when every rank that Exit was sent to has closed its stream."""
-    return state if state.members.attached or state.at.untold else over(state, state.at.reason, out)
+    """Exit when every rank that Exit was sent to has closed its stream, but for those that are lost with their nodes: no order reaches them, and no
+    agent there asks which ranks may be killed."""
+    wait = state.at.untold or not only_lost_nodes(state.members, now, state.settings)
+    return state if wait else over(state, state.at.reason, out)
 
 
 def abandon_start(state: StateAt[Assembling], now: float, out: list[Effect]) -> ControllerState:

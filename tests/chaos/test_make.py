@@ -20,6 +20,7 @@ SIZES = {
     "benchmarks.false_alarms": "--seeds 1 --means 0.02",
     "benchmarks.gate": "--runs 2 --calls 50",
     "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",
+    "benchmarks.lost_node": "--times 1 --cases spare --against .",
     "benchmarks.messages": "",
     "benchmarks.peers": "--runs 1 --rank-0-runs 0 --kills 1 --systems ttp,torchrun",
     "benchmarks.recovery": "--ranks 2 --megabytes 1 --kills 2",

@@ -11,6 +11,7 @@ from tests.simulation.network import DOWN, UP
 from ttp.controller.core.facts import events as ev
 from ttp.proto.fence import Fence
 from ttp.proto.messages import (
+    NO_PROCESS,
     AgentHello,
     Downward,
     Exit,
@@ -87,9 +88,9 @@ class Agent:
 
     def _vouch(self) -> None:
         """Say which processes it sees alive and running."""
-        ranks = tuple(rank for rank in self.ranks if self.job.ranks[rank].runs)
-        if self._link is not None and ranks:
-            self._say(Vouch(ranks, tuple(self.job.ranks[rank].pid for rank in ranks)))
+        ranks = [self.job.ranks[rank] for rank in self.ranks]
+        if self._link is not None and not self.lost:
+            self._say(Vouch(tuple(self.ranks), tuple(rank.pid if rank.runs else NO_PROCESS for rank in ranks)))
         if not self.lost:
             self.job.scheduler.after(self.job.times.heartbeat_s, self._vouch)
 

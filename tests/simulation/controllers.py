@@ -116,7 +116,7 @@ class Controller:
         )
         self.handler.begin()
         self.journal: list[tuple[float, ev.Journal]] = []
-        self.over = ""
+        self.over, self.over_s = "", inf
         self.dead = False
         self.killed_s = inf
         self.began_s = job.scheduler.now
@@ -305,7 +305,7 @@ class Controller:
             self.job.snapshots.append(Snapshot.of(self.job, line.event))
 
     def _finish(self, reason: str) -> None:
-        self.over = reason
+        self.over, self.over_s = reason, self.job.scheduler.now
         self.job.controller_gone(killed=False)
         self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
 

@@ -74,6 +74,8 @@ def _kill_host(job: Job, rng: random.Random, rank: int) -> bool:
     alive = any(job.ranks[other].alive for other in on_it)
     for other in on_it:
         job.kill(other, quiet=True)
+    if (agent := job.launchers.get(hosts[rank])) is not None:
+        agent.lost = True  # it says nothing more, and its stream stays open
     return alive
 
 

@@ -9,6 +9,7 @@ from tests.simulation.rank import Rank
 from tests.simulation.truth import controllers_faulted
 from ttp.controller.core.facts.membership import VOUCHED_START_FACTOR
 from ttp.controller.core.facts.pace import ENOUGH
+from ttp.controller.core.facts.state import EXIT_WAIT_S
 
 SLACK_S = 0.4
 """Two heartbeats: of the last message, and of the last vouch."""
@@ -17,8 +18,9 @@ ATTACHED_S = 1.0
 
 
 def wrongly_dead_or_alive(job: Job) -> list[str]:
-    """Return which ranks were taken for dead although their agents saw them run, or for alive although none did."""
-    return _taken_for_dead(job) + _found_late(job)
+    """Return which ranks were taken for dead although their agents saw them run, or for alive although none did, and which nodes for lost although
+    their agents were there."""
+    return _taken_for_dead(job) + _found_late(job) + _left_early(job) + _left_late(job)
 
 
 def _vouched_s(job: Job, rank: Rank) -> float:
@@ -76,6 +78,43 @@ def _found_late(job: Job) -> list[str]:
             found.append(
                 f"I11: rank {rank.rank} was silent from {began:.3f} s on, and no controller declared it dead by {by:.3f} s"
             )
+    return found
+
+
+def _left_early(job: Job) -> list[str]:
+    """I11: a controller that has ordered all to exit is there for the agent of a silent rank, which asks whether it may kill it, as long as it waits
+    for streams, unless that node is lost."""
+    found = []
+    for controller in job.controllers:
+        sent_s = max((at for at, line in controller.journal if line.event == "exit_sent"), default=inf)
+        if sent_s == inf or not sent_s <= controller.over_s < sent_s + EXIT_WAIT_S or job.now < controller.over_s:
+            continue
+        if _led_badly(job, 0.0, controller.over_s) or any(
+            s.kind not in ("stop", "interpreter held") for s in job.strikes
+        ):
+            continue  # the agents' messages may not come
+        for rank, member in enumerate(controller.state.members.table):
+            agent = job.launchers.get(job.training.layout.hosts[rank])
+            if member.attached and agent is not None and not agent.lost:
+                found.append(
+                    f"I11: the controller ended {controller.over_s - sent_s:.3f} s after its order to exit, and did not wait for rank {rank}"
+                )
+    return found
+
+
+def _left_late(job: Job) -> list[str]:
+    """I11: a controller that has ordered all to exit waits for no node that was lost with its agent a lease before."""
+    found = []
+    for controller in job.controllers:
+        sent_s = max((at for at, line in controller.journal if line.event == "exit_sent"), default=inf)
+        members, since_s = controller.state.members, sent_s - job.times.lease_s
+        attached = [rank for rank, member in enumerate(members.table) if member.attached and member.named_at > -inf]
+        if not sent_s + EXIT_WAIT_S <= controller.over_s < inf or len(attached) < members.attached or not attached:
+            continue
+        agents = [job.launchers.get(job.training.layout.hosts[rank]) for rank in attached]
+        lost = all(agent is not None and agent.lost for agent in agents)
+        if lost and all(job.killed.get(rank, inf) <= since_s for rank in attached) and not _led_badly(job, 0.0, sent_s):
+            found.append(f"I11: the controller waited {controller.over_s - sent_s:.3f} s for the lost ranks {attached}")
     return found
 
 

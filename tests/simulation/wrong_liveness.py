@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.rank import Rank
+from ttp.controller.core import stages
 from ttp.controller.core import transitions as tables
 from ttp.controller.core.dump import roll_forward
 from ttp.controller.core.facts import membership
@@ -28,6 +29,16 @@ def _with_alive_at(patch: Patch, wrong: Any) -> None:
 def vouches_are_not_believed(patch: Patch) -> None:
     for table in tables.TABLES.values():
         patch.setitem(table.on, Vouch, lambda state, message, now, out: state)
+
+
+def silent_ranks_are_lost_nodes(patch: Patch) -> None:
+    """A controller does not wait at its end for a rank that is silent, whatever its agent reports."""
+    patch.setattr(stages, "only_lost_nodes", lambda members, now, settings: not members.present)
+
+
+def lost_nodes_have_the_time_of_silent_ranks(patch: Patch) -> None:
+    """A controller waits at its end for ranks of a node that is lost."""
+    patch.setattr(stages, "only_lost_nodes", lambda members, now, settings: not members.attached)
 
 
 def who_attached_late_is_not_waited_for(patch: Patch) -> None:

@@ -262,7 +262,7 @@ class HoldAgent(LocalElasticAgent):
         if attempt.failed():
             if attempt.hold():
                 return RunResult(state=WorkerState.HEALTHY)  # all that failed were replaced: no restart
-            if attempt.left_for_others() and self._another_node_waits():
+            if attempt.left_for_others() and self._another_node_waits(attempt.lost_ranks_elsewhere()):
                 return RunResult(state=WorkerState.HEALTHY)  # as below: another node causes this restart
         elif self._drained_for_node(attempt) or self._lost_a_node(attempt):
             return RunResult(state=WorkerState.HEALTHY)  # torch sees the waiting node and restarts without counting
@@ -343,9 +343,10 @@ class HoldAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Do nothing: `_after_success` has waited already (torch's barrier handles successes only)."""
 
-    def _another_node_waits(self) -> bool:
-        """Return whether a node waits to join, now or within NEWS_S: agents poll, and another agent may have seen that node first."""
-        until_s = time.monotonic() + NEWS_S
+    def _another_node_waits(self, cause_known: bool) -> bool:
+        """Return whether a node waits to join, now or within NEWS_S: agents poll, and another agent may have seen that node first. `cause_known`: no node
+        that joins has had the ranks leave."""
+        until_s = time.monotonic() + (0.0 if cause_known else NEWS_S)
         while self._rendezvous_handler.num_nodes_waiting() == 0:
             if time.monotonic() >= until_s:
                 return False
@@ -495,6 +496,5 @@ class HoldAgent(LocalElasticAgent):
 
     def _made_a_step(self, attempt: Attempt) -> bool | None:
         """Return whether a rank has completed a step; None: not known, or the ranks exited on a preemption notice."""
-        if attempt.preempted():
-            return None
-        return self._rendezvous_handler.job_store_has(progress_key(self._rendezvous_handler.job_store.round_number))
+        handler = self._rendezvous_handler
+        return attempt.made_a_step(lambda: handler.job_store_has(progress_key(handler.job_store.round_number)))

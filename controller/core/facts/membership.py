@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from math import inf
 
 from ttp.proto.frozen import dataclass, replace
-from ttp.proto.messages import Cause, CauseKind, Registration, Vouch
+from ttp.proto.messages import NO_PROCESS, Cause, CauseKind, Registration, Vouch
 
 from .events import ControllerSettings
 from .per_rank import PerRank
@@ -46,6 +46,8 @@ class Member:
     """When its agent last reported its process alive and running."""
     vouched_pid: int = 0
     """Which process that was."""
+    named_at: float = -inf
+    """When its agent last reported at all which processes run on its node."""
     suspect: bool = False
     dead: Cause | None = None
     finished: bool = False
@@ -136,15 +138,17 @@ def vouch(members: Membership, message: Vouch, now: float) -> Membership:
     """
     table = members.table
     noted = {
-        rank: replace(member, vouched=now, vouched_pid=pid)
+        rank: _vouched(table[rank], pid, now)
         for rank, pid in zip(message.ranks, message.pids, strict=False)
-        if 0 <= rank < table.size and _is_process(member := table[rank], pid)
+        if 0 <= rank < table.size
     }
     return replace(members, table=table.put_all(noted)) if noted else members
 
 
-def _is_process(member: Member, pid: int) -> bool:
-    return member.registration is None or member.registration.pid == pid
+def _vouched(member: Member, pid: int, now: float) -> Member:
+    if pid != NO_PROCESS and (member.registration is None or member.registration.pid == pid):
+        return replace(member, vouched=now, vouched_pid=pid, named_at=now)
+    return replace(member, named_at=now)
 
 
 def vouched_lease(settings: ControllerSettings, started: bool) -> float:
@@ -210,6 +214,22 @@ def was_only_silent(member: Member) -> bool:
     return member.dead is not None and member.attached and member.dead.kind is CauseKind.SILENT
 
 
+def only_lost_nodes(members: Membership, now: float, settings: ControllerSettings) -> bool:
+    """Return whether every rank that still has a stream is lost with its node: it was taken for dead because it was silent, and its agent has
+    been silent for a lease as well. O(world), and only when no live rank is attached.
+
+    An agent that lives reports once a heartbeat, also where no process of its node runs. One that has never reported here proves nothing.
+    """
+    if members.present:
+        return False
+    until = now - settings.lease_s
+    return all(
+        was_only_silent(member) and -inf < member.named_at and max(member.named_at, members.leases_renewed_at) <= until
+        for member in members.table
+        if member.attached
+    )
+
+
 def mark_alive(members: Membership, rank: int, now: float) -> Membership:
     """Note that a rank that was only silent, and is attached, lives."""
     if members.present == 0:
@@ -230,9 +250,14 @@ def controller_resumed(members: Membership, now: float, settings: ControllerSett
 def clock_went_back(members: Membership, now: float, settings: ControllerSettings) -> Membership:
     """The controller's clock leapt back: no message came in the future. O(world), and rare."""
     later = {
-        rank: replace(member, received_at=min(member.received_at, now), vouched=min(member.vouched, now))
+        rank: replace(
+            member,
+            received_at=min(member.received_at, now),
+            vouched=min(member.vouched, now),
+            named_at=min(member.named_at, now),
+        )
         for rank, member in enumerate(members.table)
-        if max(member.received_at, member.vouched) > now
+        if max(member.received_at, member.vouched, member.named_at) > now
     }
     return controller_resumed(replace(members, table=members.table.put_all(later)), now, settings)
 

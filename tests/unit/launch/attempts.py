@@ -21,6 +21,7 @@ from ttp.launch.attempts.context import LaunchContext, Workers
 from ttp.launch.attempts.replacements import Forker
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.reporter import Reporter
+from ttp.proto.messages import CauseKind
 
 DEADLINE_S = 30.0
 START_ID = f"none-of-the-kind-{os.getpid()}"
@@ -40,6 +41,7 @@ class LineToController:
         self.decided = True
         self.asked = 0
         self.sent_away_monotonic_s: float | None = None
+        self.frozen_by: CauseKind | None = None
         self.exits: list[tuple[int, int, str]] = []
         self.replacements: list[tuple[int, int]] = []
         self.refusals: list[tuple[int, int, str]] = []

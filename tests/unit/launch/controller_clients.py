@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ttp.launch.watch.death_watch import Death
+from ttp.proto.messages import CauseKind
 
 DEADLINE_S = 20.0
 
@@ -25,6 +26,7 @@ class FakeLink:
         self.leader = ""
         self.lease_s = 0.0
         self.sent_away_monotonic_s: float | None = None
+        self.frozen_by: CauseKind | None = None
 
     def given_up(self) -> frozenset[int] | None:
         return frozenset({len(self.reported)})

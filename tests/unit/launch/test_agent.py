@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -120,11 +120,15 @@ def test_rounds_that_another_node_has_broken_do_not_make_this_one_leave(monkeypa
 class Left:
     """Stands in for an attempt whose workers here have all exited on the controller's order."""
 
+    cause_known = False
+
+    def lost_ranks_elsewhere(self) -> bool:
+        return self.cause_known
+
     def failed(self) -> bool:
         return True
 
     def end_given_up(self) -> None: ...
-
     def hold(self, why: str = "") -> None: ...
 
     def left_for_others(self) -> bool:
@@ -149,12 +153,17 @@ class WaitingNodes(FixedNodes):
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-@pytest.mark.parametrize(("answers", "counts"), [([0, 0, 1], False), ([0], True)], ids=["seen late", "none waits"])
+@pytest.mark.parametrize(
+    ("answers", "cause_known", "counts"),
+    [([0, 0, 1], False, False), ([0], False, True), ([0, 1], True, True), ([1], True, False)],
+    ids=["seen late", "none waits", "a rank was lost", "seen"],
+)
 def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
-    answers: list[int], counts: bool, monkeypatch: pytest.MonkeyPatch
+    answers: list[int], cause_known: bool, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other node's agent drained its ranks before this one saw the node that waits."""
+    """The other node's agent drained its ranks first. No such news is waited for where the controller has named a lost rank as the cause."""
     monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
+    monkeypatch.setattr(Left, "cause_known", cause_known)
     failed = RunResult(state=WorkerState.FAILED)
     monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)
     monkeypatch.setattr(HoldAgent, "_put_cause_first", lambda self, result, attempt: result)
@@ -282,8 +291,8 @@ class Ended(Left):
     def refusal(self, new_step: bool) -> str:
         return "" if new_step and not self.ends_the_job else self.refused
 
-    def preempted(self) -> bool:
-        return self.left_on_a_notice
+    def made_a_step(self, ask: Callable[[], bool | None]) -> bool | None:
+        return None if self.left_on_a_notice else ask()
 
     took_s = 1.0
 

@@ -18,6 +18,7 @@ from tests.unit.launch.attempts import DEADLINE_S, RunningAttempt, silent_store
 from tests.waiting import until
 from ttp.exchange import controller_file
 from ttp.exchange.discovery import controller_key
+from ttp.exchange.first_step import progress_key
 from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.links import peer_agents
 from ttp.launch.links.peer_agents import PeerAgents
@@ -26,6 +27,7 @@ from ttp.launch.report.exit_status import Recorded
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.watch import death_watch
 from ttp.launch.watch.processes import LOST
+from ttp.proto.messages import CauseKind
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,32 @@ def test_workers_that_all_left_on_the_controllers_word_left_for_another_node(
         assert running.attempt.living() == [] and running.attempt.left_for_others() is expected
     finally:
         running.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [(CauseKind.SILENT, True), (CauseKind.EXITED, True), (CauseKind.PREEMPTED, False), (None, False)],
+)
+def test_a_freeze_for_lost_ranks_is_not_for_a_node_that_joins(
+    led: RunningAttempt, kind: CauseKind | None, lost: bool
+) -> None:
+    """A node that joins has the ranks preempted. Without a report the cause is not known."""
+    until(lambda: led.attempt.has_controller, "the connection")
+    led.line.frozen_by = kind
+    assert led.attempt.lost_ranks_elsewhere() is lost
+
+
+def test_a_store_that_may_be_lost_is_not_asked_for_a_step_that_is_known(led: RunningAttempt) -> None:
+    asked: list[bool] = []
+
+    def ask() -> bool:
+        asked.append(True)
+        return False
+
+    assert led.attempt.made_a_step(ask) is False and asked == [True]
+    led.store.set(progress_key(0), "3")
+    until(lambda: led.attempt.made_a_step(lambda: False) is True, "the step to be read")
+    assert led.attempt.made_a_step(ask) is True and asked == [True]
 
 
 def test_survivors_are_held_while_a_controller_leads_them(led: RunningAttempt) -> None:

@@ -376,6 +376,33 @@ def test_a_store_that_never_answered_is_not_given_up(
         assert not thread.is_alive(), thread.name
 
 
+class Joined:
+    """Stands in for a client's thread: how long its end is waited for."""
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+
+    def join(self, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked_ago_s", "trouble", "waits"),
+    [(4, NEWS_S, "", False), (4, 0.0, "", True), (3, NEWS_S, "", True), (3, 0.0, "no connection", False)],
+    ids=["a read hangs", "a read is under way", "all reads were answered", "the last read failed"],
+)
+def test_the_end_does_not_wait_for_a_store_that_does_not_answer(
+    begun: int, asked_ago_s: float, trouble: str, waits: bool, tmp_path: Path, switchboard: Switchboard
+) -> None:
+    """It is lost with its node. The file is read all the same."""
+    client = ControllerClient(JobStore("127.0.0.1", 1, 7), {}, switchboard, attempt_dir=tmp_path)
+    inner: Any = client
+    inner._threads = store, file = Joined(), Joined()
+    inner._begun, inner._done, inner._asked_s, inner._trouble = begun, 3, time.monotonic() - asked_ago_s, trouble
+    client.close(2.0)
+    assert (store.waited_s, file.waited_s) == ([2.0 if waits else 0.0], [2.0])
+
+
 def test_an_answer_of_long_ago_says_nothing_of_now(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     client = ControllerClient(JobStore("127.0.0.1", store.port, 7), {}, Switchboard(), search_s=600.0)
     client.start()

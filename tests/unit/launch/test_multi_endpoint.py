@@ -230,8 +230,8 @@ def test_a_launcher_that_ends_asks_a_place_that_hangs_once(monkeypatch: pytest.M
 class Handler(RendezvousHandler):
     """Stands in for torch's: joins when it is let, and is asked whether nodes wait."""
 
-    def __init__(self, place: Endpoint) -> None:
-        self.place = place
+    def __init__(self, place: Endpoint, nodes: int = 0, moved: bool = False) -> None:
+        self.place, self.nodes, self.moved = place, nodes, moved
         self.joined = threading.Event()
         self.waiting: Callable[[], int] = lambda: 0
         self.closed = False
@@ -267,8 +267,8 @@ class Bench:
         self.made: list[Handler] = []
         self.store_failover = FailoverRendezvous(agent(*places), self._make, "job", join_timeout_s=join_timeout_s)
 
-    def _make(self, place: Endpoint) -> Handler:
-        self.made.append(Handler(place))
+    def _make(self, place: Endpoint, nodes: int, moved: bool) -> Handler:
+        self.made.append(Handler(place, nodes, moved))
         return self.made[-1]
 
     def join(self) -> list[RendezvousInfo]:
@@ -397,7 +397,7 @@ def test_the_heartbeats_of_a_lost_store_end() -> None:
     """
     before = set(threading.enumerate())
 
-    def make(place: Endpoint) -> RendezvousHandler:
+    def make(place: Endpoint, nodes: int, moved: bool) -> RendezvousHandler:
         quick = {"is_host": "0", "keep_alive_interval": "1", "last_call_timeout": "1"}
         return get_rendezvous_handler(RendezvousParameters("c10d", str(place), "job", 1, 1, **quick))
 

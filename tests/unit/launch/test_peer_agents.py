@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from tests.waiting import until
-from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.links.peer_agents import SILENT_S, PeerAgents
 from ttp.launch.rendezvous.fresh_store import JobStore
 
 DEADLINE_S = 60.0
@@ -243,6 +243,35 @@ def test_a_port_that_was_closed_from_the_beginning_is_not_a_node_that_has_left()
         until(lambda: launcher.lost, "the loss")
         assert "has not answered" in launcher.lost and "refused" in launcher.unreached
         launcher.close()
+
+
+class Thread:
+    """Stands in for the thread of an agent: how long its end is waited for."""
+
+    ident = 1
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+
+    def join(self, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "failed", "waits"), [(SILENT_S, False, False), (2.9, False, True), (60.0, True, True)]
+)
+def test_an_attempt_that_another_follows_does_not_wait_for_a_silent_store(
+    silent_s: float, failed: bool, waits: bool
+) -> None:
+    """It is lost with node 0, and the thread goes on by itself. An agent that ends the job has to publish why."""
+    now = [100.0]
+    launcher = PeerAgents(JobStore("127.0.0.1", 1, 0), 1, 2, clock=lambda: now[0])
+    thread: Any = Thread()
+    launcher._thread = thread
+    (launcher.publish_failed if failed else launcher.publish_restart)("node-b: exit code 3")
+    now[0] += silent_s
+    launcher.close()
+    assert bool(thread.waited_s) is waits
 
 
 def test_a_node_with_a_new_heartbeat_is_not_lost_any_more(make: Make) -> None:

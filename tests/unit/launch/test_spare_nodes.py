@@ -91,6 +91,35 @@ def test_whose_place_a_spare_takes(agents: list[Agent], lost: set[int], own: int
     assert (found.node if found is not None else "") == taken
 
 
+@pytest.mark.parametrize(
+    ("agents", "own", "gone_with_store", "taken"),
+    [
+        ([member(1, JOINING), spare(5)], 5, "node-2", "node-2"),
+        ([member(1, JOINING), spare(5), spare(6)], 6, "node-2", ""),
+        ([member(1, JOINING), spare(5)], 5, "", ""),
+        ([member(1, JOINING), spare(5)], 5, None, "a lost node"),
+        # that node's agent is here: it has been started again, or was only cut off
+        ([member(1, JOINING), member(2, JOINING), spare(5)], 5, "node-2", ""),
+        ([member(1, RUNNING), spare(5)], 5, "node-2", ""),
+    ],
+)
+def test_after_a_move_the_place_of_the_node_with_the_lost_store_is_free_at_once(
+    agents: list[Agent], own: int, gone_with_store: str | None, taken: str
+) -> None:
+    """Other nodes may be on their way to the new store."""
+    found = place_to_take(agents, set(), own, gone_with_store=gone_with_store)
+    assert (found.node if found is not None else "") == taken
+
+
+def test_an_entry_has_whether_the_store_is_its_agents_own() -> None:
+    here, there, store = Endpoint("a", 1), Endpoint("b", 1), HashStore()
+    entry = Entry("job", "node-a", lambda place: place == here)
+    entry.renew(store, there, RUNNING)
+    assert [each.serves for each in read_agents(store, "job")] == [0]
+    entry.renew(store, here, RUNNING)
+    assert [each.serves for each in read_agents(store, "job")][-1] == 1
+
+
 def test_an_agent_is_lost_once_its_entry_has_not_been_renewed_for_a_while() -> None:
     """By this agent's own clock; one that has left is lost at once."""
     silence = Silence(LOST_S)
@@ -101,26 +130,6 @@ def test_an_agent_is_lost_once_its_entry_has_not_been_renewed_for_a_while() -> N
     assert silence.of([again, second], 100.0 + LOST_S) == {2}
     assert silence.of([again, Agent(node="b", number=2, beat=4)], 100.0 + LOST_S + 1.0) == set()
     assert silence.of([Agent(node="a", number=1, beat=9, state=LEFT)], 100.0 + LOST_S + 1.0) == {1}
-
-
-def test_an_agent_may_be_silent_for_longer_where_it_looks_at_several_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them may be a lost host's, which takes a connection's time."""
-    limits: list[float] = []
-    whole = Silence.__init__
-
-    def noted(self: Silence, lost_s: float) -> None:
-        limits.append(lost_s)
-        whole(self, lost_s)
-
-    monkeypatch.setattr(Silence, "__init__", noted)
-    for more in (0, 2):
-        place = free_place()
-        server = serve(place)
-        server.set(epoch_key(""), "1")
-        departures.publish_success(server, "job", "node-a")
-        waits = Waits(agent(place, *(free_place() for _ in range(more))))
-        waits.end()
-    assert limits[0] == LOST_S and limits[-1] == LOST_S + 2 * multi_endpoint.CONNECT_S
 
 
 @pytest.mark.parametrize(
@@ -280,6 +289,24 @@ def test_after_a_move_to_another_store_a_spare_waits_for_the_nodes_to_come(
     assert waits.taken == [] and waits.thread.is_alive()
     departures.publish_success(server, "job", "node-a")
     waits.end()
+
+
+def test_after_a_move_a_spare_takes_the_place_of_the_node_that_served_the_store(
+    job: tuple[Endpoint, TCPStore, Entry, Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen in the store before whose that was."""
+    monkeypatch.setattr(spare_nodes, "LOST_S", 1e9)
+    place, server, first, second = job
+    Entry("job", "node-b", lambda place: True).renew(server, place, RUNNING)
+    waits = Waits(agent(place, other := free_place()))
+    until(lambda: any(each.state == SPARE for each in read_agents(server, "job")))
+    beats = max(each.beat for each in read_agents(server, "job"))
+    until(lambda: max(each.beat for each in read_agents(server, "job")) > beats)
+    moved = serve(other)
+    first.renew(moved, other, JOINING)
+    moved.set(epoch_key(""), "2")
+    waits.end()
+    assert waits.taken == [PlaceTaken("node-c", "node-b")] and second.agent.node == "node-b"
 
 
 def test_a_spare_ends_with_its_job(job: tuple[Endpoint, TCPStore, Entry, Entry]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -13,7 +14,7 @@ from ttp.controller.core.facts.events import ControllerSettings, StreamClosed, T
 from ttp.controller.core.facts.membership import vouched_lease
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.core.machine import next_deadline
-from ttp.proto.messages import AgentHello, Heartbeat, Phase, Vouch
+from ttp.proto.messages import NO_PROCESS, AgentHello, Heartbeat, Phase, Vouch
 
 COMPUTE = Phase.COMPUTE
 OTHERS = (0, 2, 3)
@@ -195,6 +196,14 @@ def test_a_standby_without_ranks_takes_vouches_too() -> None:
     assert job.at(Stage.STANDBY) and next_deadline(job.state) is None
     job.take(StreamClosed((), "host1"))
     assert job.state.members.table[1].vouched == 0.0
+
+
+def test_an_agent_without_a_process_vouches_for_none() -> None:
+    """It reports only that it is there."""
+    job = ControllerBench(assembled=False, standby=1)
+    job.say(Vouch((1,), (NO_PROCESS,)))
+    member = job.state.members.table[1]
+    assert (member.vouched, member.named_at) == (-inf, 0.0)
 
 
 # --- no refusal while it may still come ---

@@ -14,11 +14,13 @@ from ttp.controller import agent_link
 from ttp.controller.agent_link import AgentLink
 from ttp.proto.codec import CodecError, DownwardParcel
 from ttp.proto.messages import (
+    NO_PROCESS,
     AgentHello,
     Cause,
     CauseKind,
     Downward,
     Exit,
+    Freeze,
     KeepAlive,
     Replace,
     ReplaceFailed,
@@ -176,7 +178,7 @@ def test_every_new_stream_brings_a_vouch_at_once(bench: Bench) -> None:
     bench.runs = {0: 100}
     for _ in range(2):
         stream = bench.opened()
-        until(lambda stream=stream: Vouch((0,), (100,)) in stream.sent, "a vouch")  # type: ignore[misc]
+        until(lambda stream=stream: Vouch((0, 1), (100, NO_PROCESS)) in stream.sent, "a vouch")  # type: ignore[misc]
         stream.breaks()
 
 
@@ -188,7 +190,7 @@ def test_a_long_lease_makes_vouches_rare_and_the_next_controllers_greeting_may_t
     stream.opens()
     stream.brings(StandbyList(("c1",), 15.0))
     assert bench.line.lease_s == 15.0
-    until(lambda: Vouch((0,), (100,)) in stream.sent, "a vouch")
+    until(lambda: Vouch((0, 1), (100, NO_PROCESS)) in stream.sent, "a vouch")
     bench.passes(1.5)  # where one was on its way before the lease was known
     before = len(stream.sent)
     for _ in range(2):
@@ -198,6 +200,21 @@ def test_a_long_lease_makes_vouches_rare_and_the_next_controllers_greeting_may_t
     assert len(stream.sent) - before == 2, "three a lease"
     stream.breaks()
     assert bench.next().greeting_s == 15.0
+
+
+def test_an_agent_reports_also_where_none_of_its_processes_runs(bench: Bench) -> None:
+    """Its node is not lost: it may have to ask which ranks it may kill."""
+    bench.runs = {}
+    stream = bench.opened()
+    until(lambda: Vouch((0, 1), (NO_PROCESS, NO_PROCESS)) in stream.sent, "a vouch")
+
+
+def test_the_cause_of_the_newest_freeze_is_known(bench: Bench) -> None:
+    stream = bench.opened()
+    assert bench.line.frozen_by is None
+    for kind in (CauseKind.SILENT, CauseKind.PREEMPTED):
+        stream.brings(Freeze(3, Cause(kind, (1,), "why")))
+        assert bench.line.frozen_by is kind
 
 
 def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads_them(bench: Bench) -> None:

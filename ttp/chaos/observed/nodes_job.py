@@ -42,6 +42,7 @@ class NodesJob(Observed):
         environ: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
         own_checkpoints: bool = False,
+        program: Sequence[str] = ("-m", "ttp.trainer"),
     ) -> None:
         """nnodes: MIN:MAX (default: all but the spares). stores: the nodes that may hold the rendezvous' store, in order (default: all). spares: those
         of the nodes that wait as spares.
@@ -56,7 +57,7 @@ class NodesJob(Observed):
         self._command = [
             *(sys.executable, "-m", "ttp.launch", "--nnodes", nnodes or str(len(nodes) - len(spares))),
             *("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
-            *("--rdzv-id", "nodes", "--rdzv-conf", RENDEZVOUS, *launcher, "-m", "ttp.trainer", "--config", "gpt_tiny"),
+            *("--rdzv-id", "nodes", "--rdzv-conf", RENDEZVOUS, *launcher, *program, "--config", "gpt_tiny"),
             *("--training_config.output_dir", str(output_dir), *overrides),
         ]
         self._environ = {"TTP_IN_PLACE": "False", "OMP_NUM_THREADS": "1", "TTP_TEST_MARK": self.mark, **(environ or {})}

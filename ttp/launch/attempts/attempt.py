@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.crash_loop import SHORT_START_S, USAGE_ERROR, refusal
-from ttp.launch.attempts.faults import Faults
+from ttp.launch.attempts.faults import Faults, log_unprotected
 from ttp.launch.attempts.leftover_ranks import LeftoverRanks
 from ttp.launch.attempts.replacements import Forker, Replacements
 from ttp.launch.attempts.signals import signal_name, signals_held_back
@@ -32,7 +32,7 @@ from ttp.launch.watch.death_watch import Death, DeathWatch
 from ttp.launch.watch.oom import OutOfMemory
 from ttp.launch.watch.processes import catches, end_workers, exit_status, signal_workers, sweep_sessions
 from ttp.launch.watch.shell_ranks import ShellRanks
-from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES
+from ttp.proto.messages import EXIT_CODE_PREEMPTED, SAVED_EXIT_CODES, CauseKind
 from ttp.text.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
@@ -222,9 +222,11 @@ class Attempt:
                 ranks_text(lost),
             )
 
-    def preempted(self) -> bool:
-        """Return whether a worker on this node exited on a preemption notice, which is not a failure."""
-        return any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values())
+    def made_a_step(self, ask: Callable[[], bool | None]) -> bool | None:
+        """Return whether a rank has completed a step; None: not known, or a worker here exited on a preemption notice. `ask()`: a store that may be lost."""
+        if any(death.status == EXIT_CODE_PREEMPTED for death in self.deaths().values()):
+            return None
+        return True if self._controller.first_step is not None else ask()
 
     def end_given_up(self) -> None:
         """Kill leftover ranks once all others here have exited: after the controller has ordered all ranks to exit, those that cannot; after the
@@ -241,6 +243,10 @@ class Attempt:
         statuses = {death.status for death in deaths.values() if death.failed}
         all_ended = all(rank in deaths and deaths[rank].settled for rank in self.pids)
         return self._nodes > 1 and all_ended and bool(statuses) and statuses <= set(SAVED_EXIT_CODES)
+
+    def lost_ranks_elsewhere(self) -> bool:
+        """Return whether the controller froze the ranks because others were lost, and not for a node that joins."""
+        return self._controller.frozen_by in (CauseKind.SILENT, CauseKind.EXITED)
 
     def refusal(self, new_step: bool) -> str:
         """Return why a restart would fail the same way, or is not to be made. Empty: it may succeed."""
@@ -262,16 +268,8 @@ class Attempt:
         if not (why or self._failed(deaths)):
             return True
         fault = self._faults.begin(why, deaths)
-        if first_call:
-            self._controller.look_now(ASK_AGAIN_S)
-        if first_call and not self.had_controller:
-            if unanswered := self._controller.unanswered:
-                log.warning("cannot determine whether the ranks have a controller: %s", unanswered)
-            else:
-                log.warning(
-                    "no rank called ttp.start()%s; this attempt is unprotected and no emergency checkpoint will be written",
-                    " so far" if self.lasted_s() < SHORT_START_S else "",
-                )
+        if first_call and not self.led_by_now():
+            log_unprotected(self._controller.unanswered, self.lasted_s() < SHORT_START_S)
         if self._watch.wait_all(0.0) and (why or not self._replacements.possible()):
             return False
         what = f"holding {ranks_text(living)}" if (living := self.living()) else "waiting for the controller's order"

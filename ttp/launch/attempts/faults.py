@@ -18,6 +18,17 @@ from ttp.launch.watch.death_watch import Death
 log = logging.getLogger("ttp.launch")
 
 
+def log_unprotected(unanswered: str, starting: bool) -> None:
+    """Log that no checkpoint will be written, or why it is not known (`unanswered`), at the begin of a fault without a controller."""
+    if unanswered:
+        log.warning("cannot determine whether the ranks have a controller: %s", unanswered)
+    else:
+        log.warning(
+            "no rank called ttp.start()%s; this attempt is unprotected and no emergency checkpoint will be written",
+            " so far" if starting else "",
+        )
+
+
 class Faults:
     """The faults of one attempt, one at a time. `replaced` and `over` may be called from any thread, the others are the agent's main thread's."""
 

@@ -23,6 +23,7 @@ from ttp.exchange.discovery import controller_key, log_dir_key, process_key
 from ttp.exchange.first_step import progress_key
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.watch.death_watch import Death
+from ttp.proto.messages import CauseKind
 from ttp.runtime.standby import listed
 
 log = logging.getLogger("ttp.launch")
@@ -64,6 +65,10 @@ class ControllerLink(Protocol):
     @property
     def lease_s(self) -> float:
         """How long the controller may be silent; 0: that is not known yet."""
+
+    @property
+    def frozen_by(self) -> CauseKind | None:
+        """The cause of the newest freeze; None: there was none."""
 
     @property
     def leader(self) -> str:
@@ -139,7 +144,7 @@ class ControllerClient:
         self._in_file: controller_file.Controllers | None = None
         """What the last read found there."""
         self._refused = ""
-        self._answered_s = float("-inf")
+        self._answered_s = self._asked_s = float("-inf")
         self._trouble = ""
         """The error of the last call to the store."""
         self._gone = False
@@ -206,6 +211,12 @@ class ControllerClient:
             return self._link.sent_away_monotonic_s if self._link is not None else None
 
     @property
+    def frozen_by(self) -> CauseKind | None:
+        """Why the ranks were frozen last, as their controller reported it; None: it is not known."""
+        with self._lock:
+            return self._link.frozen_by if self._link is not None else None
+
+    @property
     def unanswered(self) -> str:
         """Why the ranks' entries are not known: the store has not answered lately. Empty: it has."""
         with self._lock:
@@ -253,12 +264,16 @@ class ControllerClient:
         return link.given_up() if link is not None else None
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Read the file and the store once more, then end the threads and the link."""
+        """Read the file and the store once more, then end the threads and the link. A store that does not answer is lost with its node, as a rule:
+        its thread is abandoned."""
+        with self._lock:
+            waits = self._begun > self._done and time.monotonic() - self._asked_s >= NEWS_S
+            silent = waits or bool(self._trouble)
         self._stopping.set()
         self._wake.set()
         self._file_wake.set()
         for thread in reversed(self._threads):
-            thread.join(timeout_s)
+            thread.join(0.0 if silent and thread is self._threads[0] else timeout_s)
         with self._lock:
             link, self._link, self._closed = self._link, None, True
         if link is not None:
@@ -300,7 +315,7 @@ class ControllerClient:
         while True:
             last = self._stopping.is_set()
             with self._lock:
-                self._begun += 1
+                self._begun, self._asked_s = self._begun + 1, time.monotonic()
             self._look(store, open_link=not last)
             self._look_for_standbys(store)
             self._look_for_log_dir(store)

@@ -37,6 +37,8 @@ LOST_S = 30.0
 """A node without a heartbeat for so long is lost."""
 FLUSH_S = 2.0
 """How long the end of an attempt waits for unpublished keys."""
+SILENT_S = 3.0
+"""A store without an answer for so long is lost with its node, as a rule: the end of an attempt that is followed by another does not wait for it."""
 READ_S = 3.0
 """How long the store's agent then waits for the others to read them."""
 
@@ -90,10 +92,13 @@ class PeerAgents:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is still unpublished, and end the thread; a thread whose call hangs is abandoned."""
+        """Publish what is still unpublished, and end the thread; a thread whose call hangs is abandoned. It publishes all the same, should the
+        store answer after all: only an agent that then ends waits for a store that has been silent."""
         self._stopping.set()
         self._wake.set()
-        if self._thread.ident is not None:
+        with self._lock:
+            silent = self._clock() - self._answered_s >= SILENT_S and FAILED not in self._unpublished
+        if self._thread.ident is not None and not silent:
             self._thread.join(FLUSH_S + READ_S)
 
     # --- what this agent publishes ---

@@ -33,6 +33,10 @@ from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 log = logging.getLogger("ttp.launch")
 
+MOVED_CALL_S = 45
+"""How long nodes that have moved to another endpoint, and do not know whether the others are lost, wait there for more than the job needs: as long as torch
+waits at the old one for the heartbeats of lost nodes (15 s), and then for more (30 s)."""
+
 
 def make_rendezvous(
     config: LaunchConfig,
@@ -184,10 +188,13 @@ def make_failover(
     job_secret = secret or JobSecret(config.run_id)
     stores = Stores(parse_endpoints(config.rdzv_endpoint), hosting=hosting, secret=job_secret)
 
-    def make(place: Endpoint) -> RendezvousHandler:
+    given = "last_call_timeout" in config.rdzv_configs
+
+    def make(place: Endpoint, nodes: int, moved: bool) -> RendezvousHandler:
         # torch keeps the participants under the job's name: under a new one those that are lost are not waited for.
         name = config.run_id if stores.epoch <= 1 else f"{config.run_id}@{stores.epoch}"
-        return make_c10d(_parameters(config, str(place), name, is_host="0"), job_secret)
+        longer = {"last_call_timeout": str(MOVED_CALL_S)} if moved and not given else {}
+        return make_c10d(_parameters(config, str(place), name, nodes, is_host="0", **longer), job_secret)
 
     return FailoverRendezvous(
         stores,
@@ -197,17 +204,22 @@ def make_failover(
         node=config.local_addr or socket.gethostname(),
         spare_node=spare_node,
         health=health,
+        min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
+        waits_for_more=given,
     )
 
 
-def _parameters(config: LaunchConfig, endpoint: str, run_id: str = "", **changed: str) -> RendezvousParameters:
+def _parameters(
+    config: LaunchConfig, endpoint: str, run_id: str = "", nodes: int = 0, **changed: str
+) -> RendezvousParameters:
+    """Return torch's parameters. `nodes`: the rendezvous is complete with so many; 0: with as many as the job may have."""
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=endpoint,
         run_id=run_id or config.run_id,
         min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
+        max_nodes=nodes or config.max_nodes,
         local_addr=config.local_addr,
         **{**config.rdzv_configs, **changed},
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import math
 import signal
@@ -46,6 +47,8 @@ LEAST_S = 1.0
 """The least time for a call, however little remains."""
 ROUND_S = 1.0
 """Between two polls of all endpoints while a rendezvous waits."""
+BACK_S = 0.1
+"""How long an endpoint that gave no answer last time is waited for: one that is back answers within milliseconds, in this look or in the next."""
 
 T = TypeVar("T")
 
@@ -96,6 +99,9 @@ class Stores:
         self._serve()
         self.secret = secret or JobSecret("")
         self._windows = {place: self.window(place) for place in self.endpoints}
+        self._looks = _Looks(self)
+        self._used: Endpoint | None = None
+        """The one that was chosen last."""
 
     def window(self, place: Endpoint) -> Window:
         """Return another client of the store at an endpoint, for another thread."""
@@ -117,22 +123,37 @@ class Stores:
             return None
         opened = self._windows[reachable[0]].open(epochs[reachable[0]], self.epoch + 1)
         if opened is not None:
-            self.epoch = opened
+            self.epoch, self._used = opened, reachable[0]
         return reachable[0] if opened is not None else None
+
+    def serves(self, place: Endpoint) -> bool:
+        """Return whether the store at an endpoint is this agent's: it is lost with it."""
+        return place in self._servers
+
+    def gave_no_answer(self, place: Endpoint) -> None:
+        """Note that the store at an endpoint was asked elsewhere, and has not answered: the next look does not wait for it."""
+        self._looks.silent.add(place)
 
     def find_in_use(self) -> Endpoint | None:
         """Return the endpoint in use; None: there is none. Opens none. Raises OtherSecret."""
         return self._choose(self._look_at_all())
 
-    def begin_anew(self, place: Endpoint, epoch: int) -> None:
-        """Have all nodes meet again at `place`, under the next epoch, unless it has another one than `epoch` already."""
-        if (opened := self._windows[place].open(epoch, epoch + 1)) is not None:
+    def begin_anew(self, place: Endpoint, epoch: int, meeting: str = "") -> None:
+        """Have all nodes meet again at `place`, under the next epoch, unless it has another one than `epoch` already. `meeting`: what
+        `meeting_of` returns for that epoch, unless another agent was faster."""
+        if (opened := self._windows[place].open(epoch, epoch + 1, meeting)) is not None:
             self.epoch = opened
 
+    def meeting_of(self, place: Endpoint, epoch: int) -> str:
+        """Return what was published about the meeting under an epoch; empty: nothing."""
+        return self._windows[place].meeting_of(epoch)
+
     def _look_at_all(self, until_s: float = math.inf) -> dict[Endpoint, int]:
-        """Return the epochs of the endpoints that answer; 0 where one is not in use."""
-        found = {place: self.look(place, until_s - time.monotonic()) for place in self.endpoints}
-        return {place: epoch for place, epoch in found.items() if epoch is not None}
+        """Return the epochs of the endpoints that answer; 0 where one is not in use. The one that was used last comes first: while it is in use, one that
+        does not answer holds up nothing, and is looked at again in the next round."""
+        places = sorted(self.endpoints, key=lambda place: place != self._used)
+        in_use = self.epoch if self._used is not None else math.inf
+        return self._looks.epochs(places, until_s - time.monotonic(), enough=lambda epoch: epoch >= in_use)
 
     def _choose(self, epochs: Mapping[Endpoint, int]) -> Endpoint | None:
         """Return the endpoint with the highest epoch, the first of several, and take over its epoch; None: all are older than this agent's."""
@@ -140,7 +161,7 @@ class Stores:
         if not in_use:
             return None
         chosen = min(in_use, key=lambda place: (-epochs[place], self.endpoints.index(place)))
-        self.epoch = epochs[chosen]
+        self.epoch, self._used = epochs[chosen], chosen
         return chosen
 
     def _serve(self) -> None:
@@ -174,7 +195,11 @@ class Stores:
 
     def trouble(self) -> str:
         """Return which endpoints do not answer, and why; empty when all do, or none was called yet."""
-        return "; ".join(f"{place}: {window.trouble}" for place, window in self._windows.items() if window.trouble)
+        troubles = {place: self._trouble(place) for place in self.endpoints}
+        return "; ".join(f"{place}: {trouble}" for place, trouble in troubles.items() if trouble)
+
+    def _trouble(self, place: Endpoint) -> str:
+        return max(self._windows[place], self._looks.windows[place], key=lambda window: window.asked_s).trouble
 
     def linger(self, place: Endpoint) -> None:
         """Where the store is this agent's own, wait until the others have read it: its content is lost with it."""
@@ -182,10 +207,12 @@ class Stores:
             time.sleep(3 * ROUND_S)
 
     def newer_than(self, place: Endpoint, within_s: float = math.inf) -> Endpoint | None:
-        """Return the endpoint that the job uses instead of `place`, if there is one."""
+        """Return the endpoint that the job uses instead of `place`, if there is one. One that does not answer at once is looked at again in the next
+        round."""
         mine = (self.epoch, -self.endpoints.index(place))
+        epochs = self._looks.epochs([other for other in self.endpoints if other != place], within_s, BACK_S)
         for number, other in enumerate(self.endpoints):
-            if other != place and (epoch := self.look(other, within_s)) and (epoch, -number) > mine:
+            if (epoch := epochs.get(other, 0)) and (epoch, -number) > mine:
                 return other
         return None
 
@@ -196,6 +223,45 @@ class Stores:
 def epoch_key(run_id: str) -> str:
     """Return the key of a store's epoch: several jobs may share one store."""
     return f"ttp/store_epoch/{run_id}"
+
+
+class _Looks:
+    """Looks at the epochs of several endpoints at once, each by a thread of its own, and waits once only for one that does not answer."""
+
+    def __init__(self, stores: Stores) -> None:
+        self.windows = {place: stores.window(place) for place in stores.endpoints}
+        self.silent: set[Endpoint] = set()
+        """Those that gave no answer last time."""
+        self._calls: dict[Endpoint, tuple[BoundedCall[int | None], float]] = {}
+        """Looks without a result so far, and when each was begun."""
+
+    def epochs(
+        self,
+        places: Sequence[Endpoint],
+        within_s: float = math.inf,
+        wait_s: float = math.inf,
+        enough: Callable[[int], bool] = lambda epoch: False,
+    ) -> dict[Endpoint, int]:
+        """Return the epochs of the endpoints that answer in time, 0 where one is not in use. A look takes `within_s` at most, and `wait_s` of it are
+        waited for. Once an endpoint has an epoch that is `enough`, others have BACK_S for their answers. Raises OtherSecret."""
+        now_s, found = time.monotonic(), {}
+        until_s = now_s + min(wait_s, max(LEAST_S, within_s) + LEAST_S)
+        for place in places:
+            earlier = self._calls.get(place)
+            if earlier is None or (earlier[0].wait(0.0) and now_s - earlier[1] > ANSWER_S):  # else it is taken now
+                self._calls[place] = BoundedCall(functools.partial(self.windows[place].look, within_s)), now_s
+        for place in places:
+            left_s = BACK_S if place in self.silent else min(until_s - time.monotonic(), CONNECT_S + ANSWER_S)
+            known = self._calls[place][0].wait(max(0.0, left_s))
+            epoch = self._calls.pop(place)[0].result() if known else None
+            if epoch is None:
+                self.silent.add(place)
+                continue
+            self.silent.discard(place)
+            found[place] = epoch
+            if enough(epoch):
+                until_s = min(until_s, time.monotonic() + BACK_S)
+        return found
 
 
 def why_not_reached(place: Endpoint, within_s: float) -> str:
@@ -227,6 +293,8 @@ class Window:
         """Whether the last call had no answer, though the endpoint accepted a connection."""
         self.trouble = ""
         """Why the last call had no answer; empty when it had one."""
+        self.asked_s = -math.inf
+        """When the last call ended."""
 
     def look(self, within_s: float = math.inf) -> int | None:
         """Return the endpoint's epoch, 0 where it is not in use, None where no store answers."""
@@ -236,13 +304,30 @@ class Window:
         """Return a store's epoch; 0: it is not in use."""
         return int(store.get(self._epoch_key)) if store.check([self._epoch_key]) else 0
 
-    def open(self, before: int, epoch: int) -> int | None:
-        """Set the endpoint's epoch; return the one that it has now: another agent may have been faster."""
+    def open(self, before: int, epoch: int, meeting: str = "") -> int | None:
+        """Set the endpoint's epoch; return the one that it has now: another agent may have been faster. `meeting`: see `Stores.begin_anew`."""
         expected = str(before) if before else ""
-        return self.ask(lambda store: int(store.compare_set(self._epoch_key, expected, str(epoch))))
+
+        def change(store: Store) -> int:
+            if meeting:  # before the epoch: whoever reads that finds it
+                store.compare_set(f"{self._epoch_key}/{epoch}", "", meeting)
+            return int(store.compare_set(self._epoch_key, expected, str(epoch)))
+
+        return self.ask(change)
+
+    def meeting_of(self, epoch: int) -> str:
+        """Return what was published for the meeting under that epoch; empty: nothing, or no store answers."""
+        key = f"{self._epoch_key}/{epoch}"
+        return self.ask(lambda store: str(store.get(key).decode()) if store.check([key]) else "") or ""
 
     def ask(self, question: Callable[[Store], T], within_s: float = math.inf) -> T | None:
         """Call the store; None where none answers. A call that hangs is abandoned. Raises OtherSecret."""
+        try:
+            return self._ask(question, within_s)
+        finally:
+            self.asked_s = time.monotonic()
+
+    def _ask(self, question: Callable[[Store], T], within_s: float) -> T | None:
         answer_s = max(LEAST_S, min(ANSWER_S, within_s))
         self.hangs = False
         if trouble := why_not_reached(self._place, min(CONNECT_S, answer_s)):

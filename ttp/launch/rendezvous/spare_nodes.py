@@ -23,8 +23,9 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -33,13 +34,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from ttp.inputs import checked
 from ttp.launch.rendezvous import departures
-from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, ROUND_S, Endpoint, Stores
+from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores
 
 log = logging.getLogger("ttp.launch")
 
 LOST_S = 4.0
-"""An agent whose entry has not been renewed for this long is lost, and CONNECT_S longer for each further endpoint: an agent that joins looks at
-all of them in turn. It matters only while another agent of the job waits for it."""
+"""An agent whose entry has not been renewed for this long is lost. It matters only while another agent of the job waits for it."""
+
+LOOKERS = 8
+"""So many agents of a job see to it that those that are here meet at once. If all of them are lost, torch's own times apply."""
 
 MOST_AGENTS = 10_000
 """So many entries are read: those of a job's nodes, and of the agents that were started again."""
@@ -65,9 +68,11 @@ class Agent:
     """The epoch of the store under which they met."""
     place: int = 0
     """The number of the agent whose place this one, a spare before, has taken; 0: none's, or it is not known."""
+    serves: int = 0
+    """1: the store with this entry is its own, and lost with it."""
 
 
-_NUMBERS = ("number", "beat", "start", "size", "epoch", "place")
+_NUMBERS = ("number", "beat", "start", "size", "epoch", "place", "serves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,10 @@ class PlaceTaken:
 class Entry:
     """This agent's own entry, in whichever store is in use."""
 
-    def __init__(self, run_id: str, node: str) -> None:
+    def __init__(self, run_id: str, node: str, serves: Callable[[Endpoint], bool] = lambda place: False) -> None:
+        """`serves(place)`: the store there is this agent's."""
         self.agent = Agent(node=node)
+        self._serves = serves
         self._key = _key(run_id)
         self._numbers: dict[Endpoint, int] = {}
 
@@ -102,7 +109,8 @@ class Entry:
         number = self._numbers.get(place, 0)
         if not number or int(store.add(self._key, 0)) < number:  # the store may have been restarted
             number = self._numbers[place] = int(store.add(self._key, 1))
-        self.agent = replace(self.agent, state=state, number=number, beat=self.agent.beat + 1)
+        beat, serves = self.agent.beat + 1, int(self._serves(place))
+        self.agent = replace(self.agent, state=state, number=number, beat=beat, serves=serves)
         store.set(f"{self._key}/{number}", json.dumps(asdict(self.agent)))
 
 
@@ -152,10 +160,15 @@ class Silence:
 
 
 def place_to_take(
-    agents: Sequence[Agent], lost: Collection[int], own: int, max_nodes: int = MOST_AGENTS
+    agents: Sequence[Agent],
+    lost: Collection[int],
+    own: int,
+    max_nodes: int = MOST_AGENTS,
+    gone_with_store: str | None = None,
 ) -> Agent | None:
     """Return the node whose place the spare with number `own` takes, with what the others know of their last attempt (PURE); None: no place is free
-    for it. `max_nodes`: of the job."""
+    for it. `max_nodes`: of the job. `gone_with_store`: the agents have moved from a store that is lost, and some may not have come yet. That of the
+    named node is lost with it, empty: none is known to be; None: all have had the time to come."""
     here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
     latest = max(here, key=lambda agent: agent.start, default=None)
     spares = [agent.number for agent in agents if agent.state == SPARE and agent.number not in lost]
@@ -170,11 +183,119 @@ def place_to_take(
     if not any(agent.state == JOINING and agent.start == latest.start for agent in here):
         return None  # the job runs
     missing = latest.size - len(here)  # a node that was started again is here too
+    if gone_with_store is not None:
+        missing = min(missing, int(bool(gone_with_store) and all(agent.node != gone_with_store for agent in here)))
     if own not in spares or (turn := spares.index(own)) >= missing:
         return None
     gone = [agent for agent in agents if agent.start == latest.start and agent.number in lost][-missing:]
-    name, number = (gone[turn].node, gone[turn].number) if turn < len(gone) else ("a lost node", 0)
+    name, number = (gone[turn].node, gone[turn].number) if turn < len(gone) else (gone_with_store or "a lost node", 0)
     return replace(latest, node=name, number=number)
+
+
+def to_meet(
+    agents: Sequence[Agent],
+    lost: Collection[int],
+    own: Agent,
+    *,
+    epoch: int,
+    min_nodes: int,
+    max_nodes: int,
+    elsewhere: bool,
+    moved: bool,
+) -> tuple[int, ...] | None:
+    """Return the agents, by number, that are to meet anew and at once, as no other comes (PURE); None: torch's rendezvous goes on.
+
+    `own`: this agent's entry. `epoch`: under which they meet now; torch waits for lost ones only under that of the last attempt. `elsewhere`: the lost ones
+    may meet without these, at another endpoint. Then those that are here must be more than half of
+    the last attempt's nodes, or half of them at the endpoint where all have met (not `moved`): others wait as long as torch does, and come back if they
+    were only cut off.
+    """
+    here = [agent for agent in agents if agent.state in (JOINING, RUNNING) and agent.number not in lost]
+    if own.start < 0 or own.number in lost or any(agent.state == RUNNING for agent in here):
+        return None
+    gone = epoch == own.epoch and any(agent.start == own.start and agent.number in lost for agent in agents)
+    waits_for_spare = len(here) < own.size and any(
+        agent.state == SPARE and agent.number not in lost for agent in agents
+    )
+    if not min_nodes <= len(here) <= max_nodes or waits_for_spare or not (gone or len(here) < max_nodes):
+        return None
+    known = sum(agent.start == own.start for agent in here)
+    if len(here) < own.size and elsewhere and 2 * known < own.size + moved:
+        return None
+    return tuple(agent.number for agent in here)
+
+
+class MeetingAnew:
+    """Has the agents that are here meet at once, under a new epoch of the store, where no other comes: one agent's part in it.
+
+    Such an epoch is for those agents, and for one meeting. A node that comes later waits in torch's rendezvous until the others make room for it.
+    """
+
+    def __init__(
+        self, stores: Stores, run_id: str, entry: Entry, min_nodes: int, max_nodes: int, waits_for_more: bool
+    ) -> None:
+        """`waits_for_more`: the job has said how long it waits for more nodes than it needs."""
+        self._stores = stores
+        self._run_id = run_id
+        self._entry = entry
+        self._min_nodes = min_nodes
+        self._max_nodes = max_nodes
+        self._waits_for_more = waits_for_more
+        self._met_at: Endpoint | None = None
+        """Where this agent has met the others for the last attempt, and its number among them."""
+        self._rank = 0
+        self._for_some = 0
+        """The last epoch that was for some agents."""
+        self._meeting: set[str] = set()
+        """For which agents the present epoch is; empty: for all."""
+        self._place: Endpoint | None = None
+        self._silence, self._since_s = Silence(LOST_S), inf
+
+    def met(self, place: Endpoint, rank: int) -> None:
+        """Note where this agent has met the others, and its number among them."""
+        self._met_at, self._rank, self._place = place, rank, None
+
+    def moved(self, place: Endpoint) -> bool:
+        """Return whether the last attempt's nodes have met elsewhere."""
+        return self._met_at not in (None, place)
+
+    def is_over(self, place: Endpoint, epoch: int) -> bool:
+        """Return whether this agent has met others there under an epoch that was for them only."""
+        return self._place is None and (place, epoch) == (self._met_at, self._for_some)
+
+    def begin(self, place: Endpoint, epoch: int, now_s: float) -> int:
+        """Begin to join at an endpoint; return how many agents meet under its epoch, this one included, 0: all that the job may have. An agent for
+        which it is not waits until the others make room for it."""
+        if place != self._place:
+            self._place, self._silence, self._since_s = place, Silence(LOST_S), inf
+        self._meeting = set(self._stores.meeting_of(place, epoch).split())
+        is_one = str(self._entry.agent.number) in self._meeting
+        self._for_some = epoch if is_one else 0
+        self.look(place, epoch, now_s)  # silence counts from now on
+        return len(self._meeting) if is_one else 0
+
+    def look(self, place: Endpoint, epoch: int, now_s: float) -> bool:
+        """Begin a new epoch for those that are here, if no other comes; return whether one has begun. Of many agents a few look, as each reads the
+        entries of all."""
+        if self._rank >= LOOKERS and not self._stores.serves(place):
+            return False
+        agents = self._stores.ask(place, functools.partial(read_agents, run_id=self._run_id))
+        if agents is None:
+            return False
+        self._since_s = min(self._since_s, now_s)
+        lost, moved = self._silence.of(agents, now_s), place != self._met_at
+        if moved and now_s - self._since_s < LOST_S:
+            return False  # the others come here one by one
+        if self._meeting and not self._meeting.intersection(map(str, lost)):
+            return False  # it is under way; one that has come since waits for room
+        numbers = to_meet(
+            agents, lost, self._entry.agent, epoch=epoch, min_nodes=self._min_nodes, max_nodes=self._max_nodes,
+            elsewhere=len(self._stores.endpoints) > 1, moved=moved,
+        )  # fmt: skip
+        if numbers is None or (self._waits_for_more and len(numbers) < self._max_nodes):
+            return False
+        self._stores.begin_anew(place, epoch, " ".join(map(str, numbers)))
+        return self._stores.epoch > epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +335,9 @@ def wait_for_place(
     """
     where = ", ".join(map(str, stores.endpoints))
     log.info("waiting as a spare node for job %r at %s, without a time limit", run_id, where)
-    lost_s = LOST_S + CONNECT_S * (len(stores.endpoints) - 1)
-    silence, seen_s, moved_s, needed_s = Silence(lost_s), 0.0, 0.0, 0.0
+    silence, seen_s, moved_s, needed_s = Silence(LOST_S), 0.0, 0.0, 0.0
     before: Endpoint | None = None
+    served_by = gone_with = ""
     while True:
         place = stores.find_in_use()
         view = None
@@ -230,13 +351,14 @@ def wait_for_place(
                 log.info("the job %r has succeeded without this spare node", run_id)
                 raise RendezvousGracefulExitError(f"the job {run_id!r} has succeeded")
             if place != before:
-                before, moved_s, silence = place, now_s, Silence(lost_s)
+                before, moved_s, silence, gone_with = place, now_s, Silence(LOST_S), served_by
             lost = silence.of(view.agents, now_s)
+            served_by = next((agent.node for agent in reversed(view.agents) if agent.serves), "")
             if any(agent.state != SPARE and agent.number not in lost for agent in view.agents):
                 seen_s = now_s
             # After a move the agents come to the new store one by one.
-            settled = now_s - moved_s >= lost_s
-            taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes) if settled else None
+            unsettled = gone_with if now_s - moved_s < LOST_S else None
+            taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes, unsettled)
             needed_s = (needed_s or now_s) if taken is not None else 0.0
             if taken is not None and _is_fit(health, needed_s):
                 log.warning("%s", PlaceTaken(entry.agent.node, taken.node))

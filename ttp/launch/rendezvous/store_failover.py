@@ -37,6 +37,7 @@ from ttp.launch.rendezvous.spare_nodes import (
     SPARE,
     Entry,
     Health,
+    MeetingAnew,
     PlaceTaken,
     read_agents,
     wait_for_place,
@@ -64,25 +65,29 @@ class FailoverRendezvous(RendezvousHandler):
     def __init__(
         self,
         stores: Stores,
-        make: Callable[[Endpoint], RendezvousHandler],
+        make: Callable[[Endpoint, int, bool], RendezvousHandler],
         run_id: str,
         *,
         join_timeout_s: float,
         node: str = "",
         spare_node: bool = False,
         health: Health | None = None,
+        min_nodes: int = 1,
         max_nodes: int = MOST_AGENTS,
+        waits_for_more: bool = False,
     ) -> None:
-        """`make(place)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch. `node`: this node's name.
-        `spare_node`: it joins when the job has lost another node, and has passed its `health` check then. `max_nodes`: of the job."""
+        """`make(place, nodes, moved)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch; it is complete with so
+        many nodes, 0: `max_nodes`; `moved`: the last attempt's nodes have met elsewhere, and may meet there again. `node`: this node's name. `spare_node`: it joins when the job has lost another node, and has passed its `health` check
+        then. `min_nodes`, `max_nodes`: of the job. `waits_for_more`: with fewer than `max_nodes` it waits for others as long as torch does."""
         self._stores = stores
         self._make = make
         self._run_id = run_id
         self._join_timeout_s = join_timeout_s
-        self._entry = Entry(run_id, node)
+        self._entry = Entry(run_id, node, stores.serves)
         self._spare_node = spare_node
         self._health = health
         self._max_nodes = max_nodes
+        self._anew_meeting = MeetingAnew(stores, run_id, self._entry, min_nodes, max_nodes, waits_for_more)
         self._secret = stores.secret
         self.took_place: PlaceTaken | None = None
         """Whose place this node, a spare, takes in the next attempt."""
@@ -122,10 +127,15 @@ class FailoverRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round at the endpoint in use. Raises RendezvousTimeoutError (TooFewNodes where another allocation may help),
         RendezvousClosedError (why the job is over), OtherSecret."""
-        why = self._waiting.over if self._waiting is not None else ""
+        waiting = self._waiting
         self._stop_polling()
-        if why:
-            raise RendezvousClosedError(f"the job {self._run_id!r} is over: {why}")
+        if waiting is not None and waiting.over:
+            raise RendezvousClosedError(f"the job {self._run_id!r} is over: {waiting.over}")
+        if waiting is not None and self._place is not None:
+            if waiting.unanswered:
+                self._stores.gave_no_answer(self._place)
+            else:
+                self._stores.ask(self._place, functools.partial(self._entry.renew, place=self._place, state=JOINING))
         began = time.monotonic()
         while True:
             left_s = began + self._join_timeout_s - time.monotonic()
@@ -144,6 +154,7 @@ class FailoverRendezvous(RendezvousHandler):
                 assert self._inner is not None
                 assert place is not None
                 self._secret.met = True
+                self._anew_meeting.met(place, joined.rank)
                 self._waiting = _Waiting(
                     self._inner,
                     self._stores.window(place),
@@ -165,12 +176,18 @@ class FailoverRendezvous(RendezvousHandler):
             if self._place not in (None, place):
                 log.warning("moving the rendezvous from %s to %s", self._place, place)
             self._place, self._epoch, self._inner = place, epoch, None
+        if self._anew_meeting.is_over(place, epoch):
+            self._stores.begin_anew(place, epoch)
+            self._anew = True
+            return None
         kept, until = self._inner, time.monotonic() + left_s
         self._read_departures(place, left_s)
         self._departed_before = self._departed.get(place, 0)
 
+        nodes, moved = self._anew_meeting.begin(place, epoch, time.monotonic()), self._anew_meeting.moved(place)
+
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
-            inner = kept or self._make(place)
+            inner = kept or self._make(place, nodes, moved)
             return inner, inner.next_rendezvous()
 
         call = BoundedCall(run)
@@ -184,7 +201,7 @@ class FailoverRendezvous(RendezvousHandler):
                 why = f"is lost ({self._stores.trouble()})"
             elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is out of use: the job meets at {other}"
-            elif now is not None and now > epoch:
+            elif (now is not None and now > epoch) or self._anew_meeting.look(place, epoch, time.monotonic()):
                 why, self._anew = "has begun anew, without nodes that are lost", True
             elif self._secret.read():
                 why, self._anew = "has another secret than this node, whose own was replaced", True
@@ -406,6 +423,8 @@ class _Waiting:
         """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
         this rendezvous. renew: renews this agent's entry. drain: returns why it shall leave; empty: it stays."""
         self.count = 0
+        self.unanswered = 0
+        """How many calls in a row the store has not answered."""
         self.drain = ""
         """Why this agent shall leave at a step boundary, once it was asked to."""
         self.over = ""
@@ -430,12 +449,11 @@ class _Waiting:
     def _run(self) -> None:
         """Poll until stopped. The handler never reconnects, and torch logs a backtrace for each call on a broken connection: the window, which
         checks the port first, is asked before it, and a loss ends the handler."""
-        unanswered = 0
         while not self._stopping.wait(ROUND_S):
             left = self._left()
-            unanswered = 0 if left is not None else unanswered + 1
+            self.unanswered = 0 if left is not None else self.unanswered + 1
             count = left or 0
-            if self._inner is not None and unanswered == LOST_LOOKS:
+            if self._inner is not None and self.unanswered == LOST_LOOKS:
                 self._lose(f"no store has answered {LOST_LOOKS} times")
             elif self._inner is not None and left is not None:
                 try:
