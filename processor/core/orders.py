@@ -93,7 +93,7 @@ def regroup(state: ProcessorState, message: Regroup, now: float, out: list[Effec
         out.append(_not_regrouped(state, message, error))
         return state
     out.append(RegroupTraining(message))
-    return replace(state, regrouping=message)
+    return replace(state, regrouping=message, ordered=0)  # all of them are answered; a later order counts again
 
 
 def _not_regrouped(state: ProcessorState, order: Regroup, error: str) -> Send:
@@ -116,7 +116,6 @@ def regroup_done(state: ProcessorState, event: RegroupDone, now: float, out: lis
         state, regrouping=None, regrouped=order.freeze_id, vacant=False, rolled=False, torn=False, state_step=order.step,
         faults=others,
         parked=False,
-        ordered=0,
     )  # fmt: skip
     if order.freeze_id != state.freeze_id:
         out.append(CloseGate(state.freeze_id))  # what was reported since is no longer so

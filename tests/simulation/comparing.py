@@ -8,10 +8,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
-from tests.simulation.truth import said_s
 from ttp.processor.core.state import RankMode
 from ttp.proto.messages import CauseKind, Digest
 
@@ -46,8 +44,8 @@ class Comparing:
         """Some rank has reported to its gate that replicas differ."""
         self.known = False
         """Some rank has learned in a collective that they do."""
-        self.known_of: dict[str, float] = {}
-        """Of which shard groups, and since when."""
+        self.known_of: set[str] = set()
+        """Of which shard groups."""
         self._read: dict[tuple[str, int, int], dict[str, int]] = {}
         """By look, generation and rank, what the rank has read."""
 
@@ -147,8 +145,7 @@ class Comparing:
     def learn(self, differing: Iterable[str]) -> None:
         """Some rank knows it now."""
         self.known = True
-        for group in differing:
-            self.known_of.setdefault(group, self._job.now)
+        self.known_of.update(differing)
 
     # --- what must be so ---
 
@@ -165,19 +162,17 @@ class Comparing:
         if not process.gate.torn and not (self.repairs and self.proven(process.rank)):
             self._job.broken(f"I19: rank {process.rank} is replaced, whose replica is not proven wrong")
 
-    def wrong_part(self, group: str, at_s: float = inf) -> str:
-        """Say what it means that a part, published at that time, is not that of a fault-free run; empty: no rank could know."""
+    def wrong_part(self, group: str) -> str:
+        """Say what it means that a published part is not that of a fault-free run; empty: no rank could know."""
         if not any(group == altered for _, altered in self.altered):
             return "I3"
-        return "I19" if self.known_of.get(group, inf) < at_s else ""
+        return "I19" if group in self.known_of else ""
 
     def violations(self) -> list[str]:
-        """I19: a step is written, of which replicas are known to differ, only where the ranks have asked for it and each wrong one is proven."""
-        last_s = max((said_s(self._job, step) for _, step in self._job.disk.published), default=-inf)
-        known = {group for group, since_s in self.known_of.items() if since_s < last_s}
-        if not known:
+        """I19: a step is written, of which replicas differ, only where the ranks have asked for it and each wrong one is proven."""
+        if not self.known or not self._job.disk.published:
             return []
-        proven = all(self._has_majority(group) for _, group in self.altered if group in known)
+        proven = all(self._has_majority(group) for _, group in self.altered if group in self.known_of)
         return [] if self.repairs and proven else [f"I19: a step was published, replicas differed in {self.altered}"]
 
 

@@ -25,7 +25,8 @@ PUBLISHED_FIRST = 0.4
 LIMIT_S = 1.0
 FAILING = 0.04
 """Chance of each thing that can go wrong for each rank."""
-PIDS_APART = 10_000
+FIRST_PID, PIDS_APART = 100, 10_000
+"""Of rank 0; from a process to the one in its place."""
 
 
 class InPlace:

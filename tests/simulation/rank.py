@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tests.simulation.boundaries import Boundary
 from tests.simulation.collectives import ATTEMPT, Returned
 from tests.simulation.controllers import ROUNDING_S
-from tests.simulation.in_place import PIDS_APART, Regrouping
+from tests.simulation.in_place import FIRST_PID, PIDS_APART, Regrouping
 from tests.simulation.network import RankStream, Route, Stream
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.rehearsal import Rehearsal
@@ -52,7 +52,7 @@ class Rank(Threads):
         """`vacant`: the freeze in which it is started in the place of the process `before`."""
         super().__init__(job)
         self.rank = rank
-        self.pid: int = 100 + rank if before is None else before.pid + PIDS_APART
+        self.pid: int = FIRST_PID + rank if before is None else before.pid + PIDS_APART
         self.began_in = self.generation = vacant
         self.stuck = False
         """Its training thread comes out of nothing any more."""
@@ -282,7 +282,7 @@ class Rank(Threads):
         world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
         return Registration(
             self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
-            "" if self.began_in else self.job.standbys.first_of(self.rank), regroups=True, repairs=self.job.comparing.repairs,
+            "" if self.began_in else self.job.standbys.first_of(self.rank), regroups=not (self.job.times.publish_first and self.job.comparing.acts), repairs=self.job.comparing.repairs,
         )  # fmt: skip
 
     @property

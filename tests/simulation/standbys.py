@@ -12,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tests.simulation.controllers import Controller
+from tests.simulation.in_place import FIRST_PID
 from tests.simulation.network import DOWN, UP
 from ttp.processor.core import events as ev
 from ttp.processor.core.state import RankMode
@@ -36,7 +37,11 @@ class Standbys:
         self._rng = random.Random(f"standbys {count}")
         self.listed = [f"c{place}" for place in range(1, 1 + count)]
         """Addresses, as ranks and launchers find them."""
-        self._starters = {place: min(place, job.training.layout.world_size - 1) for place in range(1, 1 + count)}
+        last = job.training.layout.world_size - 1
+        self._starters = {place: (min(place, last), FIRST_PID + min(place, last)) for place in range(1, 1 + count)}
+        """By place, the rank that has started it, and its process."""
+        self._unseen: set[str] = set()
+        """Standbys whose end no process has seen: the one that had started them was replaced (docs/limits.md)."""
         self._review_at = 0.0
         """When it is looked next whether there are as many as there must be; those that were asked for earlier are void."""
         self.judged = 0
@@ -67,7 +72,7 @@ class Standbys:
         controller = Controller(self.job, len(self.job.controllers))
         self.job.controllers.append(controller)
         self.job.note(f"rank {process.rank} starts c{controller.place}")
-        self._starters[controller.place] = process.rank
+        self._starters[controller.place] = process.rank, process.pid
         self.listed.append(f"c{controller.place}")
         process.put(ev.ControllerStarted(f"c{controller.place}"))
 
@@ -83,7 +88,10 @@ class Standbys:
         """The rank that started a controller sees it end; a while later there must be as many as before."""
         starter = self._starters.get(controller.place)
         if starter is not None:
-            process = self.job.ranks[starter]
+            process = self.job.ranks[starter[0]]
+            if not process.alive or process.pid != starter[1]:
+                self._unseen.add(f"c{controller.place}")
+                return
             process.later(
                 self._rng.uniform(0.001, 0.02), partial(process.put, ev.ControllerEnded(f"c{controller.place}"))
             )
@@ -131,7 +139,11 @@ class Standbys:
         job, leader = self.job, self.job.controller
         self.judged += 1
         behind = {f"c{c.place}" for c in job.controllers if c.place > leader.place and c.idle and not c.gone}
-        known = [rank.rank for rank in job.ranks if len(behind.intersection(rank.state.successors)) < self.count]
+        known = [
+            rank.rank
+            for rank in job.ranks
+            if len(behind.intersection(rank.state.successors)) + len(self._unseen) < self.count
+        ]
         if leader.gone or known:
             standing = "no controller leads" if leader.gone else f"c{leader.place} leads, {sorted(behind)} stand by"
             job.broken(f"I13: after {RESTORED_S:g} s of undisturbed training {standing}; too few for ranks {known}")

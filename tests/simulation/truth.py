@@ -110,13 +110,6 @@ def of_last_fault(job: Job, name: str) -> list[dict[str, object]]:
     return [dict(line.fields) for line in lines[since:] if line.event == name]
 
 
-def said_s(job: Job, step: int) -> float:
-    """Return when a controller first reported that a step is published; inf: none did."""
-    return min(
-        (at for at, line in job.journal if line.event == "published" and line.fields["step"] == step), default=inf
-    )
-
-
 def verdicts(job: Job) -> list[float]:
     """Return when a controller reported that the job is over, and why; a step that is published before the ranks regroup is none, unless they fail to."""
     found = []

@@ -81,6 +81,10 @@ def why_not_in_place(
         ),
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
         (copies, "copies='memory'"),
+        (
+            settings.gasp == "always" and getattr(getattr(optimizer, "on_divergence", None), "acts", False),
+            "TTP_GASP=always has a step on disk before its replicas are compared, which on_divergence is to prevent (TTP_GASP=if_needed)",
+        ),
         (GROUPS.meeting is not None, "this process had a session before"),
         (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
         (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process"),

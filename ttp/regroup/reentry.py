@@ -110,6 +110,7 @@ class Reentry:
         """The training thread has come out."""
         self._leaving: threading.Thread | None = None
         address = settings.master_addr, settings.master_port
+        self._published_first = settings.gasp == "always"
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
         holder.prepare_copy()
@@ -229,6 +230,8 @@ class Reentry:
                 continue
             self._holder.drop_copy()
             self._saves.take(returned.saves)
+            if self._published_first:
+                self._saves.saved(order.step)
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
             error_file.withdraw()
             if self._rank == 0:

@@ -97,7 +97,7 @@ class Saves:
             self._background.save(step, kind)
             return ""
         path = self.together.save(step, Cause(kind, (), f"{kind.value} checkpoint of step {step}"))
-        self._saved(step)
+        self.saved(step)
         return path
 
     def prepare(self) -> None:
@@ -114,9 +114,10 @@ class Saves:
 
     def _saved_beside(self, step: int, path: str) -> None:
         self._holder.trust(path)
-        self._saved(step)
+        self.saved(step)
 
-    def _saved(self, step: int) -> None:
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is on disk: older ones may go."""
         self.newest = max(self.newest, step)
         if self._retention is not None:
             self._retention.saved_in(self._directories.used)

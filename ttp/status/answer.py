@@ -89,7 +89,7 @@ class FaultRow:
     ranks: list[int]
     cause: str
     outcome: str
-    """`saved`, `in place` (training continued without a checkpoint), `not saved`, `false alarm`, `unknown`, or `now` while it lasts."""
+    """`saved`, `in place` (training continued without a restart), `not saved`, `false alarm`, `unknown`, or `now` while it lasts."""
     detail: str
     """The checkpoint, or why there is none."""
     step: int | None

@@ -228,7 +228,8 @@ def _of_journal(number: int, unix_s: float, fields: Mapping[str, Any]) -> FaultR
         "steps_lost": incident.steps_lost,
     }
     row = _row(number, unix_s - took_s, took_s, named)
-    return replace(row, outcome=IN_PLACE, detail="") if incident.in_place else row
+    detail = row.detail if incident.saved is not None else ""
+    return replace(row, outcome=IN_PLACE, detail=detail) if incident.in_place else row
 
 
 def _row(number: int, began_unix_s: float, took_s: float | None, fields: Mapping[str, Any]) -> FaultRow:

@@ -49,9 +49,10 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
 
 
 def newest_checkpoint(state: ControllerState) -> str:
-    """Return the newest checkpoint that any rank reported in this freeze; empty: none."""
+    """Return the newest checkpoint that any rank reported in this freeze, or that this controller had published before; empty: none."""
     reports = state.fault.reports if state.fault is not None else ()
-    return max((report.checkpoint for report in reports if report is not None), key=step_of, default="")
+    known = (report.checkpoint for report in reports if report is not None)
+    return max((state.recoveries.path, *known), key=step_of)
 
 
 def step_of(path: str) -> int:

@@ -207,12 +207,12 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
         return ask_again(state, returned, now, out)
     if state.at.pending or state.members.suspects:
         return state
-    order, before = state.at.dump.regroup, state.recoveries
+    order, saved, before = state.at.dump.regroup, state.at.dump.saved, state.recoveries
     assert order is not None
     out.append(Send(reachable(state.members), Thaw(state.freeze_id)))
     out.append(Journal("regrouped", {"freeze_id": state.freeze_id, "step": order.step, "replaced": order.replaced}))
     state = stage_ended(state, "regrouped", now)
-    state = report(state, Outcome(state.at.dump.saved, in_place=True, kept_step=order.step), now, out)
+    state = report(state, Outcome(saved, in_place=True, kept_step=order.step), now, out)
     coverage = coverage_of(member.registration for member in state.members.table if member.registration is not None)
     at_step = before.at_step + 1 if before.step == order.step else 1
     return goto(
@@ -221,7 +221,9 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
             coverage=coverage,
             survives=survives(coverage),
             pace=rested(state.pace, now),
-            recoveries=Recoveries(before.count + 1, order.step, at_step),
+            recoveries=Recoveries(
+                before.count + 1, order.step, at_step, saved.path if saved is not None else before.path
+            ),
         ),
         Running(),
     )

@@ -179,13 +179,15 @@ class AttachedAgent:
 
 @dataclass(frozen=True)
 class Recoveries:
-    """Faults that ended without a checkpoint, under this controller."""
+    """Faults that ended in place, under this controller."""
 
     count: int = 0
     step: int = -1
     """Of the newest of them."""
     at_step: int = 0
     """How many of them in a row were at that step."""
+    path: str = ""
+    """The newest checkpoint that was published before such an end; empty: none was."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench
+from tests.unit.protocol.bench import ControllerBench, report
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_regroup import all_regroup, job, lose_rank_3
 from ttp.controller.core.facts.state import Stage
 from ttp.proto.incident import Incident, read_incident
-from ttp.proto.messages import CauseKind, Exit, Published, Regroup, StepFailed, Thaw
+from ttp.proto.messages import CauseKind, Exit, Phase, Published, Regroup, StepFailed, Thaw
 
 IN_PLACE_S = 20.0
 
@@ -58,6 +58,16 @@ def test_they_regroup_once_it_is_published() -> None:
     found = incident(bench)
     assert found.in_place and found.saved is not None and (found.saved.step, found.steps_lost) == (6, 0)
     assert found.took_ms is not None and {"written", "published", "regrouped"} <= set(found.took_ms)
+
+
+def test_the_next_faults_report_knows_what_this_one_has_published() -> None:
+    """No rank has loaded or saved it: they report an older one."""
+    bench = published()
+    all_regroup(bench)
+    bench.say(killed(3, pid=203), killed(1))
+    bench.say(*(replace(report(rank, 2, Phase.COMPUTE, 9, records=[7, 8]), checkpoint="/a/iter_0000003") for rank in (0, 2)))
+    found = incident(bench)
+    assert (found.saved, found.goes_on_from, found.steps_lost) == (None, "/a/iter_0000006", 2)
 
 
 def test_a_second_fault_is_published_again() -> None:

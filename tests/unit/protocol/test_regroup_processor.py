@@ -162,6 +162,17 @@ def test_a_rank_whose_state_is_another_one_refuses(changed: dict[str, Any], step
     assert text in refused(frozen(**changed), order(step=step))
 
 
+def test_what_is_ordered_while_the_training_thread_regroups_keeps_its_gate_shut() -> None:
+    """The order to regroup took too long, and another round has the step written: the training thread ends the older order after all."""
+    rank = regrouping()
+    rank.freeze(2, phase=Phase.DONE)
+    rank.receive(write_order(2))
+    rank.take(RegroupDone(order()))
+    rank.freeze(3, phase=Phase.DONE)
+    assert rank.said(StateReport)[-1].final, "a write of freeze 2 may be under way"
+    assert "its training cannot be entered again" in refused(rank, order(3))
+
+
 def test_an_order_with_another_steps_record_is_refused() -> None:
     wrong = replace(order(), record=record(6))
     assert "invalid record: got step 6, expected step 5" in refused(frozen(), wrong)

@@ -10,6 +10,7 @@ import ttp.regroup.choice as module
 from ttp.config import Settings
 from ttp.errors import ConfigError
 from ttp.groups.process_groups import GROUPS
+from ttp.optim.on_divergence import OnDivergence
 from ttp.regroup.choice import check_asked, choose, why_not_in_place
 
 
@@ -57,6 +58,34 @@ def test_where_it_is_off_the_reason_is_named(
     monkeypatch.setattr(GROUPS, "replaceable", True)
     said = why_not_in_place(in_place(**settings), Optimizer(), asked, copies=False, own_form=False)  # type: ignore[arg-type]
     assert (why in said) if why else said == ""
+
+
+@pytest.mark.parametrize(
+    ("acts", "gasp", "off"), [(True, "always", True), (True, "if_needed", False), (False, "always", False)]
+)
+def test_a_step_is_not_on_disk_before_replicas_are_compared_that_are_to_be(
+    acts: bool, gasp: str, off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GROUPS, "replaceable", True)
+    optimizer: Any = Optimizer()
+    optimizer.on_divergence = OnDivergence("stop" if acts else "report")
+    said = why_not_in_place(in_place(gasp=gasp), optimizer, True, copies=False, own_form=False)
+    assert ("TTP_GASP=always has a step on disk before its replicas are compared" in said) is off
+
+
+@pytest.mark.parametrize(
+    ("environ", "gasp"),
+    [
+        ({}, "if_needed"),
+        ({"TTP_IN_PLACE": "cuda"}, "always"),
+        ({"TTP_GASP": "Always"}, "always"),
+        ({"TTP_IN_PLACE": "cuda", "TTP_GASP": "if_needed"}, "if_needed"),
+    ],
+)
+def test_when_the_checkpoint_is_written(environ: dict[str, str], gasp: str) -> None:
+    assert Settings.from_env(environ).gasp == gasp
+    with pytest.raises(ConfigError, match="invalid TTP_GASP='sometimes': expected always or if_needed"):
+        Settings.from_env({**environ, "TTP_GASP": "sometimes"})
 
 
 def test_a_process_that_was_executed_says_at_its_start_that_it_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,9 @@ class Saves:
     def take(self, marks: SaveMarks) -> None:
         self.calls.append("saves")
 
+    def saved(self, step: int) -> None:
+        self.calls.append(f"step {step} is on disk")
+
 
 class Protection:
     """One that is asked what becomes of an exception; with the gate and the processor's queue."""
@@ -168,12 +171,12 @@ def reentry(left: list[str]) -> Reentry:
     return of_rank(1, left)
 
 
-def of_rank(rank: int, left: list[str]) -> Reentry:
+def of_rank(rank: int, left: list[str], **settings: Any) -> Reentry:
     optimizer: Any = Optimizer(left)
     holder: Any = Holder(optimizer)
     saves: Any = Saves(left)
     renew, step_back = lambda successor: left.append("renew"), lambda: left.append("step back")
-    made = Reentry(optimizer, holder, saves, Settings(), rank, renew, pause, step_back)
+    made = Reentry(optimizer, holder, saves, Settings(**settings), rank, renew, pause, step_back)
     made.begin()
     return made
 
@@ -196,6 +199,16 @@ def test_the_state_is_on_the_host_before_groups_are_left(left: list[str]) -> Non
     assert vars(holder)["copies"] == ["prepared", "step 8, nothing left"]
     made.come_back(protection)  # type: ignore[arg-type]
     assert vars(holder)["copies"][2:] == ["dropped"]
+
+
+@pytest.mark.parametrize("gasp", ["if_needed", "always"])
+def test_a_step_that_was_published_first_counts_as_saved(left: list[str], gasp: str) -> None:
+    """It is not saved a second time, and older checkpoints may go (keep_checkpoint_max)."""
+    made = of_rank(1, left, gasp=gasp)
+    protection = Protection(made, "ordered")
+    assert made.enters_again(RuntimeError("Connection closed by peer"), protection)  # type: ignore[arg-type]
+    made.come_back(protection)  # type: ignore[arg-type]
+    assert ("step 8 is on disk" in left) is (gasp == "always")
 
 
 def test_an_exception_that_the_order_itself_has_caused_is_not_reported(reentry: Reentry) -> None:

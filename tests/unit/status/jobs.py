@@ -55,11 +55,18 @@ def comes(attempt_s: float, ranks: int = 2) -> tuple[Event, ...]:
     return (*came, (attempt_s + 1, "assembled", shown))
 
 
-def incident(end_s: float, took_s: float, step: int | None, lost: int | None = 0, *, in_place: bool = False) -> Event:
-    """Return what a journal has of a fault that ended so."""
-    saved = (
-        Saved(step=step, path=f"/c/iter_{step:07}", bytes=8, ranks=(0,)) if step is not None and not in_place else None
-    )
+def incident(
+    end_s: float,
+    took_s: float,
+    step: int | None,
+    lost: int | None = 0,
+    *,
+    in_place: bool = False,
+    written: bool = False,
+) -> Event:
+    """Return what a journal has of a fault that ended so. `written`: the step is on disk, in place only if asked for."""
+    is_saved = step is not None and (written or not in_place)
+    saved = Saved(step=step, path=f"/c/iter_{step:07}", bytes=8, ranks=(0,)) if is_saved and step is not None else None
     found = Incident(
         kind="exited", culprits=(Culprit(rank=1, kind="exited", cause="signal SIGKILL"),), saved=saved,
         not_saved="" if saved or in_place else "all ranks are dead", in_place=in_place, steps_lost=lost, took_ms={"total": 1e3 * took_s},

@@ -252,6 +252,13 @@ def test_the_time_without_training_is_the_start_of_each_attempt_and_each_fault(t
     assert goodput_of(history.read(tmp_path), BEGAN + 40.0, None) == pytest.approx((10.0 + 19.0) / 40.0)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_recovery_in_place_has_its_checkpoint_where_one_was_written_first(tmp_path: Path, written: bool) -> None:
+    journal(tmp_path, 0, *comes(0.0), incident(8.0, 2.0, 20, in_place=True, written=written))
+    (found,) = history.read(tmp_path).faults
+    assert (found.outcome, "/c/iter_0000020" in found.detail) == ("in place", written)
+
+
 def test_a_recovery_in_place_and_a_false_alarm_cost_what_they_took(tmp_path: Path) -> None:
     journal(
         tmp_path, 0, *comes(0.0), (3.0, "freeze_sent", FROZEN), (4.0, "thawed", {"freeze_id": 1, "ranks": []}),

@@ -277,7 +277,7 @@ def _data(run: Run) -> Verdict:
 
 
 def _in_place(run: Run) -> Verdict:
-    """Recoveries without a checkpoint: other processes for exactly the lost ranks, the next step, and nothing published."""
+    """Recoveries in place: other processes for exactly the lost ranks, the next step, and no other step published."""
     name, found = "in place", [one for one in run.incidents if one.outcome == "in_place"]
     if not found:
         return Verdict(name, UNSEEN, "no fault ended without a checkpoint")

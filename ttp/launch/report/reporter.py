@@ -283,7 +283,10 @@ class Reporter:
             false_alarms=self._false_alarms,
             saved_steps=tuple(
                 sorted(
-                    [*(fault["saved"]["step"] for fault in faults if fault["saved"] is not None), *self._copied_steps]
+                    [
+                        *(fault["saved"]["step"] for fault in (*faults, *recovered) if fault["saved"] is not None),
+                        *self._copied_steps,
+                    ]
                 )
             ),
             steps_lost=sum(lost or 0 for lost in losses) + sum(again.values()),
