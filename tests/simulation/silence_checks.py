@@ -108,7 +108,11 @@ def _left_late(job: Job) -> list[str]:
     for controller in job.controllers:
         sent_s = max((at for at, line in controller.journal if line.event == "exit_sent"), default=inf)
         members, since_s = controller.state.members, sent_s - job.times.lease_s
-        attached = [rank for rank, member in enumerate(members.table) if member.attached and member.named_at > -inf]
+        attached = [
+            rank
+            for rank, member in enumerate(members.table)
+            if member.attached and member.dead is not None and member.named_at > -inf
+        ]
         if not sent_s + EXIT_WAIT_S <= controller.over_s < inf or len(attached) < members.attached or not attached:
             continue
         agents = [job.launchers.get(job.training.layout.hosts[rank]) for rank in attached]

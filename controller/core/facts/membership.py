@@ -215,8 +215,8 @@ def was_only_silent(member: Member) -> bool:
 
 
 def only_lost_nodes(members: Membership, now: float, settings: ControllerSettings) -> bool:
-    """Return whether every rank that still has a stream is lost with its node: it was taken for dead because it was silent, and its agent has
-    been silent for a lease as well. O(world), and only when no live rank is attached.
+    """Return whether every rank that still has a stream is lost with its node: it counts as dead, and it and its agent have been silent for a
+    lease. O(world), and only when no live rank is attached.
 
     An agent that lives reports once a heartbeat, also where no process of its node runs. One that has never reported here proves nothing.
     """
@@ -224,7 +224,7 @@ def only_lost_nodes(members: Membership, now: float, settings: ControllerSetting
         return False
     until = now - settings.lease_s
     return all(
-        was_only_silent(member) and -inf < member.named_at and max(member.named_at, members.leases_renewed_at) <= until
+        -inf < member.named_at and max(member.received_at, member.named_at, members.leases_renewed_at) <= until
         for member in members.table
         if member.attached
     )

@@ -65,7 +65,9 @@ def test_the_next_faults_report_knows_what_this_one_has_published() -> None:
     bench = published()
     all_regroup(bench)
     bench.say(killed(3, pid=203), killed(1))
-    bench.say(*(replace(report(rank, 2, Phase.COMPUTE, 9, records=[7, 8]), checkpoint="/a/iter_0000003") for rank in (0, 2)))
+    bench.say(
+        *(replace(report(rank, 2, Phase.COMPUTE, 9, records=[7, 8]), checkpoint="/a/iter_0000003") for rank in (0, 2))
+    )
     found = incident(bench)
     assert (found.saved, found.goes_on_from, found.steps_lost) == (None, "/a/iter_0000006", 2)
 
