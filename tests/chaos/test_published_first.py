@@ -34,11 +34,12 @@ def test_the_step_is_on_disk_and_the_others_keep_their_processes(tmp_path: Path,
     job = run_to_end(tmp_path / "job", 2, faults=faults, environ=ON)
     assert len(job.starts()) == 1 and order(job) == 2 * ["published", "regroup_sent", "regrouped"]
     assert_equal(job, whole_job(2))
-    assert checkpoints(job)[:2] == ["iter_0000009", "iter_0000014"]
     assert "once the newest step is on disk (TTP_GASP=always)" in console(job)
     assert console(job).count("no restart was needed") == 2
     first, second = fault_lines(job)
-    assert [line["saved"]["step"] for line in (first, second)] == [9, 14]  # type: ignore[index]
+    steps = [line["saved"]["step"] for line in (first, second)]  # type: ignore[index]
+    assert checkpoints(job)[:2] == [f"iter_{step:07d}" for step in steps]
+    assert steps[0] in (8, 9) and steps[1] in (13, 14), "the step in flight is finished, or given up"
     assert all(line["took_ms"]["published"] > 0 and line["took_ms"]["regrouped"] > 0 for line in (first, second))  # type: ignore[index]
 
 
