@@ -272,6 +272,8 @@ class AgentLink:
                 self._fence, self._sent_away_s = stream.term, None
             if isinstance(parcel.message, Exit) and self._sent_away_s is None:
                 self._sent_away_s = self._received_monotonic_s
+            if isinstance(parcel.message, Thaw):
+                self._frozen_by = None
             if isinstance(parcel.message, Freeze):
                 self._frozen_by = parcel.message.cause.kind
         match parcel.message:

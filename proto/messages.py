@@ -29,10 +29,10 @@ EXIT_CODE_PREEMPTED = 76
 """Exit status of the same for a rank with a preemption notice (SIGTERM): nothing in it has failed."""
 
 SAVED_EXIT_CODES = (EXIT_CODE_PERSISTED, EXIT_CODE_PREEMPTED)
+"""Exit statuses of ranks that left because the controller had no more use for them: the dump is over."""
 
 NO_PROCESS = 0
 """In a Vouch: no process of that rank runs."""
-"""Exit statuses of ranks that left because the controller had no more use for them: the dump is over."""
 
 
 class Phase(enum.IntEnum):
@@ -219,7 +219,7 @@ class WorkerExit:
 
 @dataclass(frozen=True, slots=True)
 class Vouch:
-    """The agent found these processes alive and running: neither ending nor stopped. Repeated about once a heartbeat; `pids` in
+    """The agent found these processes alive and running: neither ending nor stopped. Repeated three times a lease; `pids` in
     the order of `ranks`, or NO_PROCESS."""
 
     ranks: tuple[int, ...]

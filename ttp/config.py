@@ -212,7 +212,8 @@ class Settings:
         """Read the variables above. Raises ConfigError naming the variable, its value and what was expected."""
         file_mode(environ)  # refused here; `ttp.files` reads it
         usual_s = usual_heartbeat_s(_integer(environ, "WORLD_SIZE", 1))
-        lease_s = _number(environ, "TTP_LEASE_S", _HEARTBEATS_A_LEASE * usual_s)
+        longest_s = max(usual_s, _number(environ, "TTP_HEARTBEAT_S", usual_s))
+        lease_s = _number(environ, "TTP_LEASE_S", _HEARTBEATS_A_LEASE * longest_s)
         return cls(
             enable=enabled(environ),
             total_timeout_s=_number(environ, "TTP_OT", 120.0),

@@ -44,7 +44,7 @@ from .ranks.stall import check_stall, resume_pace
 from .ranks.standbys import learn_successors, restore
 from .ranks.takeover import decide_takeover
 
-_LAST_VOUCH_HEARTBEATS = 1.5
+_LAST_VOUCH_LEASES = 0.5
 """An agent that goes with its node may have vouched for a rank so long after the rank's last message."""
 
 
@@ -272,7 +272,7 @@ def _silence(state: ControllerState, rank: int, now: float) -> str:
     settings, member = state.settings, state.members.table[rank]
     since = silent_since(member, state.members.leases_renewed_at)
     text = f"no message received for {now - since:.1f} s"
-    if now - since > settings.lease_s + _LAST_VOUCH_HEARTBEATS * settings.heartbeat_s:
+    if now - since > settings.lease_s * (1 + _LAST_VOUCH_LEASES):
         limit_s = vouched_lease(settings, has_started(state.pace))
         return f"{text}, although its agent saw the process running (limit {limit_s:g} s, TTP_VOUCHED_LEASE_S)"
     if member.vouched > since:

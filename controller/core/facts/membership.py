@@ -218,7 +218,7 @@ def only_lost_nodes(members: Membership, now: float, settings: ControllerSetting
     """Return whether every rank that still has a stream is lost with its node: it counts as dead, and it and its agent have been silent for a
     lease. O(world), and only when no live rank is attached.
 
-    An agent that lives reports once a heartbeat, also where no process of its node runs. One that has never reported here proves nothing.
+    An agent that lives reports three times a lease, also where no process of its node runs. One that has never reported here proves nothing.
     """
     if members.present:
         return False

@@ -140,8 +140,50 @@ def test_an_agent_that_is_not_among_those_that_meet_waits_for_room() -> None:
     assert job.looks(100.0, 100.0 + LOST_S) is True
     late = MeetingAnew(job.stores, "job", job.entries[1], 1, 2, False)
     assert late.begin(job.place, 2, 105.0) == 0
+    assert late.waits(job.place, 105.0), "it would take the place of the one that has not joined yet"
+    job.entries[0].renew(job.server, job.place, RUNNING)
+    assert not late.waits(job.place, 106.0), "its wait in the rendezvous is what they make room for"
     late.met(job.place, 1)
     assert not late.is_over(job.place, 2)
+
+
+def test_it_waits_for_none_that_is_lost_before_it_has_joined() -> None:
+    job = Job()
+    assert job.looks(100.0, 100.0 + LOST_S) is True
+    late = MeetingAnew(job.stores, "job", job.entries[1], 1, 2, False)
+    late.begin(job.place, 2, 105.0)
+    assert late.waits(job.place, 105.0) and late.waits(job.place, 104.9 + LOST_S)
+    assert not late.waits(job.place, 105.1 + LOST_S)
+    job.server.set(epoch_key(""), "3")
+    late.begin(job.place, 3, 110.0)
+    assert not late.waits(job.place, 110.0), "an epoch for all"
+
+
+def test_an_agent_that_has_met_none_reads_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first start of a large job each one would read those of all."""
+    job = Job()
+    new = MeetingAnew(job.stores, "job", Entry("job", "node-c"), 1, 2, False)
+    monkeypatch.setattr(spare_nodes, "read_agents", None)
+    assert new.begin(job.place, 1, 100.0) == 0 and new.look(job.place, 1, 200.0) is False
+    assert not new.waits(job.place, 200.0)
+
+
+def test_a_meeting_that_has_begun_as_it_is_joined_is_joined_under_its_own_epoch() -> None:
+    """A drained node, or fewer nodes than the job may have: no entry is silent. Else the handler of the older epoch would be counted as another node."""
+    place = free_place()
+    server = serve(place)
+    server.set(epoch_key("job"), "1")
+    bench = Bench(place)
+    failover = bench.store_failover
+    failover._anew_meeting._min_nodes, failover._anew_meeting._max_nodes = 1, 2
+    failover.met(0, 1)
+    failover._anew_meeting.met(place, 0)
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    assert (failover._epoch, failover._stores.epoch, bench.made[0].nodes) == (2, 2, 1)
+    bench.made[0].joined.set()
+    until(lambda: bool(came))
+    failover.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,8 @@ def test_the_cause_of_the_newest_freeze_is_known(bench: Bench) -> None:
     for kind in (CauseKind.SILENT, CauseKind.PREEMPTED):
         stream.brings(Freeze(3, Cause(kind, (1,), "why")))
         assert bench.line.frozen_by is kind
+    stream.brings(Thaw(3))
+    assert bench.line.frozen_by is None, "it is over"
 
 
 def test_that_the_ranks_are_sent_away_stays_known_until_a_later_controller_leads_them(bench: Bench) -> None:

@@ -116,3 +116,10 @@ def test_only_what_nothing_reads_is_unknown() -> None:
     environ = {**dict.fromkeys(VARIABLES, "1"), "TTP_TEST_MARK": "x", "TTPX": "1", "MY_TTP_OT": "1"}
     assert unknown_variables(environ) == {}
     assert unknown_variables({"TTP_HOSTS": "a"}) == {"TTP_HOSTS": "TTP_HOST"}
+
+
+def test_a_heartbeat_alone_brings_its_lease() -> None:
+    """Whatever knows how many ranks there are: a launcher does not."""
+    for environ in ({}, {"WORLD_SIZE": "10000"}):
+        found = Settings.from_env({**environ, "TTP_HEARTBEAT_S": "5"})
+        assert (found.heartbeat_s, found.lease_s) == (5.0, 15.0)

@@ -274,10 +274,20 @@ class MeetingAnew:
         self.look(place, epoch, now_s)  # silence counts from now on
         return len(self._meeting) if is_one else 0
 
+    def waits(self, place: Endpoint, now_s: float) -> bool:
+        """Return whether the present epoch is for others, who have not met yet: this agent would take a place of theirs."""
+        if not self._meeting or str(self._entry.agent.number) in self._meeting:
+            return False
+        agents = self._stores.ask(place, functools.partial(read_agents, run_id=self._run_id))
+        if agents is None:
+            return True
+        come = {str(agent.number) for agent in agents if agent.state == JOINING}
+        return bool((self._meeting & come).difference(map(str, self._silence.of(agents, now_s))))
+
     def look(self, place: Endpoint, epoch: int, now_s: float) -> bool:
         """Begin a new epoch for those that are here, if no other comes; return whether one has begun. Of many agents a few look, as each reads the
         entries of all."""
-        if self._rank >= LOOKERS and not self._stores.serves(place):
+        if self._entry.agent.start < 0 or (self._rank >= LOOKERS and not self._stores.serves(place)):
             return False
         agents = self._stores.ask(place, functools.partial(read_agents, run_id=self._run_id))
         if agents is None:

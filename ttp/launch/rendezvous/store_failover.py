@@ -132,7 +132,7 @@ class FailoverRendezvous(RendezvousHandler):
         if waiting is not None and waiting.over:
             raise RendezvousClosedError(f"the job {self._run_id!r} is over: {waiting.over}")
         if waiting is not None and self._place is not None:
-            if waiting.unanswered:
+            if waiting.unanswered > 1:  # one may be late: all would move
                 self._stores.gave_no_answer(self._place)
             else:
                 self._stores.ask(self._place, functools.partial(self._entry.renew, place=self._place, state=JOINING))
@@ -185,6 +185,11 @@ class FailoverRendezvous(RendezvousHandler):
         self._departed_before = self._departed.get(place, 0)
 
         nodes, moved = self._anew_meeting.begin(place, epoch, time.monotonic()), self._anew_meeting.moved(place)
+        if self._stores.epoch != epoch:  # it has begun one for those that are here
+            self._anew = True
+            return None
+        if self._anew_meeting.waits(place, time.monotonic()):
+            return None
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
             inner = kept or self._make(place, nodes, moved)
