@@ -217,9 +217,10 @@ def report(kills: Sequence[OneKill]) -> list[str]:
             ]
             figures = "".join(f"{1e3 * statistics.median(each):13,.0f}" if each else f"{'-':>13}" for each in row)
             print(f"{WORDS.get(stage, stage):34}{figures}")
+        if alone := [one.stages_s[SAFE[way]] for one in mine if SAFE[way] in one.stages_s]:
+            print(f"the newest step is in memory alone until: {WORDS.get(SAFE[way], SAFE[way])}, {spread(alone)} s")
         a, b, c, off = fit(mine)
         print(
-            f"the newest step is in memory alone until {WORDS.get(SAFE[way], SAFE[way])}: {spread([one.stages_s[SAFE[way]] for one in mine])} s\n"
             f"fit of {len(mine)}: {a:.3f} s + {b * 1e6 * 1e3:.2f} ms a MB + {1e3 * c:.0f} ms a rank; median distance {1e3 * off:.0f} ms"
         )
     for one in kills:

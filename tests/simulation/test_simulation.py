@@ -43,7 +43,6 @@ RARE: dict[Edge, str] = {
     (Assembling, Over): _ORPHANED,
     (Rolling, Over): _ORPHANED,
     (Regrouping, Over): _ORPHANED,
-    (Regrouping, Exiting): "all ranks die at once while they regroup (unit/protocol/test_regroup)",
     (Writing, Over): _ORPHANED,
     (Publishing, Over): _ORPHANED,
     (

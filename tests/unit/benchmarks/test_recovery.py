@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recovery import BYTES, LAYERS, REPLICAS, VOCABULARY, OneKill, fit, hidden_size, report, stamped
+from benchmarks.recovery import (
+    BYTES,
+    LAYERS,
+    REPLICAS,
+    VOCABULARY,
+    WRITTEN_FIRST,
+    OneKill,
+    fit,
+    hidden_size,
+    report,
+    stamped,
+)
 from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, IN_PLACE
 
 
@@ -44,11 +55,21 @@ def test_the_tables_have_medians_and_what_missed_the_limit(capsys: pytest.Captur
     kills = [kill(2, 5.0, took_s) for took_s in (0.2, 0.3, 0.4)] + [kill(3, 5.0, 1.5) for _ in range(2)]
     kills += [kill(ranks, 5.0, 1.0, BY_CHECKPOINT) for ranks in (2, 3) for _ in range(2)]
     kills.append(kill(3, 5.0, 1.2, BY_CHECKPOINT, asked=IN_PLACE, why="rank 1 died"))
-    assert report(kills) == ["3 ranks, 5.0 MB: 1.50"]
+    assert report(kills) == ["in place, 3 ranks, 5.0 MB: 1.50"]
     text = capsys.readouterr().out
     assert "0.300 (0.200 to 0.400, 3)" in text and "0.30" in text
     assert "1.000 (1.000 to 1.200, 3)" in text
     assert "not in place: 3 ranks, 5.0 MB: rank 1 died" in text and text.count("fit of") == 2
+
+
+def test_what_is_written_first_is_another_way_with_its_own_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    kills = [kill(2, 5.0, 0.3), kill(2, 5.0, 0.4, WRITTEN_FIRST), kill(2, 5.0, 1.0, BY_CHECKPOINT)]
+    for one, stage in zip(kills, ("regrouped", "published", "published"), strict=True):
+        one.stages_s[stage] = one.took_s / 2
+    assert report(kills) == []
+    text = capsys.readouterr().out
+    assert "0.30, 0.40" in text and text.count("in memory alone until: published") == 2
+    assert "in memory alone until: replicas compared, gates opened, 0.150" in text
 
 
 def test_the_slowest_rank_counts_within_the_recovery(tmp_path: Path) -> None:

@@ -7,9 +7,6 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from tests.unit.launch.test_fresh_store import FixedNodes
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent
 from ttp.launch.attempts.context import LaunchContext, Workers
-from ttp.launch.endings import NeverMet, NotEnded, NotStarted
+from ttp.launch.endings import NeverMet, NotEnded
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
 from ttp.launch.report.exit_status import Recorded
@@ -490,18 +487,3 @@ def test_an_attempt_is_reported_before_the_back_off(monkeypatch: pytest.MonkeyPa
     agent._stop_workers(agent.get_worker_group())
     agent._stop_workers(agent.get_worker_group())
     assert done == ["the attempt is closed", "waits 1 s", "the attempt is closed", "waits 0 s"]
-
-
-def test_a_script_that_is_not_there_is_refused_before_any_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In torch's order of things Python would be started first, and say so once a rank."""
-    asked: list[object] = []
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: asked.append(group))
-    monkeypatch.setattr("ttp.launch.attempts.signals.ShutdownSignals.install", lambda self: None)
-    agent = make_agent()
-    for script, refused in ((str(tmp_path), False), (str(tmp_path / "nosuch.py"), True), ("", False)):
-        monkeypatch.setattr(agent, "_launching", replace(agent._launching, script=script))
-        with pytest.raises(NotStarted, match=r"nosuch.py' \(no such file") if refused else nullcontext():
-            agent._start_processes(agent.get_worker_group())
-    assert len(asked) == 2

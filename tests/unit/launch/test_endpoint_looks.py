@@ -88,7 +88,7 @@ def test_an_endpoint_that_falls_silent_holds_up_nothing_while_the_one_in_use_ans
     look.free.set()
 
 
-@pytest.mark.parametrize("unanswered", [0, 1])
+@pytest.mark.parametrize("unanswered", [0, 1, 2])
 def test_a_store_that_was_silent_beside_training_is_not_waited_for_at_the_next_meeting(
     unanswered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_store_that_was_silent_beside_training_is_not_waited_for_at_the_next_m
     waiting.unanswered = unanswered
     bench.join()
     bench.thread.join(30)
-    assert noted == [place] * unanswered and server
+    assert noted == [place] * (unanswered > 1) and server, "one answer may be late"
     bench.store_failover.shutdown()
 
 

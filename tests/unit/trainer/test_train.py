@@ -305,9 +305,9 @@ def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> No
 
 
 def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
-    """`import ttp`, its errors, the checks of what comes from outside, the mode of its own files, and how a refusal is recorded for ttprun;
-    nothing else from inside."""
-    given = {"ttp", "ttp.errors", "ttp.files", "ttp.exchange.error_file"}
+    """`import ttp`, its errors, the checks of what comes from outside, the mode of its own files, the writer of curves, and how a refusal is recorded
+    for ttprun; nothing else from inside."""
+    given = {"ttp", "ttp.errors", "ttp.files", "ttp.curves.board", "ttp.exchange.error_file"}
     given |= {f"ttp.inputs.{name}" for name in ("checked", "input_file", "strict_yaml")}
     for path in python_files("trainer"):
         inside = {name for name in imported(path) if name.startswith("ttp") and not name.startswith("ttp.trainer")}
