@@ -25,6 +25,7 @@ from typing import Any
 from ttp.chaos.nodes.namespaces import Node, Nodes, why_not
 from ttp.chaos.observed.nodes_job import NodesJob
 from ttp.chaos.observed.training_job import JobError, read_jsonl
+from ttp.inputs.options import whole
 
 HERE = Path(__file__).parent
 AWAY_S = 120.0
@@ -179,7 +180,7 @@ def report(case: Case, measured: dict[str, list[dict[str, float]]]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=3, help="losses of each case")
+    parser.add_argument("--times", type=whole(1), default=3, help="losses of each case")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--against", type=Path, default=None, help="the root of another checkout of TTP")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))

@@ -32,6 +32,7 @@ from benchmarks._scale_world import World
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.journal import read_events
 from ttp.controller.process import ControllerProcess, start_controller
+from ttp.inputs.options import whole
 
 PLAN_LIMIT_MS = 100.0
 CORE_PLAN_LIMIT_S = 1.0
@@ -362,9 +363,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rolling-faults", type=int, default=1, help="of those in which every second rank rolls forward"
     )
-    parser.add_argument("--clients", type=int, default=2, help="client processes")
-    parser.add_argument("--ranks-per-stream", type=int, default=8, help="1: every rank has a stream of its own")
-    parser.add_argument("--heartbeat-s", type=int, default=1, help="seconds between two heartbeats of a stream")
+    parser.add_argument("--clients", type=whole(1), default=2, help="client processes")
+    parser.add_argument("--ranks-per-stream", type=whole(1), default=8, help="1: every rank has a stream of its own")
+    parser.add_argument("--heartbeat-s", type=whole(1), default=1, help="seconds between two heartbeats of a stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
     options = parser.parse_args(arguments)
     missed = []

@@ -27,6 +27,7 @@ from ttp.identity.authority import Authority
 from ttp.identity.issuer import Issuer
 from ttp.identity.role import Identity, Role
 from ttp.identity.secret import make_secret
+from ttp.inputs.options import whole
 
 LIMIT = 1.2
 BROKEN = "streams that broke"
@@ -95,10 +96,10 @@ def spread(values: list[float]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1000, 10000])
-    parser.add_argument("--ranks-per-stream", type=int, default=8)
-    parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--ranks-per-stream", type=whole(1), default=8)
+    parser.add_argument("--clients", type=whole(1), default=2, help="client processes")
     parser.add_argument("--turns", type=int, default=3, help="of each, by turns")
-    parser.add_argument("--heartbeat-s", type=int, default=1, help="seconds between two heartbeats of a stream")
+    parser.add_argument("--heartbeat-s", type=whole(1), default=1, help="seconds between two heartbeats of a stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats in each turn")
     options = parser.parse_args(arguments)
     missed = []

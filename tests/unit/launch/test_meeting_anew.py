@@ -147,6 +147,32 @@ def test_an_agent_that_is_not_among_those_that_meet_waits_for_room() -> None:
     assert not late.is_over(job.place, 2)
 
 
+def test_no_handler_is_made_for_an_agent_before_those_that_meet_have_met() -> None:
+    job = Job()
+    assert job.looks(100.0, 100.0 + LOST_S) is True
+    job.server.set(epoch_key("job"), "2")
+    bench = Bench(job.place)
+    failover = bench.store_failover
+    members = Entry("job", "node-a")
+    members.renew(job.server, job.place, JOINING)
+    failover._stores.meeting_of = lambda place, epoch: str(members.agent.number)  # type: ignore[method-assign]
+    looks: list[bool] = []
+    waits = failover._anew_meeting.waits
+
+    def noted(place: Endpoint, now_s: float) -> bool:
+        members.renew(job.server, job.place, JOINING if len(looks) < 3 else RUNNING)
+        looks.append(waits(place, now_s))
+        return looks[-1]
+
+    failover._anew_meeting.waits = noted  # type: ignore[method-assign]
+    came = bench.join()
+    until(lambda: len(bench.made) == 1)
+    assert looks == [True, True, True, False]
+    bench.made[0].joined.set()
+    until(lambda: bool(came))
+    failover.shutdown()
+
+
 def test_it_waits_for_none_that_is_lost_before_it_has_joined() -> None:
     job = Job()
     assert job.looks(100.0, 100.0 + LOST_S) is True

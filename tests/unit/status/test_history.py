@@ -137,17 +137,15 @@ def test_an_earlier_jobs_end_in_the_same_folder_is_not_this_ones(tmp_path: Path,
     assert known.end is not None and known.end.last_step == 5 and known.faults == ()
 
 
+def earlier_job(tmp_path: Path) -> None:
+    """One of three attempts, in the same folder."""
+    lines = start(0, -90.0), fault(0, -80.0, 3), start(1, -70.0), fault(1, -60.0, 3), start(2, -50.0), end(-40.0, 9, 9)
+    report(tmp_path, *lines)
+
+
 def test_an_end_after_attempts_without_a_journal_here_is_the_jobs(tmp_path: Path) -> None:
     """Of a job on several nodes another one may have led from then on. An earlier job with more attempts is another job all the same."""
-    report(
-        tmp_path,
-        start(0, -90.0),
-        fault(0, -80.0, 3),
-        start(1, -70.0),
-        fault(1, -60.0, 3),
-        start(2, -50.0),
-        end(-40.0, 9, 9),
-    )
+    earlier_job(tmp_path)
     journal(tmp_path, 0, *comes(0.0), incident(12.0, 1.0, 40))
     known = history.read(tmp_path)
     assert known.end is None and [each.step for each in known.faults] == [40]
@@ -162,15 +160,7 @@ def test_an_end_after_attempts_without_a_journal_here_is_the_jobs(tmp_path: Path
 
 def test_an_earlier_jobs_end_is_not_that_of_one_whose_first_journal_is_elsewhere(tmp_path: Path) -> None:
     """This node came with the second attempt."""
-    report(
-        tmp_path,
-        start(0, -90.0),
-        fault(0, -80.0, 3),
-        start(1, -70.0),
-        fault(1, -60.0, 3),
-        start(2, -50.0),
-        end(-40.0, 9, 9),
-    )
+    earlier_job(tmp_path)
     journal(tmp_path, 1, *comes(0.0))
     known = history.read(tmp_path)
     assert known.end is None and known.faults == ()

@@ -280,9 +280,9 @@ def _in_place(run: Run) -> Verdict:
     """Recoveries in place: other processes for exactly the lost ranks, the next step, and no other step published."""
     name, found = "in place", [one for one in run.incidents if one.outcome == "in_place"]
     if not found:
-        return Verdict(name, UNSEEN, "no fault ended without a checkpoint")
+        return Verdict(name, UNSEEN, "no fault ended in place")
     wrong = [text for incident in found for text in in_place.problems(incident, run.record)]
-    text = f"{len(found)} recoveries without a checkpoint: only lost processes were replaced, the next step was the next one"
+    text = f"{len(found)} recoveries in place: only lost processes were replaced, the next step was the next one"
     return _verdict(name, wrong, text, {})
 
 
