@@ -53,3 +53,27 @@ def dump_asks_nothing_of_the_device_but_copies(rank: Rank) -> None:
     after = backend.counts()
     assert all(after[name] == before[name] for name in ("segments", "streams", "loads")), f"{after} after {before}"
     backend.release(rank.device.index)
+
+
+def first_roll_forward_asks_nothing_of_the_device(rank: Rank) -> None:
+    """Its kernels are loaded and its memory is there for every bucket: the small one here is in a group of other settings, and in more tensors."""
+    torch.manual_seed(rank.seed)
+    wide = torch.nn.Linear(64, 64, bias=False).to(rank.device)
+    narrow = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(8)]).to(rank.device)
+    groups = [
+        {"params": [(f"wide.{name}", p) for name, p in wide.named_parameters()]},
+        {"params": [(f"narrow.{name}", p) for name, p in narrow.named_parameters()], "amsgrad": True, "maximize": True},
+    ]
+    optimizer = ttp.TTPReplicaOptimizer(groups, base=torch.optim.Adam, foreach=True, bucket_bytes=4096, compare_every=0)
+    shards = optimizer._parts[0].shards
+    sim = torch.get_device_module(rank.device)
+    sim.synchronize()
+    before = backend.counts()
+    with optimizer.lane.roll_stream():
+        shards.update(0.5, None, optimizer._at_ready, [0.1, 0.1], lambda: None)
+    sim.synchronize()
+    after = backend.counts()
+    assert shards.updated > 1
+    assert all(after[name] == before[name] for name in ("segments", "loads")), f"{after} after {before}"
+    optimizer.close()
+    dist.barrier()

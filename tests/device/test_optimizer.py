@@ -16,3 +16,8 @@ def test_a_step_waits_for_the_device_twice(tmp_path: Path) -> None:
 def test_a_dump_asks_nothing_of_the_device_but_copies(tmp_path: Path) -> None:
     """A driver may have all else wait for the whole device, which never becomes idle."""
     run(claims.dump_asks_nothing_of_the_device_but_copies, 1, tmp_path)
+
+
+def test_the_first_roll_forward_asks_nothing_of_the_device(tmp_path: Path) -> None:
+    """What hangs there may hold everything that loads a kernel or asks the driver for memory."""
+    run(claims.first_roll_forward_asks_nothing_of_the_device, 2, tmp_path)

@@ -107,23 +107,22 @@ class HeldShards:
         groups: Sequence[Mapping[str, Any]],
         clamped: bool,
     ) -> None:
-        """Do an update of the largest bucket's size on memory that is given back: the device then has its kernels loaded and the current
-        stream has the memory for temporary values, so that a roll forward asks for neither."""
+        """Do each bucket's update once on memory that is given back: the device then has its kernels loaded and the current stream has the
+        memory for temporary values, so that a roll forward asks for neither. Not only the largest bucket's: a smaller one may need kernels of
+        another group's settings, or more memory for temporary values where it is cut into more tensors."""
         if self._local_copy:
             self.copy_now()
-        if not self._updates:
-            return
-        largest = max(self._updates, key=lambda update: sum(row.numel() for row in update.reduced))
-        cut = [
-            {**groups[number], "params": [torch.nn.Parameter(torch.zeros_like(param)) for param in group["params"]]}
-            for group, number in zip(largest.base.param_groups, largest.groups, strict=True)
-        ]
-        for group in cut:
-            for param in group["params"]:
-                param.grad = torch.zeros_like(param).mul_(1.0)
-                if clamped:
-                    param.grad.clamp_(0.0, 0.0)
-        base(cut, **kwargs).step()
+        for update in self._updates:
+            cut = [
+                {**groups[number], "params": [torch.nn.Parameter(torch.zeros_like(param)) for param in group["params"]]}
+                for group, number in zip(update.base.param_groups, update.groups, strict=True)
+            ]
+            for group in cut:
+                for param in group["params"]:
+                    param.grad = torch.zeros_like(param).mul_(1.0)
+                    if clamped:
+                        param.grad.clamp_(0.0, 0.0)
+            base(cut, **kwargs).step()
 
     def masters_from_params(self) -> None:
         """Take the parameters as they are for masters."""
