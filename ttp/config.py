@@ -272,6 +272,17 @@ def usual_heartbeat_s(world_size: int) -> float:
     return min(SLOWEST_HEARTBEAT_S, max(1.0, world_size / STREAMS_A_SECOND))
 
 
+def hurried_heartbeat(heartbeat_s: float, world_size: int) -> str:
+    """Return a warning where a heartbeat is set that one controller cannot take from so many ranks; empty: it can."""
+    usual_s = usual_heartbeat_s(world_size)
+    if heartbeat_s >= usual_s:
+        return ""
+    return (
+        f"a heartbeat every {heartbeat_s:g} s from {world_size} ranks (TTP_HEARTBEAT_S, or a third of TTP_LEASE_S): expected {usual_s:g} s or more, as a"
+        f" controller takes some {STREAMS_A_SECOND:g} a second, and one that falls behind takes ranks for silent. Unset both"
+    )
+
+
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that are named like TTP's and that nothing reads, each with the nearest name that there is (empty:
     none is near)."""

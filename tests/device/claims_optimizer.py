@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -60,7 +62,7 @@ def first_roll_forward_asks_nothing_of_the_device(rank: Rank) -> None:
     torch.manual_seed(rank.seed)
     wide = torch.nn.Linear(64, 64, bias=False).to(rank.device)
     narrow = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(8)]).to(rank.device)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [(f"wide.{name}", p) for name, p in wide.named_parameters()]},
         {"params": [(f"narrow.{name}", p) for name, p in narrow.named_parameters()], "amsgrad": True, "maximize": True},
     ]

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ttp.config import Settings
+from ttp.config import Settings, hurried_heartbeat
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError, WrongPeer
 from ttp.exchange import error_file
@@ -66,8 +66,10 @@ class RegroupsTraining(Protocol):
     def order(self, order: Regroup) -> str: ...
 
 
-def _device_warnings(device: torch.device, settings: Settings) -> Iterator[str]:
-    """Yield what is not as TTP needs it on this device, for the log of each node's first rank."""
+def _warnings(device: torch.device, settings: Settings, rank: int, world_size: int) -> Iterator[str]:
+    """Yield what is not as TTP needs it on this device and for so many ranks, for the log of each node's first rank."""
+    if rank == 0 and (hurried := hurried_heartbeat(settings.heartbeat_s, world_size)):
+        yield hurried
     if device.type == "cuda":
         yield from settings.nccl_warnings
     for backend in silent_backends(device):
@@ -115,7 +117,7 @@ class Protection:
             self.gate.left = lambda: reentry.ordered
         optimizer.attach(self.gate, attempt_number(settings.start_name))
         if settings.local_rank <= 0:
-            for line in _device_warnings(optimizer.device, settings):
+            for line in _warnings(optimizer.device, settings, rank, world_size):
                 show(logging.WARNING, line)
         if (place := standby_place(settings, rank, world_size)) and not vacant():
             holder.standby = self._standbys.first(place, self._controller.store())

@@ -61,7 +61,7 @@ def test_a_backend_that_cannot_report_errors_is_named_at_start(
     group = SimpleNamespace(_get_backend=lambda device: Silent())
     monkeypatch.setattr(communicators, "all_groups", lambda: [group, group])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    lines = list(rank_runtime._device_warnings(torch.device(device), Settings()))
+    lines = list(rank_runtime._warnings(torch.device(device), Settings(), 0, 2))
     assert [line.split(" cannot")[0] for line in lines] == [f"process groups of backend {backend}"] * count
 
 

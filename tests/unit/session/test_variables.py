@@ -7,10 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from ttp import config
-from ttp.config import VARIABLES, Settings, unknown_variables
+from ttp.config import VARIABLES, Settings, hurried_heartbeat, unknown_variables
 from ttp.errors import ConfigError
+from ttp.runtime.rank_runtime import _warnings
 
 TIMES = (
     "TTP_OT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S", "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_IN_PLACE_S",
@@ -123,3 +125,15 @@ def test_a_heartbeat_alone_brings_its_lease() -> None:
     for environ in ({}, {"WORLD_SIZE": "10000"}):
         found = Settings.from_env({**environ, "TTP_HEARTBEAT_S": "5"})
         assert (found.heartbeat_s, found.lease_s) == (5.0, 15.0)
+
+
+@pytest.mark.parametrize("variables", [{"TTP_HEARTBEAT_S": "1"}, {"TTP_LEASE_S": "3"}])
+def test_a_heartbeat_of_a_small_job_is_warned_of_in_a_large_one(variables: dict[str, str]) -> None:
+    """The time of a lease alone brings the heartbeat of a small job too."""
+    found = Settings.from_env({**variables, "WORLD_SIZE": "10000"})
+    line = hurried_heartbeat(found.heartbeat_s, 10_000)
+    assert "every 1 s from 10000 ranks" in line and "expected 5 s or more" in line
+    assert list(_warnings(torch.device("cpu"), found, 0, 10_000)) == [line]
+    assert not list(_warnings(torch.device("cpu"), found, 8, 10_000))
+    assert hurried_heartbeat(found.heartbeat_s, 2_000) == ""
+    assert hurried_heartbeat(Settings.from_env({"WORLD_SIZE": "10000"}).heartbeat_s, 10_000) == ""
