@@ -92,8 +92,8 @@ class Episode:
         self.plan, self.rank, self.world, self.exchange = plan, rank, world, exchange
         self.device = torch.device(backend.NAME, rank)
         self._stopped = threading.Event()
-        self._waits = bool(dict(plan.traits)["one_queue"]) and plan.kind not in ("frozen", "slow")
-        """Something hangs, and everything may wait behind it."""
+        self._waits = bool(dict(plan.traits)["one_queue"])
+        """Everything may wait behind what hangs there: a kernel, or a collective that waits for a rank which was frozen before it."""
         self._faulty = False
         self._begun = time.monotonic()
         self._ticket = 0
