@@ -11,12 +11,13 @@ from math import inf
 
 from tests.simulation.held import Hold
 from tests.simulation.in_place import LIMIT_S
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.lost import lose
 from tests.simulation.network import DOWN
 from tests.simulation.outliving import delay_results
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Layout, Training, even, ring
 from ttp.proto.messages import CauseKind, FaultReport, Regroup
 

@@ -24,7 +24,7 @@ from tests.simulation.piece_work import PieceWorker
 from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.replica import Replica
 from tests.simulation.threads import Threads
-from tests.simulation.waits import TRAINING, Blocked, Waits
+from tests.simulation.waits import TRAINING, Waits
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective, ProtocolError
 from ttp.optim.step_agreement.participation import Contribution, Ending
@@ -109,8 +109,6 @@ class Rank(Threads):
         self._taking = False
         self._tick_at = inf
         """When the next tick comes."""
-        self._blocked: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        """What the training thread would do at the gate, and what it does then."""
         self._lost_launcher = ""
         self._gave_up_waiting = False
         """Its gate was reported as not closed."""
@@ -137,7 +135,7 @@ class Rank(Threads):
 
     def leave_training(self) -> None:
         super().leave_training()
-        self._blocked, self.main_raised, self.gate.waiting, self._paused = [], False, False, False
+        self.main_raised, self.gate.waiting, self._paused = False, False, False
 
     def take_waiting(self) -> None:
         if self._items:
@@ -305,21 +303,6 @@ class Rank(Threads):
             self.put(stream.beat if type(message) is messages.KeepAlive else stream.incoming(message))
 
     # --- the gate ---
-
-    def pass_gate(self, enter: Callable[[], None], go_on: Callable[[], None]) -> None:
-        """Training thread: call the gate, and go on once that lets it pass."""
-        try:
-            enter()
-        except Blocked:
-            self._blocked.append((enter, go_on))
-        else:
-            go_on()
-
-    def pass_on(self) -> None:
-        """The gate may be open, or its lock free: who waits asks again."""
-        blocked, self._blocked = self._blocked, []
-        for enter, go_on in blocked:
-            self.pass_gate(enter, go_on)
 
     def freed(self) -> None:
         """An update or a roll forward has ended, and has given the gate's lock back."""
