@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from tests.simulation.arranged_in_place import AT, STEPS, TIMES, _calm, _kill, _raise
+from tests.simulation.held import Hold
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import even, ring
 
@@ -84,6 +85,17 @@ def slow_writer_is_passed_over(seed: int) -> Scenario:
     return scenario
 
 
+def slow_publisher_is_passed_over(seed: int) -> Scenario:
+    """Another rank publishes in its place, and all are ordered to regroup while it is still at it."""
+    scenario = _calm(seed, (even(4), ring(4, replicas=3))[seed % 2], harmless=False, times=FIRST)
+    job = scenario.job
+    _kill(job, f"COMPUTE {AT}", 3)
+    job.slow = True
+    job.holds[("manifest", "rename", "tracker")[seed % 3]] = Hold(longest_s=15.0, progresses=True)
+    return scenario
+
+
 ARRANGED = (
     one_dies, dies_twice, another_dies_while_they_write, cannot_be_regrouped, all_die_when_it_is_published, controller_dies, slow_writer_is_passed_over,
+    slow_publisher_is_passed_over,
 )  # fmt: skip

@@ -43,9 +43,17 @@ class InPlace:
         self.fills_are_compared = True
         self.failing = FAILING
         """Chance of each thing that can go wrong by itself."""
+        self.slow_to_leave: dict[int, float] = {}
+        """Ranks whose training thread takes so many seconds to come out of its step, the next time."""
 
     def fails(self) -> bool:
         return self.rng.random() < self.failing
+
+    def leaves_after_s(self, rank: int) -> float:
+        """Return how long a training thread takes to come out of its step."""
+        chance = self.rng.random()
+        usual_s = self.rng.uniform(0.0, 1.5 * LIMIT_S) if chance >= 1 - self.failing else 0.001 + 0.049 * chance
+        return self.slow_to_leave.pop(rank, usual_s)
 
     def process_of(self, rank: int, pid: int) -> Rank:
         """Return the process that an incident is about."""
@@ -157,7 +165,7 @@ class Regrouping:
         elif shared.fails():
             self._fail(order, "raised while its groups were made")
         else:
-            self._process.later(shared.rng.uniform(0.001, 0.05), partial(self._leave, order))
+            self._process.later(shared.leaves_after_s(self._process.rank), partial(self._leave, order))
 
     def _leave(self, order: Regroup) -> None:
         process, step = self._process, order.step

@@ -19,6 +19,7 @@ from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
 from tests.simulation.held import Hold
 from tests.simulation.in_place import InPlace
 from tests.simulation.network import DOWN, UP, Stream
+from tests.simulation.on_disk import nothing_on_disk
 from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
@@ -205,6 +206,7 @@ class Job:
 
     def update_begins(self, rank: Rank, step: int) -> None:
         self.in_place.update_begins(rank)
+        nothing_on_disk(rank, f"begins update {step}")
         if rank.acknowledged > self.thawed_up_to:
             self.broken(f"I7: rank {rank.rank} began update {step} after acknowledging freeze {rank.acknowledged}")
         if ("norm", step) not in self.collectives.finished:

@@ -20,6 +20,7 @@ from tests.simulation.collectives import ATTEMPT, Returned
 from tests.simulation.controllers import ROUNDING_S
 from tests.simulation.in_place import FIRST_PID, PIDS_APART, Regrouping
 from tests.simulation.network import RankStream, Route, Stream
+from tests.simulation.on_disk import nothing_on_disk
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.replica import Replica
@@ -32,7 +33,7 @@ from ttp.processor.core import events as ev
 from ttp.processor.core.state import LinkState
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
-from ttp.processor.worker import Task
+from ttp.processor.worker import Reopen, Task
 from ttp.proto import messages
 from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
 
@@ -221,6 +222,8 @@ class Rank(Threads):
     # --- the ports of the handler ---
 
     def submit(self, task: Task) -> None:
+        if type(task) is Reopen:
+            nothing_on_disk(self, "opens its gate")
         self.work.submit(task)
 
     def open_stream(self, address: Any, fence: int) -> RankStream:
@@ -229,6 +232,7 @@ class Rank(Threads):
         return stream
 
     def regroup(self, order: messages.Regroup) -> None:
+        nothing_on_disk(self, "regroups")
         self.regrouping.begin(order)
 
     def start_controller(self, order: ev.StartController | ev.LookForControllers) -> None:

@@ -91,5 +91,14 @@ def test_a_rank_that_writes_still_is_not_asked_to_leave_its_step() -> None:
         assert events(job, "published") and not events(job, "regrouped"), f"seed {seed}"
 
 
+def test_a_rank_that_publishes_still_is_not_asked_to_leave_its_step() -> None:
+    """It refuses, and the job restarts."""
+    for seed in range(6):
+        job = _run(arranged.slow_publisher_is_passed_over, seed)
+        assert events(job, "passed_over") and events(job, "published"), f"seed {seed}"
+        assert "this rank writes" in str(events(job, "regroup_failed")[0]["reason"]), f"seed {seed}"
+        assert not events(job, "regrouped"), f"seed {seed}"
+
+
 def test_every_arrangement_is_tried() -> None:
-    assert len(set(arranged.ARRANGED)) == 7
+    assert len(set(arranged.ARRANGED)) == 8

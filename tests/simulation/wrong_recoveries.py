@@ -199,6 +199,24 @@ def faults_are_forgotten_when_a_rank_has_regrouped(patch: Patch) -> None:
     patch.setitem(rank_tables.TRANSITIONS, (RankMode.FROZEN, RegroupDone), wrong)
 
 
+def orders_are_forgotten_when_a_rank_has_regrouped(patch: Patch) -> None:
+    """Also those that came while its groups were made."""
+    done = orders.regroup_done
+
+    def wrong(state: Any, event: RegroupDone, now: float, out: Any) -> Any:
+        return done(replace(state, ordered=0), event, now, out)
+
+    patch.setitem(rank_tables.TRANSITIONS, (RankMode.FROZEN, RegroupDone), wrong)
+
+
+def ranks_regroup_beside_their_work(patch: Patch) -> None:
+    """Whatever they were ordered to write or to publish, and have not answered."""
+    why_no_regroup = refusals.why_no_regroup
+    patch.setattr(
+        orders, "why_no_regroup", lambda state, order: why_no_regroup(replace(state, orders=(), ordered=0), order)
+    )
+
+
 def order_to_regroup_is_not_said_again(patch: Patch) -> None:
     """It comes once to those that stay, and once to a replacement."""
     open_order = regroup.open_order
