@@ -65,6 +65,20 @@ def all_die_when_it_is_published(seed: int) -> Scenario:
     return scenario
 
 
+def all_die_behind_it(seed: int) -> Scenario:
+    """All die at once, a step after a recovery: none can report what was published in it."""
+    scenario = _calm(seed, harmless=False, times=FIRST)
+    job = scenario.job
+    _kill(job, f"COMPUTE {AT}", 3)
+
+    def strike(_: int) -> None:
+        for rank in job.everybody:
+            job.kill(rank)
+
+    job.hook("regrouped", 1, lambda _: job.hook(f"{('COMPUTE', 'UPDATING')[seed % 2]} {AT + 1}", 1, strike))
+    return scenario
+
+
 def controller_dies(seed: int) -> Scenario:
     """While they write, publish or regroup: its standby does all of it again, or what remains."""
     scenario = _calm(seed, standbys=1, harmless=False, times=FIRST)
@@ -96,6 +110,6 @@ def slow_publisher_is_passed_over(seed: int) -> Scenario:
 
 
 ARRANGED = (
-    one_dies, dies_twice, another_dies_while_they_write, cannot_be_regrouped, all_die_when_it_is_published, controller_dies, slow_writer_is_passed_over,
+    one_dies, dies_twice, another_dies_while_they_write, cannot_be_regrouped, all_die_when_it_is_published, all_die_behind_it, controller_dies, slow_writer_is_passed_over,
     slow_publisher_is_passed_over,
 )  # fmt: skip

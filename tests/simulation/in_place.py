@@ -8,6 +8,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.simulation.disk import final_name
 from tests.simulation.replica import HALF_WRITTEN
 from ttp.errors import ProtocolError
 from ttp.processor.core import events as ev
@@ -71,6 +72,12 @@ class InPlace:
         behind = [rank.rank for rank in self.job.ranks if rank.alive and rank.generation != self.generation]
         if behind:
             self.job.broken(f"I17: an update begins in generation {self.generation}, which ranks {behind} are not in")
+
+    def knows_checkpoint(self, process: Rank, step: int) -> None:
+        """As `Saves.saved` looks for what was published before all regrouped."""
+        there = [root for root in self.job.roots if (root, step) in self.job.disk.published]
+        if self.job.times.publish_first and there:
+            process.known_checkpoint = f"{there[0]}/{final_name(step)}"
 
     def enters(self, entering: Rank) -> None:
         """I18: when the first gate has opened in a new generation every rank that lives has the same step, bit for bit that of a fault-free

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tests.simulation.boundaries import Boundary
 from tests.simulation.collectives import ATTEMPT, Returned
 from tests.simulation.controllers import ROUNDING_S
+from tests.simulation.disk import OLDER_STEP, final_name
 from tests.simulation.in_place import FIRST_PID, PIDS_APART, Regrouping
 from tests.simulation.network import RankStream, Route, Stream
 from tests.simulation.on_disk import nothing_on_disk
@@ -115,6 +116,10 @@ class Rank(Threads):
         """Its gate was reported as not closed."""
         self.started, self.started_s = bool(vacant), job.scheduler.now if vacant else inf
         self.acknowledged = -1
+        self.known_checkpoint = "" if vacant else f"{job.roots[0]}/{final_name(OLDER_STEP)}"
+        """The newest that it has resumed from or published, or behind which all have regrouped."""
+        self.knew: dict[int, str] = {}
+        """By freeze, which one that was when its gate closed."""
         self.handler.begin()
         self.soon(LONGEST_START_S, self._start_failed)
 
@@ -181,6 +186,7 @@ class Rank(Threads):
         self._schedule_tick()
 
     def _acknowledge(self, report: StateReport) -> None:
+        self.knew[report.freeze_id] = self.known_checkpoint
         if report.closed:
             self.acknowledged = max(self.acknowledged, report.freeze_id)
 
@@ -246,7 +252,7 @@ class Rank(Threads):
         return self._work_done
 
     def checkpoint(self) -> str:
-        return ""
+        return self.known_checkpoint
 
     def lost_parent(self) -> str:
         lost, self._lost_launcher = self._lost_launcher, ""
@@ -330,6 +336,7 @@ class Rank(Threads):
 
     def _enter_training(self) -> None:
         self.job.in_place.enters(self)
+        self.job.in_place.knows_checkpoint(self, self.gate.state_step)
         self._compute()
 
     def _compute(self) -> None:

@@ -76,6 +76,14 @@ def test_a_job_that_is_lost_then_has_its_checkpoint() -> None:
         assert not events(job, "refused"), f"seed {seed}"
 
 
+def test_a_job_that_is_lost_later_has_that_checkpoint_too() -> None:
+    """No rank is there to report it: the controller knows what it has had published."""
+    for seed in range(8):
+        job = _run(arranged.all_die_behind_it, seed)
+        (published,), incident = events(job, "published"), _incident(job)
+        assert incident.saved is None and incident.goes_on_from == published["path"], f"seed {seed}"
+
+
 def test_a_standby_ends_what_its_predecessor_began() -> None:
     ends = Counter[str]()
     for seed in range(36):
@@ -101,4 +109,4 @@ def test_a_rank_that_publishes_still_is_not_asked_to_leave_its_step() -> None:
 
 
 def test_every_arrangement_is_tried() -> None:
-    assert len(set(arranged.ARRANGED)) == 8
+    assert len(set(arranged.ARRANGED)) == 9

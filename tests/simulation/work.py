@@ -269,4 +269,6 @@ class Worker:
             self.job.struck(error.kind, self.rank)
         self.job.happened("tracker replaced", self.rank)
         path = f"{order.directory}/{final_name(order.step)}"
+        if self.job.own is None:  # else it is a part of one
+            self.process.known_checkpoint = path
         self.process.run_beside(partial(self._held_up, "answer", partial(self._done, path)))

@@ -17,7 +17,7 @@ from tests.simulation.threads import Threads
 from tests.simulation.wrong_controllers import Reports, Verdict, _with_advance, with_decide
 from tests.simulation.wrong_memories import _for_every
 from ttp.controller.core import stages
-from ttp.controller.core.dump import regroup, roll_forward
+from ttp.controller.core.dump import publishing, regroup, roll_forward
 from ttp.controller.core.facts.decision import decide
 from ttp.controller.core.facts.events import Send
 from ttp.controller.core.facts.state import Regrouping
@@ -78,6 +78,11 @@ def published_step_is_forgotten_while_all_regroup(patch: Patch) -> None:
         return start(state.with_dump(replace(state.at.dump, saved=None)), now, out)
 
     patch.setattr(regroup, "_start", wrong)
+
+
+def published_step_is_forgotten_behind_a_recovery(patch: Patch) -> None:
+    """A controller names what ranks have reported, and not what it had published itself."""
+    patch.setattr(publishing, "learn_checkpoint", lambda state, path: state)
 
 
 # --- when gates open ---
