@@ -202,7 +202,7 @@ class Controller:
         self._go_on()
 
     def _looks_at(self, stream: Stream, report: StateReport) -> bool:
-        """What comes on another stream than the rank's, or is of an earlier freeze, counts for nothing."""
+        """Say whether it comes on the rank's own stream, and is of the freeze that is in force."""
         state, known = self.state, self.handler.routes.get(stream.rank) is stream.link
         return known and state.fault is not None and bool(report.freeze_id >= state.freeze_id)
 

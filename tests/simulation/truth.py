@@ -104,8 +104,8 @@ def events(job: Job, name: str) -> list[dict[str, object]]:
 
 
 def of_last_fault(job: Job, name: str) -> list[dict[str, object]]:
-    """Return the fields of each such journal line since ranks have last regrouped: a step may be published before that. What a controller says of
-    that which was away until after another had taken over counts for nothing: no rank obeys it (seed 30019)."""
+    """Return the fields of each such journal line since ranks have last regrouped: a step may be published before that. A controller that was
+    away until after another had taken over may write such a line too, and no rank obeys it: it does not count (seed 30019)."""
     since, newest = 0, 0
     lines = [line for _, line in job.journal]
     for place, line in enumerate(lines):
