@@ -1,5 +1,5 @@
 """How ranks of the model regroup: agents start processes in the place of others, training threads leave their step, meet in new groups, are
-filled, and stand in front of their training until the gate opens. What must be so then is looked at here (I17, I18).
+filled, and stand in front of their training until the gate opens. What must be so then is looked at here (I17, I18, I20).
 """
 
 from __future__ import annotations
@@ -140,10 +140,19 @@ def fill(world: World, draft: Draft, rank: int) -> None:
 
 
 def enter(world: World, draft: Draft, rank: int) -> None:
-    """I18: when the first rank enters its training in a new generation, all that live have the same sound state."""
+    """I18: when the first rank enters its training in a new generation, all that live have the same sound state; I20: which is on disk by then where
+    it is published first."""
     it = world.rank(draft, rank)
     if it.generation > draft.opened:
         draft.opened = it.generation
+        step = it.gate.state[0]
+        if world.shape.publish_first and step not in [published for _, published in world.disk(draft).published]:
+            world._on_rank(
+                draft,
+                rank,
+                ranks.found_broken,
+                f"I20: rank {rank} enters its training at step {step}, which is not published",
+            )
         for other in range(world.shape.world_size):
             its = world.rank(draft, other)
             if its.alive and (its.generation, its.gate.content) != (it.generation, (it.gate.state[0], True)):

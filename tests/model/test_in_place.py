@@ -137,6 +137,23 @@ def test_a_machine_that_regroups_wrongly_is_caught(mutation: Mutation, monkeypat
     assert any(name in found.violation for name in mutation.caught_as), found.violation
 
 
+def _regroups_before_it_is_published(patch: pytest.MonkeyPatch) -> None:
+    right = regroup.regroup_or_write
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        return right(replace(state, settings=replace(state.settings, publish_first=False)), now, out)
+
+    patch.setattr(stages, "regroup_or_write", wrong)
+
+
+def test_ranks_that_regroup_before_the_step_is_published_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is to be published first: I20."""
+    _regroups_before_it_is_published(monkeypatch)
+    found = searched(replace(IN_PLACE, kinds=("kill",), publish_first=True), limit=400_000)
+    print(f"{found.violation!r} after {found.states} states")
+    assert found.violation.startswith("I20"), found.violation
+
+
 class HalfWay(World):
     """Begins where a rank has died, all are ordered to regroup, and one of them has lost its stream with the order on it."""
 

@@ -8,10 +8,10 @@ from functools import partial
 
 from tests.simulation import test_hangs
 from tests.simulation.handed_on import THREE_REPLICAS, hand_on
-from tests.simulation.job import OwnDirectories
 from tests.simulation.network import UP
 from tests.simulation.outliving import delay_results
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.settings import OwnDirectories
 from tests.simulation.staged import PartialCollectives
 from tests.simulation.stale import remember, stale_message
 from tests.simulation.test_failover import two_standbys

@@ -6,8 +6,8 @@ from functools import partial
 
 from tests.simulation.arranged_in_place import AT, TIMES, _calm, _kill
 from tests.simulation.comparing import Place
-from tests.simulation.job import Times
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Layout, even, ring
 from ttp.processor.core.events import LocalFault
 from ttp.proto.messages import Cause, CauseKind

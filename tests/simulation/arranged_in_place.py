@@ -11,12 +11,13 @@ from math import inf
 
 from tests.simulation.held import Hold
 from tests.simulation.in_place import LIMIT_S
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.lost import lose
 from tests.simulation.network import DOWN
 from tests.simulation.outliving import delay_results
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Layout, Training, even, ring
 from ttp.proto.messages import CauseKind, FaultReport, Regroup
 
@@ -217,6 +218,18 @@ def cannot_be_regrouped(seed: int) -> Scenario:
     return scenario
 
 
+def regroups_after_all_beside_its_write(seed: int) -> Scenario:
+    """A training thread comes out of its step when the time to regroup is over and the step is being written: all regroup after all, one beside a
+    long write of its own. Then the controller dies, and all ranks live."""
+    scenario = _calm(seed, harmless=False, standbys=1)
+    job = scenario.job
+    _kill(job, f"COMPUTE {AT}", 3)
+    job.in_place.slow_to_leave[seed % 3] = LIMIT_S + 0.05 + 0.001 * (seed % 20)
+    job.holds["write"] = Hold(progresses=True)
+    job.hook("filled", len(job.everybody), lambda _: job.scheduler.after(0.1, job.controllers[0].kill))
+    return scenario
+
+
 def training_returns_in_front_of_it(seed: int) -> Scenario:
     """Behind the last step a rank raises, and the training of another returns when the order to regroup has come; some seeds: from then on
     nothing of the controller arrives, and a standby takes over."""
@@ -296,5 +309,5 @@ ARRANGED = (
     one_dies, one_raises, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
     dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it,
     order_is_carried_out_late, noticed_meanwhile,
-    cannot_be_regrouped, training_returns_in_front_of_it, order_is_lost, dies_again_and_again, fills_differ, stopped_in_front_of_its_update,
+    cannot_be_regrouped, regroups_after_all_beside_its_write, training_returns_in_front_of_it, order_is_lost, dies_again_and_again, fills_differ, stopped_in_front_of_its_update,
 )  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from tests.simulation.arranged_in_place import AT, STEPS, TIMES, _calm, _kill, _raise
+from tests.simulation.held import Hold
 from tests.simulation.scenario import Scenario
 from tests.simulation.training import even, ring
 
@@ -64,6 +65,20 @@ def all_die_when_it_is_published(seed: int) -> Scenario:
     return scenario
 
 
+def all_die_behind_it(seed: int) -> Scenario:
+    """All die at once, a step after a recovery: none can report what was published in it."""
+    scenario = _calm(seed, harmless=False, times=FIRST)
+    job = scenario.job
+    _kill(job, f"COMPUTE {AT}", 3)
+
+    def strike(_: int) -> None:
+        for rank in job.everybody:
+            job.kill(rank)
+
+    job.hook("regrouped", 1, lambda _: job.hook(f"{('COMPUTE', 'UPDATING')[seed % 2]} {AT + 1}", 1, strike))
+    return scenario
+
+
 def controller_dies(seed: int) -> Scenario:
     """While they write, publish or regroup: its standby does all of it again, or what remains."""
     scenario = _calm(seed, standbys=1, harmless=False, times=FIRST)
@@ -84,6 +99,17 @@ def slow_writer_is_passed_over(seed: int) -> Scenario:
     return scenario
 
 
+def slow_publisher_is_passed_over(seed: int) -> Scenario:
+    """Another rank publishes in its place, and all are ordered to regroup while it is still at it."""
+    scenario = _calm(seed, (even(4), ring(4, replicas=3))[seed % 2], harmless=False, times=FIRST)
+    job = scenario.job
+    _kill(job, f"COMPUTE {AT}", 3)
+    job.slow = True
+    job.holds[("manifest", "rename", "tracker")[seed % 3]] = Hold(longest_s=15.0, progresses=True)
+    return scenario
+
+
 ARRANGED = (
-    one_dies, dies_twice, another_dies_while_they_write, cannot_be_regrouped, all_die_when_it_is_published, controller_dies, slow_writer_is_passed_over,
+    one_dies, dies_twice, another_dies_while_they_write, cannot_be_regrouped, all_die_when_it_is_published, all_die_behind_it, controller_dies, slow_writer_is_passed_over,
+    slow_publisher_is_passed_over,
 )  # fmt: skip

@@ -88,7 +88,8 @@ def violations(scenario: Scenario) -> list[str]:
         return run_and_check(scenario)
     except (AssertionError, LookupError, ValueError, TTPError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return [f"raised: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"]
+        raised = f"raised: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        return [raised, *scenario.job.violations]
 
 
 def _stages(job: Job) -> list[str]:

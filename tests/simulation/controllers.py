@@ -8,14 +8,14 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import DOWN, UP, Route, Stream
+from tests.simulation.network import DOWN, UP, RankStream, Route, Stream
 from tests.simulation.truth import Snapshot
 from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
 from ttp.hang_limits import HangLimits
-from ttp.proto.messages import Exit, Heartbeat, Registration, Replace, StandbyList, Upward
+from ttp.proto.messages import Exit, Heartbeat, Registration, Replace, StandbyList, StateReport, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
@@ -124,6 +124,8 @@ class Controller:
         self.cut_until = 0.0
         self.ranks_came = False
         """A rank has registered here, ever."""
+        self.known_checkpoints: list[tuple[float, str]] = []
+        """Which checkpoint ranks knew whose reports have come in time, and when they came."""
         self.absences: list[tuple[float, float]] = []
         """When it was away: began, ended."""
         self.leaps: list[float] = []
@@ -189,13 +191,20 @@ class Controller:
             self._receive(stream, message)
 
     def _receive(self, stream: Stream, message: Upward) -> None:
+        if type(message) is StateReport and isinstance(stream, RankStream) and self._looks_at(stream, message):
+            self.known_checkpoints.append((self.job.now, stream.process.knew.get(message.freeze_id, "")))
         if self.job.beats_relayed:
             self._receive_in_envelope(self.job.hosts[stream.rank], stream.link, message)
         else:
             self.handler.receive(stream.link, (message,))
-        if isinstance(message, Registration):
+        if type(message) is Registration:
             self.ranks_came = True
         self._go_on()
+
+    def _looks_at(self, stream: Stream, report: StateReport) -> bool:
+        """Say whether it comes on the rank's own stream, and is of the freeze that is in force."""
+        state, known = self.state, self.handler.routes.get(stream.rank) is stream.link
+        return known and state.fault is not None and bool(report.freeze_id >= state.freeze_id)
 
     def _receive_in_envelope(self, host: str, link: ServersEnd, message: Upward) -> None:
         """Heartbeats of a host that come about together are one event; whatever else is said comes in order."""

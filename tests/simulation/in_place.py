@@ -8,6 +8,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.simulation.disk import final_name
 from tests.simulation.replica import HALF_WRITTEN
 from ttp.errors import ProtocolError
 from ttp.processor.core import events as ev
@@ -43,9 +44,17 @@ class InPlace:
         self.fills_are_compared = True
         self.failing = FAILING
         """Chance of each thing that can go wrong by itself."""
+        self.slow_to_leave: dict[int, float] = {}
+        """Ranks whose training thread takes so many seconds to come out of its step, the next time."""
 
     def fails(self) -> bool:
         return self.rng.random() < self.failing
+
+    def leaves_after_s(self, rank: int) -> float:
+        """Return how long a training thread takes to come out of its step."""
+        chance = self.rng.random()
+        usual_s = self.rng.uniform(0.0, 1.5 * LIMIT_S) if chance >= 1 - self.failing else 0.001 + 0.049 * chance
+        return self.slow_to_leave.pop(rank, usual_s)
 
     def process_of(self, rank: int, pid: int) -> Rank:
         """Return the process that an incident is about."""
@@ -63,6 +72,12 @@ class InPlace:
         behind = [rank.rank for rank in self.job.ranks if rank.alive and rank.generation != self.generation]
         if behind:
             self.job.broken(f"I17: an update begins in generation {self.generation}, which ranks {behind} are not in")
+
+    def knows_checkpoint(self, process: Rank, step: int) -> None:
+        """As `Saves.saved` looks for what was published before all regrouped."""
+        there = [root for root in self.job.roots if (root, step) in self.job.disk.published]
+        if self.job.times.publish_first and there:
+            process.known_checkpoint = f"{there[0]}/{final_name(step)}"
 
     def enters(self, entering: Rank) -> None:
         """I18: when the first gate has opened in a new generation every rank that lives has the same step, bit for bit that of a fault-free
@@ -157,7 +172,7 @@ class Regrouping:
         elif shared.fails():
             self._fail(order, "raised while its groups were made")
         else:
-            self._process.later(shared.rng.uniform(0.001, 0.05), partial(self._leave, order))
+            self._process.later(shared.leaves_after_s(self._process.rank), partial(self._leave, order))
 
     def _leave(self, order: Regroup) -> None:
         process, step = self._process, order.step

@@ -40,7 +40,7 @@ def _since_thaw(events: list[str]) -> int:
 
 
 def _wrong(job: Job, controller: Controller, incident: Incident, since_s: float, at_s: float) -> list[str]:
-    found = _wrong_outcome(job, controller, incident, since_s, at_s)
+    found = _wrong_outcome(job, controller, incident, since_s, at_s) + _wrong_restart(job, controller, incident, at_s)
     for culprit in incident.culprits:
         rank = job.in_place.process_of(culprit.rank, culprit.pid)
         if culprit.kind == CauseKind.EXITED.value and not incident.suspected and rank.ended_s > at_s + job.slowest_s:
@@ -79,3 +79,24 @@ def _wrong_outcome(job: Job, controller: Controller, incident: Incident, since_s
             f"reports {incident.steps_lost} steps lost after {saved.step}: {job.committed()} was the last committed"
         )
     return found
+
+
+def _wrong_restart(job: Job, controller: Controller, incident: Incident, at_s: float) -> list[str]:
+    """What it says that the job goes on from is on disk, and the newest of what it has published itself and of what ranks knew whose reports
+    have come to it."""
+    if incident.in_place:
+        return []
+    said, root = incident.goes_on_from, incident.goes_on_from.rpartition("/")[0]
+    known = [path for at, path in controller.known_checkpoints if at <= at_s]
+    known += [str(line.fields["path"]) for at, line in controller.journal if line.event == "published" and at <= at_s]
+    newest = max(known, key=_step_of, default="")
+    if _step_of(said) < _step_of(newest):
+        return [f"reports that the job goes on from {said!r}, and it knew of {newest!r}"]
+    if said and job.own is None and (root, _step_of(said)) not in {*job.disk.published, *job.disk.before}:
+        return [f"reports that the job goes on from {said!r}, which is not on disk"]
+    return []
+
+
+def _step_of(path: str) -> int:
+    """Return the step of a checkpoint's path; -1: there is no path."""
+    return int(path.rpartition("_")[2]) if path else -1

@@ -19,9 +19,11 @@ from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
 from tests.simulation.held import Hold
 from tests.simulation.in_place import InPlace
 from tests.simulation.network import DOWN, UP, Stream
+from tests.simulation.on_disk import nothing_on_disk
 from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
 from tests.simulation.scheduler import Scheduler
+from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.standbys import Standbys
 from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
@@ -40,28 +42,6 @@ Content = tuple[Manifest | None, tuple[tuple[str, tuple[WrittenPart, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Times:
-    """The simulated job's settings, seconds."""
-
-    heartbeat_s: float = 0.2
-    lease_s: float = 0.6
-    vouched_lease_s: float = 1.5
-    freeze_timeout_s: float = 0.8
-    progress_timeout_s: float = 1.0
-    total_timeout_s: float = 20.0
-    register_timeout_s: float = 4.0
-    orphan_timeout_s: float = 3.0
-    controller_lost_s: float = 3.0
-    hang_floor_s: float = 60.0
-    hang_factor: float = 10.0
-    hang_start_s: float = 1800.0
-    boundary_s: float = 0.3
-    standby_start_s: float = 1.0
-    in_place_s: float = 0.0
-    publish_first: bool = False
-
-
-@dataclass(frozen=True)
 class Strike:
     """A fault that acted."""
 
@@ -69,14 +49,6 @@ class Strike:
     where: str
     rank: int
     at_s: float
-
-
-@dataclass(frozen=True)
-class OwnDirectories:
-    """Each host has directories of its own, of the same names. `fragile`: hosts whose disk goes when all their ranks are killed."""
-
-    names: tuple[str, ...] = ("/a", "/b")
-    fragile: frozenset[str] = frozenset()
 
 
 class Job:
@@ -234,6 +206,7 @@ class Job:
 
     def update_begins(self, rank: Rank, step: int) -> None:
         self.in_place.update_begins(rank)
+        nothing_on_disk(rank, f"begins update {step}")
         if rank.acknowledged > self.thawed_up_to:
             self.broken(f"I7: rank {rank.rank} began update {step} after acknowledging freeze {rank.acknowledged}")
         if ("norm", step) not in self.collectives.finished:

@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Training, even
 from ttp.controller.core import stages
 from ttp.controller.core.facts.events import Effect

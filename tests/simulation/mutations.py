@@ -243,6 +243,8 @@ MUTATIONS = (
     Mutation("a vacant rank counts as a holder", recoveries.vacant_rank_counts_as_a_holder, ("I3",), in_place.last_holder_dies_beside_a_replacement, within=20),
     Mutation("an order to write is lost while a rank regroups", recoveries.write_order_is_lost_while_a_rank_regroups, ("I9",), in_place.cannot_be_regrouped, within=20),
     Mutation("faults are forgotten when a rank has regrouped", recoveries.faults_are_forgotten_when_a_rank_has_regrouped, ("I14",), in_place.noticed_meanwhile, within=20),
+    Mutation("orders to write are forgotten when a rank has regrouped", recoveries.orders_are_forgotten_when_a_rank_has_regrouped, ("I21",), in_place.regroups_after_all_beside_its_write, within=20),
+    Mutation("a rank regroups beside its work", recoveries.ranks_regroup_beside_their_work, ("I21",), published_first.slow_publisher_is_passed_over, within=20),
     Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),
     Mutation("a training that has returned is entered again", recoveries.training_that_has_returned_is_entered_again, (RAISED,), in_place.training_returns_in_front_of_it, within=5),
     Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=20),
@@ -283,6 +285,9 @@ MUTATIONS = (
     # The report of a fault.
     Mutation("faults that are refused are not reported", memories.refused_faults_are_not_reported, ("I15",), within=60),
     Mutation("a report counts steps as lost that were saved", memories.steps_before_the_saved_one_count_as_lost, ("I15",), within=60),
+    Mutation("a report of a restart names no checkpoint of an earlier recovery", recoveries.published_step_is_forgotten_behind_a_recovery, ("I15",), published_first.all_die_behind_it, within=20),
+    Mutation("a report of a restart names no checkpoint that was reported in an earlier round", memories.checkpoints_of_an_earlier_round_are_forgotten, ("I15",), within=60),
+    Mutation("ranks report no checkpoint", adapters.reports_name_no_checkpoint, ("I15",), within=60),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),
     Mutation("a lower term is obeyed", ranks.term_is_not_checked, ("I7", "I9", "I11", RAISED), back_and_forth),
@@ -317,7 +322,7 @@ def _found(scenario: Scenario) -> list[str]:
     try:
         return run_and_check(scenario)
     except (AssertionError, KeyError, IndexError, ProtocolError, ValueError) as error:
-        return [f"{RAISED}: {error!r}"]
+        return [*scenario.job.violations, f"{RAISED}: {error!r}"]
 
 
 def main() -> int:

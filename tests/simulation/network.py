@@ -115,7 +115,7 @@ class RankStream(Stream):
     def __init__(self, process: Rank, controller: Controller, fence: int) -> None:
         job = process.job
         super().__init__(process.rank, job.scheduler, job.rng, job.slowest_s, controller, process.route)
-        self._process, self._fence = process, Fence("sim", fence)
+        self.process, self._fence = process, Fence("sim", fence)
         self._gone = False
         job.streams.append(self)
 
@@ -136,17 +136,17 @@ class RankStream(Stream):
         return Incoming(self, DownwardParcel("sim", self.controller.term, (self.rank,), message))
 
     def send(self, message: Upward) -> None:
-        process = self._process
+        process = self.process
         process.job.send_up(process, message)
         if type(message) is Registration:
             process.job.happened("registers", self.rank)
 
     def close(self, drain_s: float = 0.0) -> None:
-        self._process.job.abandon_stream(self)
+        self.process.job.abandon_stream(self)
 
     def dial(self) -> None:
         """The connection is asked for."""
-        process, controller = self._process, self.controller
+        process, controller = self.process, self.controller
         if process.handler.stream is not self:
             return  # it was given up meanwhile
         if controller.gone or self._route.rejects:
@@ -166,13 +166,13 @@ class RankStream(Stream):
     def _refuse(self) -> None:
         """Nothing listens there."""
         self._gone = True
-        self._process.put(Closed(self, "connection refused"))
+        self.process.put(Closed(self, "connection refused"))
 
     def _greeted(self) -> None:
         if self.term:
             return  # the greeting comes twice
         if refusal := self._fence.refusal(f"c{self.controller.place}", "sim", self.controller.term):
             self.close()
-            self._process.put(Closed(self, refusal))
+            self.process.put(Closed(self, refusal))
         else:
-            self._process.put(Opened(self))
+            self.process.put(Opened(self))

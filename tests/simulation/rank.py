@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any, get_args
 from tests.simulation.boundaries import Boundary
 from tests.simulation.collectives import ATTEMPT, Returned
 from tests.simulation.controllers import ROUNDING_S
+from tests.simulation.disk import OLDER_STEP, final_name
 from tests.simulation.in_place import FIRST_PID, PIDS_APART, Regrouping
 from tests.simulation.network import RankStream, Route, Stream
+from tests.simulation.on_disk import nothing_on_disk
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.rehearsal import Rehearsal
 from tests.simulation.replica import Replica
 from tests.simulation.threads import Threads
-from tests.simulation.waits import TRAINING, Blocked, Waits
+from tests.simulation.waits import TRAINING, Waits
 from tests.simulation.work import Worker
 from ttp.errors import AbortedCollective, ProtocolError
 from ttp.optim.step_agreement.participation import Contribution, Ending
@@ -32,7 +34,7 @@ from ttp.processor.core import events as ev
 from ttp.processor.core.state import LinkState
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Handler, Incoming, Item
-from ttp.processor.worker import Task
+from ttp.processor.worker import Reopen, Task
 from ttp.proto import messages
 from ttp.proto.messages import Cause, CauseKind, Downward, Phase, Registration, ShardGroup, StateReport, Welcome
 
@@ -109,13 +111,15 @@ class Rank(Threads):
         self._taking = False
         self._tick_at = inf
         """When the next tick comes."""
-        self._blocked: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        """What the training thread would do at the gate, and what it does then."""
         self._lost_launcher = ""
         self._gave_up_waiting = False
         """Its gate was reported as not closed."""
         self.started, self.started_s = bool(vacant), job.scheduler.now if vacant else inf
         self.acknowledged = -1
+        self.known_checkpoint = "" if vacant else f"{job.roots[0]}/{final_name(OLDER_STEP)}"
+        """The newest that it has resumed from or published, or behind which all have regrouped."""
+        self.knew: dict[int, str] = {}
+        """By freeze, which one that was when its gate closed."""
         self.handler.begin()
         self.soon(LONGEST_START_S, self._start_failed)
 
@@ -137,7 +141,7 @@ class Rank(Threads):
 
     def leave_training(self) -> None:
         super().leave_training()
-        self._blocked, self.main_raised, self.gate.waiting, self._paused = [], False, False, False
+        self.main_raised, self.gate.waiting, self._paused = False, False, False
 
     def take_waiting(self) -> None:
         if self._items:
@@ -182,6 +186,7 @@ class Rank(Threads):
         self._schedule_tick()
 
     def _acknowledge(self, report: StateReport) -> None:
+        self.knew[report.freeze_id] = self.known_checkpoint
         if report.closed:
             self.acknowledged = max(self.acknowledged, report.freeze_id)
 
@@ -223,6 +228,8 @@ class Rank(Threads):
     # --- the ports of the handler ---
 
     def submit(self, task: Task) -> None:
+        if type(task) is Reopen:
+            nothing_on_disk(self, "opens its gate")
         self.work.submit(task)
 
     def open_stream(self, address: Any, fence: int) -> RankStream:
@@ -231,6 +238,7 @@ class Rank(Threads):
         return stream
 
     def regroup(self, order: messages.Regroup) -> None:
+        nothing_on_disk(self, "regroups")
         self.regrouping.begin(order)
 
     def start_controller(self, order: ev.StartController | ev.LookForControllers) -> None:
@@ -244,7 +252,7 @@ class Rank(Threads):
         return self._work_done
 
     def checkpoint(self) -> str:
-        return ""
+        return self.known_checkpoint
 
     def lost_parent(self) -> str:
         lost, self._lost_launcher = self._lost_launcher, ""
@@ -306,21 +314,6 @@ class Rank(Threads):
 
     # --- the gate ---
 
-    def pass_gate(self, enter: Callable[[], None], go_on: Callable[[], None]) -> None:
-        """Training thread: call the gate, and go on once that lets it pass."""
-        try:
-            enter()
-        except Blocked:
-            self._blocked.append((enter, go_on))
-        else:
-            go_on()
-
-    def pass_on(self) -> None:
-        """The gate may be open, or its lock free: who waits asks again."""
-        blocked, self._blocked = self._blocked, []
-        for enter, go_on in blocked:
-            self.pass_gate(enter, go_on)
-
     def freed(self) -> None:
         """An update or a roll forward has ended, and has given the gate's lock back."""
         if self._gave_up_waiting:
@@ -343,6 +336,7 @@ class Rank(Threads):
 
     def _enter_training(self) -> None:
         self.job.in_place.enters(self)
+        self.job.in_place.knows_checkpoint(self, self.gate.state_step)
         self._compute()
 
     def _compute(self) -> None:

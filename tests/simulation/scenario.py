@@ -10,12 +10,13 @@ from tests.simulation.comparing import alter
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
 from tests.simulation.held import Hold
 from tests.simulation.in_place import LIMIT_S, PUBLISHED_FIRST, TRIED
-from tests.simulation.job import Job, OwnDirectories, Times
+from tests.simulation.job import Job
 from tests.simulation.lost import lose_something
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
 from tests.simulation.rehearsal import rehearse
+from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.situations import WATCHED, WATCHED_STEPS, drawn
 from tests.simulation.stale import remember
 from tests.simulation.training import LAYOUTS, Layout, Training, ring

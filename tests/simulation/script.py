@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.simulation.checks import run_and_check
-from tests.simulation.job import OwnDirectories, Times
 from tests.simulation.scenario import Scenario
 from tests.simulation.script_faults import ScriptError, plan
+from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.staged import StagedJob
 from tests.simulation.training import Layout, Training, even, pipeline, ring
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from tests.simulation.handed_on import THREE_REPLICAS
 from tests.simulation.in_place import LIMIT_S
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.lost_in_turn import LONG_STEPS, lose_controllers
 from tests.simulation.noticed import STEPS as NOTICED_STEPS
 from tests.simulation.noticed import cut_some_off_and_notify, lose_all_and_notify
+from tests.simulation.settings import Times
 from tests.simulation.situations_in_place import regroups
 from tests.simulation.situations_of_loss import (
     aborted_collectives,

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from tests.simulation.collectives import Collectives, Returned
 from tests.simulation.disk import OLDER_STEP, Disk
-from tests.simulation.job import Job, OwnDirectories, Times
+from tests.simulation.job import Job
 from tests.simulation.pieces import OwnDisks, host_of, is_published
+from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.training import Training
 
 T = TypeVar("T")

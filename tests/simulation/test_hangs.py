@@ -12,9 +12,10 @@ from math import inf
 import pytest
 
 from tests.simulation.checks import run_and_check
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Layout, Training, even, ring
 from tests.simulation.truth import events
 

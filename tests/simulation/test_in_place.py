@@ -55,6 +55,18 @@ def test_a_rank_whose_training_has_returned_is_not_waited_for() -> None:
         assert events(job, "published") and not events(job, "regrouped"), f"seed {seed}"
 
 
+def test_a_rank_that_regrouped_beside_its_write_is_not_thawed_by_a_standby() -> None:
+    """All ranks live and have regrouped, and one writes still for the controller that was lost: the standby has the step written."""
+    for seed in range(8):
+        job = _run(arranged.regroups_after_all_beside_its_write, seed).job
+        (tmp_name,) = {sent["tmp_name"] for sent in events(job, "write_sent")[:1]}
+        assert events(job, "regroup_failed") and events(job, "took_over"), f"seed {seed}"
+        assert len(events(job, "write_sent")) == 2 and tmp_name != events(job, "publish_sent")[0]["tmp_name"], (
+            f"seed {seed}"
+        )
+        assert events(job, "published") and not events(job, "thawed"), f"seed {seed}"
+
+
 def test_an_agent_drops_an_order_when_it_has_answered_a_later_one() -> None:
     """As `ttp/launch/attempts/replacements.py` does: else a process would be started that no rank waits for (seed 600255095)."""
     for seed in range(8):
@@ -72,5 +84,11 @@ def test_a_shard_whose_last_holder_dies_beside_a_replacement_is_refused() -> Non
 
 def test_every_arrangement_is_tried() -> None:
     refused = (arranged.last_holder_dies_beside_a_replacement, arranged.last_holder_dies_while_another_rolls_forward)
-    tried = (*RECOVERED, *WRITTEN, *refused, arranged.training_returns_in_front_of_it)
+    tried = (
+        *RECOVERED,
+        *WRITTEN,
+        *refused,
+        arranged.regroups_after_all_beside_its_write,
+        arranged.training_returns_in_front_of_it,
+    )
     assert set(tried) == set(arranged.ARRANGED) and len(tried) == len(arranged.ARRANGED)

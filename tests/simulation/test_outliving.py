@@ -8,10 +8,11 @@ import pytest
 
 from tests.simulation.checks import violations
 from tests.simulation.held import LONGEST_S, Hold, stand_still
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.matrix import Cell, possible
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, hold_rank, hold_work
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.settings import Times
 from tests.simulation.training import Training, even, ring
 
 TRIES = 30

@@ -9,9 +9,9 @@ import pytest
 from tests.simulation import time_checks
 from tests.simulation.checks import run_and_check, violations
 from tests.simulation.faults import KINDS
-from tests.simulation.job import OwnDirectories
 from tests.simulation.pieces import OwnDisks
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.settings import OwnDirectories
 from tests.simulation.time_checks import unseen_s
 from tests.simulation.training import even, ring
 from tests.simulation.truth import events

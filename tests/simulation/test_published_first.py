@@ -76,6 +76,14 @@ def test_a_job_that_is_lost_then_has_its_checkpoint() -> None:
         assert not events(job, "refused"), f"seed {seed}"
 
 
+def test_a_job_that_is_lost_later_has_that_checkpoint_too() -> None:
+    """No rank is there to report it: the controller knows what it has had published."""
+    for seed in range(8):
+        job = _run(arranged.all_die_behind_it, seed)
+        (published,), incident = events(job, "published"), _incident(job)
+        assert incident.saved is None and incident.goes_on_from == published["path"], f"seed {seed}"
+
+
 def test_a_standby_ends_what_its_predecessor_began() -> None:
     ends = Counter[str]()
     for seed in range(36):
@@ -91,5 +99,14 @@ def test_a_rank_that_writes_still_is_not_asked_to_leave_its_step() -> None:
         assert events(job, "published") and not events(job, "regrouped"), f"seed {seed}"
 
 
+def test_a_rank_that_publishes_still_is_not_asked_to_leave_its_step() -> None:
+    """It refuses, and the job restarts."""
+    for seed in range(6):
+        job = _run(arranged.slow_publisher_is_passed_over, seed)
+        assert events(job, "passed_over") and events(job, "published"), f"seed {seed}"
+        assert "this rank writes" in str(events(job, "regroup_failed")[0]["reason"]), f"seed {seed}"
+        assert not events(job, "regrouped"), f"seed {seed}"
+
+
 def test_every_arrangement_is_tried() -> None:
-    assert len(set(arranged.ARRANGED)) == 7
+    assert len(set(arranged.ARRANGED)) == 9

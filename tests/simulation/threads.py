@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.simulation.waits import Blocked
+
 if TYPE_CHECKING:
     from tests.simulation.job import Job
 
@@ -23,6 +25,8 @@ class Threads:
         self.turn = 0
         self._held: list[tuple[bool, Callable[[], None]]] = []
         """What waits until it is not stopped, and (first True) its interpreter is free, in the order in which it came."""
+        self._blocked: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """What the training thread would do at the gate, and what it does then."""
 
     def take_waiting(self) -> None:
         """Take what waits in the processor's queue."""
@@ -41,6 +45,22 @@ class Threads:
     def leave_training(self) -> None:
         """Whatever the training thread was at is over."""
         self.turn += 1
+        self._blocked = []
+
+    def pass_gate(self, enter: Callable[[], None], go_on: Callable[[], None]) -> None:
+        """Training thread: call the gate, and go on once that lets it pass."""
+        try:
+            enter()
+        except Blocked:
+            self._blocked.append((enter, go_on))
+        else:
+            go_on()
+
+    def pass_on(self) -> None:
+        """The gate may be open, or its lock free: who waits asks again."""
+        blocked, self._blocked = self._blocked, []
+        for enter, go_on in blocked:
+            self.pass_gate(enter, go_on)
 
     def run(self, call: Callable[[], None]) -> None:
         if not self.alive:

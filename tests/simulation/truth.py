@@ -104,9 +104,15 @@ def events(job: Job, name: str) -> list[dict[str, object]]:
 
 
 def of_last_fault(job: Job, name: str) -> list[dict[str, object]]:
-    """Return the fields of each such journal line since ranks have last regrouped: a step may be published before that."""
+    """Return the fields of each such journal line since ranks have last regrouped: a step may be published before that. A controller that was
+    away until after another had taken over may write such a line too, and no rank obeys it: it does not count (seed 30019)."""
+    since, newest = 0, 0
     lines = [line for _, line in job.journal]
-    since = max((place + 1 for place, line in enumerate(lines) if line.event == "regrouped"), default=0)
+    for place, line in enumerate(lines):
+        if line.event == "freeze_sent":
+            newest = max(newest, int(str(line.fields["freeze_id"])))
+        elif line.event == "regrouped" and int(str(line.fields["freeze_id"])) >= newest:
+            since = place + 1
     return [dict(line.fields) for line in lines[since:] if line.event == name]
 
 

@@ -9,8 +9,9 @@ from math import inf
 import pytest
 
 from tests.simulation import boundaries
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Training, even
 from ttp.controller.core.facts.state import Stage
 from ttp.optim.step_agreement.participation import Ending

@@ -6,8 +6,9 @@ import random
 from functools import partial
 
 from tests.simulation.faults import KINDS
-from tests.simulation.job import Job, Times
+from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario
+from tests.simulation.settings import Times
 from tests.simulation.training import Layout, Training, even, ring
 
 SILENT_S = (0.7, 1.2)

@@ -37,7 +37,10 @@ class Worker:
         """The holder's."""
         self._written = WrittenShares(self._link)
         self._files = 0
-        self._busy = False
+        self._now: Task | None = None
+        """What has its turn."""
+        self._begun = False
+        """The holder is at it."""
         self.writing = self.publishing = False
         """A write, a publish is under way."""
         self.progresses = False
@@ -53,11 +56,18 @@ class Worker:
         self._queue.append(task)
         self._work()
 
+    def on_disk(self) -> list[WriteOrder | PublishOrder]:
+        """Return the orders to write and to publish that are being carried out, and those that will be: of an older freeze none is begun."""
+        if self._now is None:
+            return []
+        begun, freeze_id = self._now if self._begun else None, self.process.gate.freeze_id
+        tasks = [task for task in (self._now, *self._queue) if isinstance(task, ev.WriteShare | ev.PublishCheckpoint)]
+        return [task.order for task in tasks if task is begun or task.order.freeze_id >= freeze_id]
+
     def _work(self) -> None:
-        if self._busy or not self._queue:
+        if self._now is not None or not self._queue:
             return
-        self._busy = True
-        task = self._queue.pop(0)
+        task = self._now = self._queue.pop(0)
         self._held_up(type(task).__name__, partial(self._begin, task))
 
     def _held_up(self, step: str, go_on: Callable[[], None], delay_s: float = 0.0) -> None:
@@ -88,6 +98,7 @@ class Worker:
             return
         finally:
             lock.in_vain = False
+        self._begun = answer is None
         self.process.pass_on()
         if answer is not None or not isinstance(task, Held):
             self._next(answer)
@@ -132,7 +143,8 @@ class Worker:
         self._next(self.tasks.failed(self._task, error))
 
     def _next(self, answer: ev.Event | None = None) -> None:
-        self._busy = self.writing = self.publishing = False
+        self._now, self._begun = None, False
+        self.writing = self.publishing = False
         if answer is not None:
             self.process.put(answer)
         self._work()
@@ -257,4 +269,6 @@ class Worker:
             self.job.struck(error.kind, self.rank)
         self.job.happened("tracker replaced", self.rank)
         path = f"{order.directory}/{final_name(order.step)}"
+        if self.job.own is None:  # else it is a part of one
+            self.process.known_checkpoint = path
         self.process.run_beside(partial(self._held_up, "answer", partial(self._done, path)))

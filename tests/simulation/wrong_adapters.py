@@ -10,7 +10,7 @@ import pytest
 
 from ttp.checkpoint.write import WrittenShares, merge_results
 from ttp.controller.handler import Handler as ControllerHandler
-from ttp.processor.core.events import Event, WriteDone, WriteShare
+from ttp.processor.core.events import Event, GateClosed, WriteDone, WriteShare
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Handler
 from ttp.processor.worker import Held, Task, Tasks
@@ -57,6 +57,10 @@ def a_failed_task_is_not_answered(patch: Patch) -> None:
 
 def a_late_end_of_an_update_is_not_reported(patch: Patch) -> None:
     patch.setattr(Handler, "_settle_late", lambda self, ticket, freeze_id: None)
+
+
+def reports_name_no_checkpoint(patch: Patch) -> None:
+    patch.setattr(Handler, "_gate_closed", lambda self, report, now: self._step(GateClosed(report), now))
 
 
 def a_finished_controller_goes_on(patch: Patch) -> None:

@@ -181,3 +181,9 @@ def steps_before_the_saved_one_count_as_lost(patch: Patch) -> None:
         return report(state, outcome, now, out)
 
     patch.setattr(finish, "report", wrong)
+
+
+def checkpoints_of_an_earlier_round_are_forgotten(patch: Patch) -> None:
+    """Who had reported one may have died since."""
+    ask = rounds._ask
+    patch.setattr(rounds, "_ask", lambda state, *rest: ask(replace(state, checkpoint=""), *rest))

@@ -17,7 +17,7 @@ from tests.simulation.threads import Threads
 from tests.simulation.wrong_controllers import Reports, Verdict, _with_advance, with_decide
 from tests.simulation.wrong_memories import _for_every
 from ttp.controller.core import stages
-from ttp.controller.core.dump import regroup, roll_forward
+from ttp.controller.core.dump import publishing, regroup, roll_forward
 from ttp.controller.core.facts.decision import decide
 from ttp.controller.core.facts.events import Send
 from ttp.controller.core.facts.state import Regrouping
@@ -78,6 +78,11 @@ def published_step_is_forgotten_while_all_regroup(patch: Patch) -> None:
         return start(state.with_dump(replace(state.at.dump, saved=None)), now, out)
 
     patch.setattr(regroup, "_start", wrong)
+
+
+def published_step_is_forgotten_behind_a_recovery(patch: Patch) -> None:
+    """A controller names what ranks have reported, and not what it had published itself."""
+    patch.setattr(publishing, "learn_checkpoint", lambda state, path: state)
 
 
 # --- when gates open ---
@@ -197,6 +202,24 @@ def faults_are_forgotten_when_a_rank_has_regrouped(patch: Patch) -> None:
         return replace(done(state, event, now, out), faults=())
 
     patch.setitem(rank_tables.TRANSITIONS, (RankMode.FROZEN, RegroupDone), wrong)
+
+
+def orders_are_forgotten_when_a_rank_has_regrouped(patch: Patch) -> None:
+    """Also those that came while its groups were made."""
+    done = orders.regroup_done
+
+    def wrong(state: Any, event: RegroupDone, now: float, out: Any) -> Any:
+        return done(replace(state, ordered=0), event, now, out)
+
+    patch.setitem(rank_tables.TRANSITIONS, (RankMode.FROZEN, RegroupDone), wrong)
+
+
+def ranks_regroup_beside_their_work(patch: Patch) -> None:
+    """Whatever they were ordered to write or to publish, and have not answered."""
+    why_no_regroup = refusals.why_no_regroup
+    patch.setattr(
+        orders, "why_no_regroup", lambda state, order: why_no_regroup(replace(state, orders=(), ordered=0), order)
+    )
 
 
 def order_to_regroup_is_not_said_again(patch: Patch) -> None:

@@ -231,7 +231,7 @@ class Reentry:
             self._holder.drop_copy()
             self._saves.take(returned.saves)
             if self._published_first:
-                self._saves.saved(order.step)
+                self._saves.published(order.step)
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
             error_file.withdraw()
             if self._rank == 0:

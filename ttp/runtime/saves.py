@@ -16,7 +16,7 @@ from typing import Any
 
 from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format import tiling
-from ttp.checkpoint.format.durable import newest_step, steps_in
+from ttp.checkpoint.format.durable import newest_step, step_of_directory, steps_in
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.staging import discard_staging
 from ttp.config import Settings
@@ -121,6 +121,13 @@ class Saves:
         self.newest = max(self.newest, step)
         if self._retention is not None:
             self._retention.saved_in(self._directories.used)
+
+    def published(self, step: int) -> None:
+        """A fault has published this step, by whatever rank, and training continues behind it: it counts as a save, and reports name it."""
+        path = self._checkpoint_before(step)
+        if step_of_directory(Path(path)) == step:
+            self._holder.trust(path)
+        self.saved(step)
 
     def warn_not_finite(self, path: str, step: int) -> None:
         """Warn that what was resumed from has NaN or infinity in it, and name the newest checkpoint that has not."""

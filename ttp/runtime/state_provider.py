@@ -130,7 +130,7 @@ class OptimizerStateProvider:
         """For the manifest."""
         self._trusted: frozenset[str] = frozenset()
         self.checkpoint = ""
-        """The newest published checkpoint that this rank knows; empty: none. Written by the training thread, read by any."""
+        """The newest published checkpoint that this rank knows; empty: none. Written by the training thread and by the one that publishes, read by any."""
         self._io_done = 0  # written by the thread that carries out the order, read by any
 
     def registration(self) -> Registration:
@@ -207,7 +207,8 @@ class OptimizerStateProvider:
     def publish(self, order: PublishOrder) -> str:
         with self.around("publish", order.step, f"{order.directory}/{order.tmp_name}"):
             if self._publisher is None:
-                return self._publish(order)
+                self.checkpoint = self._publish(order)
+                return self.checkpoint
             return self._publisher.publish(order, self.optimizer.host_state(order.step), self._advance)
 
     def _publish(self, order: PublishOrder) -> str:

@@ -5,6 +5,7 @@ Owns the ends of a job and of a fault. Never judges whether an end is due.
 
 from __future__ import annotations
 
+from ttp.proto.frozen import replace
 from ttp.proto.incident import Saved
 from ttp.proto.messages import EXIT_CODE_PERSISTED, Exit, Release
 
@@ -12,7 +13,7 @@ from ..facts.decision import Refusal
 from ..facts.events import Effect, Fields, Finish, Journal, Send
 from ..facts.incident import Outcome, report
 from ..facts.membership import reachable, was_only_silent
-from ..facts.state import EXIT_WAIT_S, ControllerState, Exiting, Over, goto
+from ..facts.state import EXIT_WAIT_S, ControllerState, Exiting, Over, S, goto
 
 
 def leave(
@@ -41,18 +42,16 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
     if state.dump is not None and state.dump.saved is not None:
         return leave_saved(state, state.dump.saved, now, out)
     fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
-    newest = newest_checkpoint(state)
+    newest = state.checkpoint
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
-    after = f"the job goes on from {newest}" if newest else "no surviving rank knows an older checkpoint"
+    after = f"the job goes on from {newest}" if newest else "no rank has reported an older checkpoint"
     outcome = Outcome(None, refusal.reason, newest, max(0, step_of(newest)))
     return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out, outcome)
 
 
-def newest_checkpoint(state: ControllerState) -> str:
-    """Return the newest checkpoint that any rank reported in this freeze, or that this controller had published before; empty: none."""
-    reports = state.fault.reports if state.fault is not None else ()
-    known = (report.checkpoint for report in reports if report is not None)
-    return max((state.recoveries.path, *known), key=step_of)
+def learn_checkpoint(state: S, path: str) -> S:
+    """Keep the newest checkpoint that any rank has reported to this controller, or that it has had published; whoever knew of it may die."""
+    return replace(state, checkpoint=path) if step_of(path) > step_of(state.checkpoint) else state
 
 
 def step_of(path: str) -> int:
@@ -79,7 +78,7 @@ def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect])
         state = report(state, Outcome(saved, "", saved.path, saved.step), now, out)
     elif state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
-        newest = newest_checkpoint(state)
+        newest = state.checkpoint
         state = report(state, Outcome(None, reason, newest, max(0, step_of(newest))), now, out)
     return over(state, reason, out)
 

@@ -32,6 +32,7 @@ from ..facts.state import (
     StateAt,
     goto,
 )
+from .finish import learn_checkpoint
 
 _KEPT_RECORDS = 4
 _NAMED = 8
@@ -202,6 +203,7 @@ def take_report(state: StateAt[Faulted], report: StateReport, out: list[Effect])
     if known is None or not _is_older(report, known):
         reports = reports.put(report.rank, report)
     records = _merge(fault.records, report, out)
+    state = learn_checkpoint(state, report.checkpoint)
     return state.with_fault(replace(fault, records=records, updating=(), awaiting=awaited, reports=reports))
 
 

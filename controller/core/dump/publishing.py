@@ -26,6 +26,7 @@ from ..facts.state import (
     Writing,
     goto,
 )
+from .finish import learn_checkpoint
 from .freeze import cause_fields, half_of_the_rest, next_round, root_cause
 from .regroup import regroup_or_leave
 from .roll_forward import is_holder, mark_stuck
@@ -164,7 +165,8 @@ def published(
     out.append(Journal("published", fields))
     nbytes = sum(file.nbytes for result in results(dump) for file in result.files)
     saved = Saved(step=answer.step, path=answer.path, bytes=nbytes, ranks=_writers(state))
-    return regroup_or_leave(stage_ended(state, "published", now), saved, now, out)
+    state = learn_checkpoint(stage_ended(state, "published", now), answer.path)
+    return regroup_or_leave(state, saved, now, out)
 
 
 def publish_failed(state: StateAt[Publishing], answer: StepFailed, now: float, out: list[Effect]) -> ControllerState:

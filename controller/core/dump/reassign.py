@@ -19,7 +19,7 @@ from ..facts.decision import Refusal
 from ..facts.events import Effect, Journal
 from ..facts.stage_table import table_of
 from ..facts.state import ControllerState, Dump, Ordered, Publishing, Rolling, StateAt, Writing
-from .finish import newest_checkpoint, step_of
+from .finish import step_of
 from .freeze import half_of_the_rest, next_round
 from .publishing import others_to_publish, replace_publishers
 from .roll_forward import able_holders, drop_roll_forwards, mark_stuck, verdict_of
@@ -57,7 +57,7 @@ def _decided_anew(state: StateAt[Ordered], again: bool, now: float, out: list[Ef
         if isinstance(verdict, Refusal):
             continue
         others = verdict.step == step and not dump.able.issuperset(verdict.able)
-        newer = verdict.step > step_of(newest_checkpoint(state))
+        newer = verdict.step > step_of(state.checkpoint)
         before = verdict.step == step - 1 and dump.decision.copies and again and newer
         if others or before:
             passed = _note(state, without, out)

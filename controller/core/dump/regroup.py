@@ -221,9 +221,7 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
             coverage=coverage,
             survives=survives(coverage),
             pace=rested(state.pace, now),
-            recoveries=Recoveries(
-                before.count + 1, order.step, at_step, saved.path if saved is not None else before.path
-            ),
+            recoveries=Recoveries(before.count + 1, order.step, at_step),
         ),
         Running(),
     )

@@ -33,7 +33,7 @@ from ..facts.state import (
     Work,
     goto,
 )
-from .finish import newest_checkpoint, refuse, step_of
+from .finish import refuse, step_of
 from .freeze import frozen_fields, half_of_the_rest, owes_report
 
 _NAMED = 4
@@ -122,8 +122,8 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
     verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
     if isinstance(verdict, Refusal):  # written again, with every absent rank's fate: O(world) strings without a reader
         return decide(groups, reports, records, fault.unreachable, _absences(state, fault, unproven), unwritable)
-    if unwritable and verdict.step <= step_of(there := newest_checkpoint(state)):
-        return Refusal(f"step {verdict.step}, the newest with local copies, is not newer than {there}")
+    if unwritable and verdict.step <= step_of(state.checkpoint):
+        return Refusal(f"step {verdict.step}, the newest with local copies, is not newer than {state.checkpoint}")
     return verdict
 
 

@@ -186,8 +186,6 @@ class Recoveries:
     """Of the newest of them."""
     at_step: int = 0
     """How many of them in a row were at that step."""
-    path: str = ""
-    """The newest checkpoint that was published before such an end; empty: none was."""
 
 
 @dataclass(frozen=True)
@@ -374,6 +372,8 @@ class StateAt(Generic[At]):
     """When this machine last took an event: its process may have been stopped."""
     notes: Notes = Notes()
     recoveries: Recoveries = Recoveries()
+    checkpoint: str = ""
+    """The newest that any rank has reported, or that this controller has had published; empty: none."""
     job_groups: int = 0
     """How many shard groups the job has, those of ranks that never came here included; 0: not known yet."""
 

@@ -103,7 +103,7 @@ class Saves:
     def take(self, marks: SaveMarks) -> None:
         self.calls.append("saves")
 
-    def saved(self, step: int) -> None:
+    def published(self, step: int) -> None:
         self.calls.append(f"step {step} is on disk")
 
 
