@@ -132,9 +132,11 @@ class FailoverRendezvous(RendezvousHandler):
         if waiting is not None and waiting.over:
             raise RendezvousClosedError(f"the job {self._run_id!r} is over: {waiting.over}")
         if waiting is not None and self._place is not None:
-            if waiting.unanswered > 1:  # one may be late: all would move
+            if (
+                waiting.unanswered > 1 and not waiting.connected
+            ):  # else it is slow: `find` waits for it, so that not all move
                 self._stores.gave_no_answer(self._place)
-            else:
+            elif waiting.unanswered <= 1:
                 self._stores.ask(self._place, functools.partial(self._entry.renew, place=self._place, state=JOINING))
         began = time.monotonic()
         while True:
@@ -147,7 +149,7 @@ class FailoverRendezvous(RendezvousHandler):
                 raise kind(
                     f"too few nodes joined within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}{sick}"
                 )
-            first = self._stores.epoch == 0
+            first, self._anew = self._stores.epoch == 0, False
             place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
             joined = self._join(place, left_s) if place is not None else None
             if joined is not None:
@@ -171,7 +173,7 @@ class FailoverRendezvous(RendezvousHandler):
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
         """Try to join at one endpoint; None: it is lost, or the job uses another one."""
-        epoch, self._anew = self._stores.epoch, False
+        epoch = self._stores.epoch
         if (place, epoch) != (self._place, self._epoch) or self._inner is None:
             if self._place not in (None, place):
                 log.warning("moving the rendezvous from %s to %s", self._place, place)
@@ -445,6 +447,11 @@ class _Waiting:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
         self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the endpoint accepted a connection in the last poll."""
+        return self._window.connected
 
     def stop(self) -> None:
         """Stop polling: only one thread at a time may use the handler. A call that hangs is abandoned."""
