@@ -30,14 +30,14 @@ import time
 import torch
 import torch.distributed as dist
 import ttp
-from tests.chaos.test_elastic_meetings import SAMPLES, digest, gradient, weights
+from tests.chaos.test_elastic_meetings import SAMPLES, SGD, digest, gradient, weights
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 world = dist.get_world_size()
 model = torch.nn.ParameterDict({"w": weights()})
 optimizer_class = ttp.TTPOddReplicaOptimizer if world % 2 else ttp.TTPReplicaOptimizer
-optimizer = optimizer_class(model.named_parameters(), torch.optim.AdamW, lr=0.01)
+optimizer = optimizer_class(model.named_parameters(), torch.optim.SGD, **SGD)
 session = ttp.start(optimizer, save_dirs=[str(out / "checkpoints")])
 session.resume()
 note("begun", world)
@@ -61,10 +61,11 @@ train()
 session.close()
 dist.destroy_process_group()
 """
-"""Each rank has its share of a step's samples. All values of a gradient have few bits, so that their sum is exact however it is divided: the bits
-of the weights do not depend on how many ranks there are, and are wrong if one has a wrong share."""
+"""Each rank has its share of a step's samples. All values of a gradient have few bits, so that their sum is exact however it is divided, and the
+optimizer multiplies by powers of two only: the bits of the weights do not depend on how many ranks there are, and are wrong if one has a wrong share."""
 
 SAMPLES, WIDTH = 6, 64
+SGD = {"lr": 2.0**-6, "momentum": 0.5}
 
 
 def weights() -> torch.nn.Parameter:
@@ -82,9 +83,9 @@ def digest(weights_W: torch.Tensor) -> str:
 
 
 def expected(steps: int) -> list[str]:
-    """Return the weights after each step, by torch's own AdamW in this process."""
+    """Return the weights after each step, by torch's own SGD in this process."""
     parameter = weights()
-    optimizer, after = torch.optim.AdamW([parameter], lr=0.01), []
+    optimizer, after = torch.optim.SGD([parameter], **SGD), []
     for step in range(1, steps + 1):
         parameter.grad = sum(
             (gradient(parameter.detach(), step, sample) for sample in range(SAMPLES)), torch.zeros(WIDTH)

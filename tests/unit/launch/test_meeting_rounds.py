@@ -7,17 +7,19 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.unit.launch.test_multi_endpoint import free_place, quick, serve
+from tests.unit.launch.test_slow_store import StoreProcess, apart
 from tests.waiting import until
-from ttp.launch.rendezvous import choose
+from ttp.launch.rendezvous import choose, multi_endpoint
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, epoch_key
 from ttp.launch.rendezvous.spare_nodes import JOINING
 
-__all__ = ["quick"]
-"""A fixture that pytest uses by itself: short times."""
+__all__ = ["apart", "quick"]
+"""Fixtures: a store that can be paused; short times, which pytest uses by itself."""
 
 pytestmark = [
     pytest.mark.long,
@@ -68,15 +70,24 @@ class Member:
 
 
 class Job:
-    def __init__(self) -> None:
-        self.place = free_place()
-        self.server = serve(self.place)
+    """A job's agents, and the store where they meet."""
+
+    def __init__(self, place: Endpoint, server: Store) -> None:
+        self.place, self.server = place, server
         self.members: list[Member] = []
 
     def add(self, *names: str) -> list[Member]:
         added = [Member(self.place, name) for name in names]
         self.members += added
         return added
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for member in self.members:
+            member.may_make.set()
+            member.handler.shutdown()
 
     @property
     def epoch(self) -> int:
@@ -85,11 +96,9 @@ class Job:
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    made = Job()
-    yield made
-    for member in made.members:
-        member.may_make.set()
-        member.handler.shutdown()
+    place = free_place()
+    with Job(place, serve(place)) as made:
+        yield made
 
 
 def waits(member: Member) -> bool:
@@ -133,3 +142,25 @@ def test_one_that_comes_while_two_meet_takes_no_place_of_theirs(job: Job) -> Non
         member.join()
     assert sorted(member.met(2 * (member is not late)) for member in job.members) == [(0, 3), (1, 3), (2, 3)]
     assert job.epoch <= 5
+
+
+def test_an_agent_that_joins_is_counted_once_though_its_store_seemed_to_be_lost(
+    apart: StoreProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store was paused. What had begun to join there goes on as soon as it answers: with a second handler, one node would meet itself."""
+    store = TCPStore(apart.place.host, apart.place.port, is_master=False)
+    with Job(apart.place, store) as job:
+        one, two = job.add("127.0.0.1", "127.0.0.2")
+        one.join()
+        until(lambda: one.made and one.handler._entry.agent.beat > 30)
+        with monkeypatch.context() as short:
+            short.setattr(multi_endpoint, "ANSWER_S", 0.3)
+            short.setattr(multi_endpoint, "LEAST_S", 0.3)
+            apart.pause()
+            until(lambda: "is lost" in caplog.text)
+        apart.go_on()
+        beat = one.handler._entry.agent.beat
+        until(lambda: one.handler._entry.agent.beat > beat + 30)
+        two.join()
+        assert sorted([one.met(0), two.met(0)]) == [(0, 2), (1, 2)]
+        assert (len(one.made), job.epoch) == (1, 1)

@@ -55,6 +55,9 @@ EXCLUDE_S = 30.0
 """How long a node that is sick before it has joined looks for a store to publish it in: another node may have to open one first."""
 
 
+_FAILURES = (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutError)
+
+
 class TooFewNodes(RendezvousTimeoutError):
     """A job that ran, or that has excluded sick nodes, has too few nodes left: it asks to be started again, with others."""
 
@@ -97,6 +100,8 @@ class FailoverRendezvous(RendezvousHandler):
         self._inner: RendezvousHandler | None = None
         self._anew = False
         """The last join ended because the nodes meet under another epoch: at once."""
+        self._suspended: tuple[Endpoint, int, BoundedCall[tuple[RendezvousHandler, RendezvousInfo]]] | None = None
+        """The call that joins at an endpoint, under an epoch, whose store seemed to be lost: a second one there would be counted as another node."""
         self._waiting: _Waiting | None = None
         self._departed: dict[Endpoint, int] = {}
         """By endpoint, how many departures this node has read there, those before its own time included."""
@@ -197,7 +202,8 @@ class FailoverRendezvous(RendezvousHandler):
             inner = kept or self._make(place, nodes, moved)
             return inner, inner.next_rendezvous()
 
-        call = BoundedCall(run)
+        suspended, self._suspended = self._suspended, None
+        call = suspended[2] if suspended is not None and suspended[:2] == (place, epoch) else BoundedCall(run)
         unanswered = 0
         while not call.wait(ROUND_S):
             left_s = until - time.monotonic()
@@ -205,7 +211,7 @@ class FailoverRendezvous(RendezvousHandler):
             unanswered = unanswered + 1 if now is None else 0
             self._read_departures(place, left_s)
             if unanswered >= LOST_LOOKS:
-                why = f"is lost ({self._stores.trouble()})"
+                why, self._suspended = f"is lost ({self._stores.trouble()})", (place, epoch, call)
             elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is out of use: the job meets at {other}"
             elif (now is not None and now > epoch) or self._anew_meeting.look(place, epoch, time.monotonic()):
@@ -217,7 +223,7 @@ class FailoverRendezvous(RendezvousHandler):
             else:
                 continue
             log.warning("the rendezvous at %s %s", place, why)
-            self._inner = None  # its calls may hang forever: they are abandoned
+            self._inner = None  # its calls may hang forever
             return None
         try:
             inner, joined = call.result()  # only here: an abandoned call may end later, without effect
@@ -228,13 +234,7 @@ class FailoverRendezvous(RendezvousHandler):
             raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {why}") from None
         except OtherSecret:
             raise
-        except (
-            RendezvousConnectionError,
-            RendezvousStateError,
-            RendezvousTimeoutError,
-            RuntimeError,
-            ValueError,
-        ) as error:
+        except (*_FAILURES, RuntimeError, ValueError) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None
             if isinstance(error, StateRefused):  # under the next epoch the state has another key
@@ -249,7 +249,6 @@ class FailoverRendezvous(RendezvousHandler):
     def _read_departures(self, place: Endpoint, within_s: float = math.inf) -> None:
         """Log why nodes have left, except for those that left before this one joined."""
         before = self._departed.get(place)
-
         known = self._excluded_read.get(place, 0)
 
         def read(store: Store) -> tuple[tuple[str, ...], tuple[Excluded, ...]]:
