@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ dist.destroy_process_group()
 optimizer multiplies by powers of two only: the bits of the weights do not depend on how many ranks there are, and are wrong if one has a wrong share."""
 
 SAMPLES, WIDTH = 6, 64
-SGD = {"lr": 2.0**-6, "momentum": 0.5}
+SGD: dict[str, Any] = {"lr": 2.0**-6, "momentum": 0.5}
 
 
 def weights() -> torch.nn.Parameter:
