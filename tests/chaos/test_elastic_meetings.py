@@ -188,7 +188,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_nodes_are_lost_and_come_back_over_many_restarts(job: Job) -> None:
     """Any node; it comes back when the others train without it, or at once, while they meet. Every agent that is there has one rank of each attempt, none
-    is displaced by one that comes, and each attempt continues with the next step of the trajectory of an unbroken job."""
+    is displaced by one that comes, and each attempt continues with the next step of the trajectory of an uninterrupted job."""
     for node in (1, 2, 3):
         job.start(node)
     job.until_it_trains(3)
