@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -88,11 +90,18 @@ def test_an_endpoint_that_falls_silent_holds_up_nothing_while_the_one_in_use_ans
     look.free.set()
 
 
-@pytest.mark.parametrize("unanswered", [0, 1, 2])
-def test_a_store_that_was_silent_beside_training_is_not_waited_for_at_the_next_meeting(
-    unanswered: int, monkeypatch: pytest.MonkeyPatch
+def note(calls: list[str], name: str, call: Callable[..., object], *arguments: object, **options: object) -> object:
+    calls.append(name)
+    return call(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("unanswered", "connected", "lost"), [(0, True, False), (1, False, False), (2, False, True), (2, True, False)]
+)
+def test_a_store_that_accepted_no_connection_beside_training_is_not_waited_for_at_the_next_meeting(
+    unanswered: int, connected: bool, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that answers has this agent's entry at once: it waits now."""
+    """One that is slow is. One that answers has this agent's entry at once: it waits now."""
     place = free_place()
     server = serve(place)
     bench = Bench(place)
@@ -105,10 +114,16 @@ def test_a_store_that_was_silent_beside_training_is_not_waited_for_at_the_next_m
     waiting = bench.store_failover._waiting
     assert waiting is not None
     waiting.stop()
-    waiting.unanswered = unanswered
+    waiting.unanswered, waiting._window.connected = unanswered, connected
+    calls: list[str] = []
+    stores = bench.store_failover._stores
+    for name in ("ask", "find"):
+        call = functools.partial(note, calls, name, getattr(stores, name))
+        monkeypatch.setattr(stores, name, call)
     bench.join()
     bench.thread.join(30)
-    assert noted == [place] * (unanswered > 1) and server, "one answer may be late"
+    assert noted == [place] * lost and server, "one answer may be late"
+    assert calls[0] == ("ask" if unanswered < 2 else "find")
     bench.store_failover.shutdown()
 
 

@@ -291,24 +291,6 @@ def test_after_a_move_to_another_store_a_spare_waits_for_the_nodes_to_come(
     waits.end()
 
 
-def test_after_a_move_a_spare_takes_the_place_of_the_node_that_served_the_store(
-    job: tuple[Endpoint, TCPStore, Entry, Entry], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has seen in the store before whose that was."""
-    monkeypatch.setattr(spare_nodes, "LOST_S", 1e9)
-    place, server, first, second = job
-    Entry("job", "node-b", lambda place: True).renew(server, place, RUNNING)
-    waits = Waits(agent(place, other := free_place()))
-    until(lambda: any(each.state == SPARE for each in read_agents(server, "job")))
-    beats = max(each.beat for each in read_agents(server, "job"))
-    until(lambda: max(each.beat for each in read_agents(server, "job")) > beats)
-    moved = serve(other)
-    first.renew(moved, other, JOINING)
-    moved.set(epoch_key(""), "2")
-    waits.end()
-    assert waits.taken == [PlaceTaken("node-c", "node-b")] and second.agent.node == "node-b"
-
-
 def test_a_spare_ends_with_its_job(job: tuple[Endpoint, TCPStore, Entry, Entry]) -> None:
     """Well with its success, with its reason when it has failed, and with a failure when nothing of it remains."""
     place, server, *_ = job

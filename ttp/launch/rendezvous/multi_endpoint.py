@@ -134,6 +134,10 @@ class Stores:
         """Note that the store at an endpoint was asked elsewhere, and has not answered: the next look does not wait for it."""
         self._looks.silent.add(place)
 
+    def accepts_connections(self, place: Endpoint) -> bool:
+        """Return whether an endpoint accepted a connection when it was last looked at: its store is slow at worst, and not lost with its agent."""
+        return self._looks.windows[place].connected
+
     def find_in_use(self) -> Endpoint | None:
         """Return the endpoint in use; None: there is none. Opens none. Raises OtherSecret."""
         return self._choose(self._look_at_all())
@@ -289,6 +293,8 @@ class Window:
         self._secret = secret
         self._epoch_key = epoch_key(secret.run_id)
         self._client: TCPStore | None = None
+        self.connected = True
+        """Whether the endpoint accepted a connection in the last call, or none was made: its store is slow, not lost."""
         self.hangs = False
         """Whether the last call had no answer, though the endpoint accepted a connection."""
         self.trouble = ""
@@ -330,7 +336,9 @@ class Window:
     def _ask(self, question: Callable[[Store], T], within_s: float) -> T | None:
         answer_s = max(LEAST_S, min(ANSWER_S, within_s))
         self.hangs = False
-        if trouble := why_not_reached(self._place, min(CONNECT_S, answer_s)):
+        trouble = why_not_reached(self._place, min(CONNECT_S, answer_s))
+        self.connected = not trouble
+        if trouble:
             self._client, self.trouble = None, trouble
             return None
         kept = self._client

@@ -347,6 +347,7 @@ def wait_for_place(
     log.info("waiting as a spare node for job %r at %s, without a time limit", run_id, where)
     silence, seen_s, moved_s, needed_s = Silence(LOST_S), 0.0, 0.0, 0.0
     before: Endpoint | None = None
+    left: Endpoint | None = None
     served_by = gone_with = ""
     while True:
         place = stores.find_in_use()
@@ -361,13 +362,14 @@ def wait_for_place(
                 log.info("the job %r has succeeded without this spare node", run_id)
                 raise RendezvousGracefulExitError(f"the job {run_id!r} has succeeded")
             if place != before:
-                before, moved_s, silence, gone_with = place, now_s, Silence(LOST_S), served_by
+                left, before, moved_s, silence, gone_with = before, place, now_s, Silence(LOST_S), served_by
             lost = silence.of(view.agents, now_s)
             served_by = next((agent.node for agent in reversed(view.agents) if agent.serves), "")
             if any(agent.state != SPARE and agent.number not in lost for agent in view.agents):
                 seen_s = now_s
-            # After a move the agents come to the new store one by one.
-            unsettled = gone_with if now_s - moved_s < LOST_S else None
+            # After a move the agents come to the new store one by one. Who has moved may be wrong: this agent has looked at the old one itself.
+            gone = "" if left is None or stores.accepts_connections(left) else gone_with
+            unsettled = gone if now_s - moved_s < LOST_S else None
             taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes, unsettled)
             needed_s = (needed_s or now_s) if taken is not None else 0.0
             if taken is not None and _is_fit(health, needed_s):

@@ -55,6 +55,9 @@ EXCLUDE_S = 30.0
 """How long a node that is sick before it has joined looks for a store to publish it in: another node may have to open one first."""
 
 
+_FAILURES = (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutError)
+
+
 class TooFewNodes(RendezvousTimeoutError):
     """A job that ran, or that has excluded sick nodes, has too few nodes left: it asks to be started again, with others."""
 
@@ -97,6 +100,8 @@ class FailoverRendezvous(RendezvousHandler):
         self._inner: RendezvousHandler | None = None
         self._anew = False
         """The last join ended because the nodes meet under another epoch: at once."""
+        self._suspended: tuple[Endpoint, int, BoundedCall[tuple[RendezvousHandler, RendezvousInfo]]] | None = None
+        """The call that joins at an endpoint, under an epoch, whose store seemed to be lost: a second one there would be counted as another node."""
         self._waiting: _Waiting | None = None
         self._departed: dict[Endpoint, int] = {}
         """By endpoint, how many departures this node has read there, those before its own time included."""
@@ -132,9 +137,11 @@ class FailoverRendezvous(RendezvousHandler):
         if waiting is not None and waiting.over:
             raise RendezvousClosedError(f"the job {self._run_id!r} is over: {waiting.over}")
         if waiting is not None and self._place is not None:
-            if waiting.unanswered > 1:  # one may be late: all would move
+            if (
+                waiting.unanswered > 1 and not waiting.connected
+            ):  # else it is slow: `find` waits for it, so that not all move
                 self._stores.gave_no_answer(self._place)
-            else:
+            elif waiting.unanswered <= 1:
                 self._stores.ask(self._place, functools.partial(self._entry.renew, place=self._place, state=JOINING))
         began = time.monotonic()
         while True:
@@ -147,7 +154,7 @@ class FailoverRendezvous(RendezvousHandler):
                 raise kind(
                     f"too few nodes joined within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}{sick}"
                 )
-            first = self._stores.epoch == 0
+            first, self._anew = self._stores.epoch == 0, False
             place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
             joined = self._join(place, left_s) if place is not None else None
             if joined is not None:
@@ -171,7 +178,7 @@ class FailoverRendezvous(RendezvousHandler):
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
         """Try to join at one endpoint; None: it is lost, or the job uses another one."""
-        epoch, self._anew = self._stores.epoch, False
+        epoch = self._stores.epoch
         if (place, epoch) != (self._place, self._epoch) or self._inner is None:
             if self._place not in (None, place):
                 log.warning("moving the rendezvous from %s to %s", self._place, place)
@@ -195,7 +202,8 @@ class FailoverRendezvous(RendezvousHandler):
             inner = kept or self._make(place, nodes, moved)
             return inner, inner.next_rendezvous()
 
-        call = BoundedCall(run)
+        suspended, self._suspended = self._suspended, None
+        call = suspended[2] if suspended is not None and suspended[:2] == (place, epoch) else BoundedCall(run)
         unanswered = 0
         while not call.wait(ROUND_S):
             left_s = until - time.monotonic()
@@ -203,7 +211,7 @@ class FailoverRendezvous(RendezvousHandler):
             unanswered = unanswered + 1 if now is None else 0
             self._read_departures(place, left_s)
             if unanswered >= LOST_LOOKS:
-                why = f"is lost ({self._stores.trouble()})"
+                why, self._suspended = f"is lost ({self._stores.trouble()})", (place, epoch, call)
             elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is out of use: the job meets at {other}"
             elif (now is not None and now > epoch) or self._anew_meeting.look(place, epoch, time.monotonic()):
@@ -215,7 +223,7 @@ class FailoverRendezvous(RendezvousHandler):
             else:
                 continue
             log.warning("the rendezvous at %s %s", place, why)
-            self._inner = None  # its calls may hang forever: they are abandoned
+            self._inner = None  # its calls may hang forever
             return None
         try:
             inner, joined = call.result()  # only here: an abandoned call may end later, without effect
@@ -226,13 +234,7 @@ class FailoverRendezvous(RendezvousHandler):
             raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {why}") from None
         except OtherSecret:
             raise
-        except (
-            RendezvousConnectionError,
-            RendezvousStateError,
-            RendezvousTimeoutError,
-            RuntimeError,
-            ValueError,
-        ) as error:
+        except (*_FAILURES, RuntimeError, ValueError) as error:
             log.warning("the rendezvous at %s failed: %s", place, error)
             self._inner = None
             if isinstance(error, StateRefused):  # under the next epoch the state has another key
@@ -247,7 +249,6 @@ class FailoverRendezvous(RendezvousHandler):
     def _read_departures(self, place: Endpoint, within_s: float = math.inf) -> None:
         """Log why nodes have left, except for those that left before this one joined."""
         before = self._departed.get(place)
-
         known = self._excluded_read.get(place, 0)
 
         def read(store: Store) -> tuple[tuple[str, ...], tuple[Excluded, ...]]:
@@ -445,6 +446,11 @@ class _Waiting:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
         self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the endpoint accepted a connection in the last poll."""
+        return self._window.connected
 
     def stop(self) -> None:
         """Stop polling: only one thread at a time may use the handler. A call that hangs is abandoned."""
