@@ -191,12 +191,19 @@ class Controller:
             self._receive(stream, message)
 
     def _receive(self, stream: Stream, message: Upward) -> None:
-        if type(message) is StateReport and isinstance(stream, RankStream) and self._looks_at(stream, message):
-            self.known_checkpoints.append((self.job.now, stream.process.knew.get(message.freeze_id, "")))
+        reports = type(message) is StateReport and self._looks_at(stream, message)
         if self.job.beats_relayed:
             self._receive_in_envelope(self.job.hosts[stream.rank], stream.link, message)
         else:
             self.handler.receive(stream.link, (message,))
+        if (
+            type(message) is StateReport
+            and isinstance(stream, RankStream)
+            and reports
+            and self._looks_at(stream, message)
+        ):
+            # Else the fault's time was over as it came.
+            self.known_checkpoints.append((self.job.now, stream.process.knew.get(message.freeze_id, "")))
         if type(message) is Registration:
             self.ranks_came = True
         self._go_on()
@@ -204,7 +211,12 @@ class Controller:
     def _looks_at(self, stream: Stream, report: StateReport) -> bool:
         """Say whether it comes on the rank's own stream, and is of the freeze that is in force."""
         state, known = self.state, self.handler.routes.get(stream.rank) is stream.link
-        return known and state.fault is not None and bool(report.freeze_id >= state.freeze_id)
+        return (
+            known
+            and state.stage not in (Stage.EXITING, Stage.OVER)
+            and state.fault is not None
+            and bool(report.freeze_id >= state.freeze_id)
+        )
 
     def _receive_in_envelope(self, host: str, link: ServersEnd, message: Upward) -> None:
         """Heartbeats of a host that come about together are one event; whatever else is said comes in order."""
