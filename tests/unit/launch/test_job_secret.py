@@ -282,7 +282,7 @@ def test_what_torch_cannot_read_in_the_store_is_as_a_lost_store(
     made: list[Handler] = []
 
     class Garbled(Handler):
-        def __init__(self, place: Endpoint, nodes: int, moved: bool) -> None:
+        def __init__(self, place: Endpoint, epoch: int, nodes: int, moved: bool) -> None:
             super().__init__(place)
             self.joined.set()
             made.append(self)

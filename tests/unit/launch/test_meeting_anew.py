@@ -253,10 +253,13 @@ def test_nodes_that_have_moved_wait_for_more_as_long_as_torch_would_at_the_old_e
     configs = dict(given)
     config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="c10d", rdzv_endpoint=str(place), rdzv_configs=configs)
     failover = choose.make_failover(config)
-    failover._make(place, 0, moved)
-    failover._make(place, 1, moved)
+    failover._make(place, 1, 0, moved)
+    failover._make(place, 2, 1, moved)
     assert [parameters.get_as_int("last_call_timeout") for parameters in made] == [waits_s, waits_s]
     assert [(parameters.min_nodes, parameters.max_nodes) for parameters in made] == [(1, 2), (1, 1)]
+    assert [parameters.run_id for parameters in made] == ["j", "j@2"], (
+        "of the epoch of this join, whatever has begun since"
+    )
     failover.shutdown()
 
 

@@ -44,10 +44,10 @@ class Member:
         self.may_make.set()
         make = self.handler._make
 
-        def noted(place: Endpoint, nodes: int, moved: bool) -> RendezvousHandler:
+        def noted(place: Endpoint, epoch: int, nodes: int, moved: bool) -> RendezvousHandler:
             self.may_make.wait(60)
-            self.made.append((self.handler._stores.epoch, nodes))
-            return make(place, nodes, moved)
+            self.made.append((epoch, nodes))
+            return make(place, epoch, nodes, moved)
 
         self.handler._make = noted
         self._met: queue.SimpleQueue[RendezvousInfo] = queue.SimpleQueue()

@@ -267,7 +267,7 @@ class Bench:
         self.made: list[Handler] = []
         self.store_failover = FailoverRendezvous(agent(*places), self._make, "job", join_timeout_s=join_timeout_s)
 
-    def _make(self, place: Endpoint, nodes: int, moved: bool) -> Handler:
+    def _make(self, place: Endpoint, epoch: int, nodes: int, moved: bool) -> Handler:
         self.made.append(Handler(place, nodes, moved))
         return self.made[-1]
 
@@ -353,7 +353,7 @@ def test_a_node_that_joins_when_the_job_is_over_gets_the_reason(said: str) -> No
         def next_rendezvous(self) -> RendezvousInfo:
             raise RendezvousClosedError
 
-    late = FailoverRendezvous(agent(place), Closed, "job", join_timeout_s=60.0)
+    late = FailoverRendezvous(agent(place), lambda place, *_: Closed(place), "job", join_timeout_s=60.0)
     with pytest.raises(RendezvousClosedError) as caught:
         late.next_rendezvous()
     assert str(caught.value) == f"the job 'job' is over at {place}: {said or 'no node has reported why'}" and server
@@ -397,7 +397,7 @@ def test_the_heartbeats_of_a_lost_store_end() -> None:
     """
     before = set(threading.enumerate())
 
-    def make(place: Endpoint, nodes: int, moved: bool) -> RendezvousHandler:
+    def make(place: Endpoint, epoch: int, nodes: int, moved: bool) -> RendezvousHandler:
         quick = {"is_host": "0", "keep_alive_interval": "1", "last_call_timeout": "1"}
         return get_rendezvous_handler(RendezvousParameters("c10d", str(place), "job", 1, 1, **quick))
 

@@ -190,9 +190,9 @@ def make_failover(
 
     given = "last_call_timeout" in config.rdzv_configs
 
-    def make(place: Endpoint, nodes: int, moved: bool) -> RendezvousHandler:
+    def make(place: Endpoint, epoch: int, nodes: int, moved: bool) -> RendezvousHandler:
         # torch keeps the participants under the job's name: under a new one those that are lost are not waited for.
-        name = config.run_id if stores.epoch <= 1 else f"{config.run_id}@{stores.epoch}"
+        name = config.run_id if epoch <= 1 else f"{config.run_id}@{epoch}"
         longer = {"last_call_timeout": str(MOVED_CALL_S)} if moved and not given else {}
         return make_c10d(_parameters(config, str(place), name, nodes, is_host="0", **longer), job_secret)
 

@@ -68,7 +68,7 @@ class FailoverRendezvous(RendezvousHandler):
     def __init__(
         self,
         stores: Stores,
-        make: Callable[[Endpoint, int, bool], RendezvousHandler],
+        make: Callable[[Endpoint, int, int, bool], RendezvousHandler],
         run_id: str,
         *,
         join_timeout_s: float,
@@ -79,7 +79,7 @@ class FailoverRendezvous(RendezvousHandler):
         max_nodes: int = MOST_AGENTS,
         waits_for_more: bool = False,
     ) -> None:
-        """`make(place, nodes, moved)`: torch's handler, as a client of the store at endpoint `place` and for its present epoch; it is complete with so
+        """`make(place, epoch, nodes, moved)`: torch's handler, as a client of the store at endpoint `place` under an epoch; it is complete with so
         many nodes, 0: `max_nodes`; `moved`: the last attempt's nodes have met elsewhere, and may meet there again. `node`: this node's name. `spare_node`: it joins when the job has lost another node, and has passed its `health` check
         then. `min_nodes`, `max_nodes`: of the job. `waits_for_more`: with fewer than `max_nodes` it waits for others as long as torch does."""
         self._stores = stores
@@ -199,7 +199,7 @@ class FailoverRendezvous(RendezvousHandler):
             return None
 
         def run() -> tuple[RendezvousHandler, RendezvousInfo]:
-            inner = kept or self._make(place, nodes, moved)
+            inner = kept or self._make(place, epoch, nodes, moved)
             return inner, inner.next_rendezvous()
 
         suspended, self._suspended = self._suspended, None
