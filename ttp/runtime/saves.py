@@ -123,10 +123,11 @@ class Saves:
             self._retention.saved_in(self._directories.used)
 
     def published(self, step: int) -> None:
-        """A fault has published this step, by whatever rank, and training continues behind it: it counts as a save, and reports name it."""
+        """A fault has published this step, by whatever rank, and training continues behind it: it counts as a save, and reports name it. A later
+        publish reads it in full all the same: this rank has only seen its name."""
         path = self._checkpoint_before(step)
         if step_of_directory(Path(path)) == step:
-            self._holder.trust(path)
+            self._holder.checkpoint = path
         self.saved(step)
 
     def warn_not_finite(self, path: str, step: int) -> None:

@@ -34,6 +34,7 @@ def test_what_a_fault_published_before_the_ranks_went_on_is_known_to_all(session
     shutil.copytree(tmp_path / "a/iter_0000002", tmp_path / "b/iter_0000004")
     session._saves.published(4)
     assert session.holder.checkpoint == str(tmp_path / "b/iter_0000004") and session.newest_saved == 4
+    assert str(tmp_path / "b/iter_0000004") not in session.holder._trusted, "this rank has not read it"
     session._saves.published(5)
     assert session.holder.checkpoint == str(tmp_path / "b/iter_0000004") and session.newest_saved == 5
 
