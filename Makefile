@@ -20,6 +20,9 @@ NEWEST := build/newest_torch
 NEWEST_TESTS := tests/unit/launch/test_torch_names.py tests/chaos/test_other_trainers.py::test_plain_ddp_survives_the_death_of_rank_0 \
 	tests/chaos/test_other_trainers.py::test_hsdp_survives_the_death_of_a_rank[0-updating]
 
+# Thousands of processes are started: each would compile the package, and each pytest worker all tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check unit chaos newest flaky bench soak mutants proto docs docs-site clean help
 
 help:
