@@ -272,7 +272,7 @@ def usual_heartbeat_s(world_size: int) -> float:
     return min(SLOWEST_HEARTBEAT_S, max(1.0, world_size / STREAMS_A_SECOND))
 
 
-def hurried_heartbeat(heartbeat_s: float, world_size: int) -> str:
+def heartbeat_warning(heartbeat_s: float, world_size: int) -> str:
     """Return a warning where a heartbeat is set that one controller cannot take from so many ranks; empty: it can."""
     usual_s = usual_heartbeat_s(world_size)
     if heartbeat_s >= usual_s:

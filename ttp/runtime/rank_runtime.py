@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ttp.config import Settings, hurried_heartbeat
+from ttp.config import Settings, heartbeat_warning
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError, WrongPeer
 from ttp.exchange import error_file
@@ -68,8 +68,8 @@ class RegroupsTraining(Protocol):
 
 def _warnings(device: torch.device, settings: Settings, rank: int, world_size: int) -> Iterator[str]:
     """Yield what is not as TTP needs it on this device and for so many ranks, for the log of each node's first rank."""
-    if rank == 0 and (hurried := hurried_heartbeat(settings.heartbeat_s, world_size)):
-        yield hurried
+    if rank == 0 and (too_often := heartbeat_warning(settings.heartbeat_s, world_size)):
+        yield too_often
     if device.type == "cuda":
         yield from settings.nccl_warnings
     for backend in silent_backends(device):

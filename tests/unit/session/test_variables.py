@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ttp import config
-from ttp.config import VARIABLES, Settings, hurried_heartbeat, unknown_variables
+from ttp.config import VARIABLES, Settings, heartbeat_warning, unknown_variables
 from ttp.errors import ConfigError
 from ttp.runtime.rank_runtime import _warnings
 
@@ -131,9 +131,9 @@ def test_a_heartbeat_alone_brings_its_lease() -> None:
 def test_a_heartbeat_of_a_small_job_is_warned_of_in_a_large_one(variables: dict[str, str]) -> None:
     """The time of a lease alone brings the heartbeat of a small job too."""
     found = Settings.from_env({**variables, "WORLD_SIZE": "10000"})
-    line = hurried_heartbeat(found.heartbeat_s, 10_000)
+    line = heartbeat_warning(found.heartbeat_s, 10_000)
     assert "every 1 s from 10000 ranks" in line and "expected 5 s or more" in line
     assert list(_warnings(torch.device("cpu"), found, 0, 10_000)) == [line]
     assert not list(_warnings(torch.device("cpu"), found, 8, 10_000))
-    assert hurried_heartbeat(found.heartbeat_s, 2_000) == ""
-    assert hurried_heartbeat(Settings.from_env({"WORLD_SIZE": "10000"}).heartbeat_s, 10_000) == ""
+    assert heartbeat_warning(found.heartbeat_s, 2_000) == ""
+    assert heartbeat_warning(Settings.from_env({"WORLD_SIZE": "10000"}).heartbeat_s, 10_000) == ""
