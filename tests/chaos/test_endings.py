@@ -38,7 +38,7 @@ def two_nodes(backend: str, port: int, node: int) -> tuple[str, ...]:
     return ("--nnodes", "2", *place, "--local-addr", "127.0.0.1")
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.long)])
 @pytest.mark.parametrize("restarts", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_node_that_has_succeeded_does_not_wait_in_vain_for_one_that_failed(
     tmp_path: Path, backend: str, restarts: str
@@ -126,7 +126,9 @@ def alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("program", ["./nosuch", "nosuch-on-path", "nosuch.py"])
+@pytest.mark.parametrize(
+    "program", ["./nosuch", *(pytest.param(name, marks=pytest.mark.long) for name in ("nosuch-on-path", "nosuch.py"))]
+)
 def test_a_program_that_is_not_there_is_reported_in_a_line(tmp_path: Path, program: str) -> None:
     """With torchrun's exit code, and without its traceback; a script too, for which torchrun starts workers first."""
     script = program.endswith(".py")

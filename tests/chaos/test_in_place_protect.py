@@ -300,6 +300,7 @@ def test_a_periodic_save_in_which_a_rank_dies_is_made_again(ended: Job) -> None:
     assert job.checkpoints == whole.checkpoints
 
 
+@pytest.mark.long
 def test_a_new_process_that_has_made_no_step_of_its_own_leaves_the_checkpoint_and_a_restart(ended: Job) -> None:
     """What its program has set is in no step's state yet."""
     job = ended(2, "accumulate,save", "kill:rank=1,step=9,point=backward;kill:rank=0,step=9,point=ready")

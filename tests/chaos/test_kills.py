@@ -150,6 +150,7 @@ def test_the_agent_logs_why_nothing_was_saved_although_no_rank_remains(tmp_path:
     assert "no dying-gasp checkpoint: all ranks are dead" in reported
 
 
+@pytest.mark.long
 def test_without_ttp_a_kill_is_what_torchrun_makes_of_it(tmp_path: Path) -> None:
     """ENABLE_TTP=False: no controller, no journal, no dying gasp."""
     with TrainingJob(

@@ -113,7 +113,7 @@ OWN_VARIABLES = {
 MAY_DIFFER = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 
-@pytest.mark.parametrize("how", ["succeed", "fail"])
+@pytest.mark.parametrize("how", [pytest.param("succeed", marks=pytest.mark.long), "fail"])
 def test_a_job_looks_the_same_under_ttprun_and_torchrun(tmp_path: Path, how: str) -> None:
     """Exit code, error file, log layout and contents, and the workers' environment."""
     seen = {}
@@ -196,7 +196,7 @@ if "leave" not in sys.argv:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_nothing_is_left_after_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """Workers, their deaf children, and a controller in a session of its own that was not published."""
     with Launch(tmp_path, LITTER, "--nproc-per-node", "2", environ=WARM) as job:
@@ -242,7 +242,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_workers_that_are_still_starting_are_ended_promptly(tmp_path: Path, number: signal.Signals) -> None:
     """No controller was ever there, so there is nothing to save: also where Ctrl-C is lost in an import, torch's 30 s are not
     waited for."""

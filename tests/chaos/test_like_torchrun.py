@@ -139,7 +139,7 @@ def _comparable(environ: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key not in {*OWN_VARIABLES, *NCCL_SETTINGS}}
 
 
-@pytest.mark.parametrize("redirects", ["0", "2"])
+@pytest.mark.parametrize("redirects", ["0", pytest.param("2", marks=pytest.mark.long)])
 def test_an_exception_without_record_is_named_all_the_same(tmp_path: Path, redirects: str) -> None:
     """torchrun knows the exit code only; under ttprun a script that is protected leaves its traceback in the error file. It is shown
     once: by the rank itself, or by the launcher where the rank's stderr is in a file."""

@@ -43,6 +43,7 @@ def test_the_step_is_on_disk_and_the_others_keep_their_processes(tmp_path: Path,
     assert all(line["took_ms"]["published"] > 0 and line["took_ms"]["regrouped"] > 0 for line in (first, second))  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_a_new_process_that_dies_costs_a_restart_from_what_is_on_disk(tmp_path: Path, whole_job: RunJob) -> None:
     """Nothing is written a second time."""
     faults = "kill:rank=1,step=9,point=ready;kill:rank=1,point=protected,again=1"

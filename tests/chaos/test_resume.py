@@ -29,7 +29,8 @@ def copy_of(saved: Path, to: Path, *, last_step: int) -> Path:
     return to
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(2, 4), pytest.param(3, 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 4), (3, 2)])
 def test_resuming_at_another_size_goes_on_from_the_same_weights_and_data(
     tmp_path: Path, saved: Path, ranks: int, batch: int
 ) -> None:

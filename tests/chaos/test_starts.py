@@ -87,7 +87,7 @@ def test_a_controller_lost_while_the_world_assembles_costs_one_attempt(tmp_path:
     assert json.loads((output / "final.json").read_text())["step"] == STEPS
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_script_that_always_dies_at_start_backs_off_and_stops(tmp_path: Path, status: int) -> None:
     """Long before its restarts are used up, with the reason; by a signal and by an exit code alike."""
     script = "note('begun', time.monotonic()); await_file(f'begun-{1 - rank}-{start}'); "

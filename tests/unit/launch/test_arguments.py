@@ -472,7 +472,7 @@ def test_it_is_known_whether_the_console_has_the_workers_errors(options: tuple[s
     assert hides_stderr(make_parser().parse_args([*options, "train.py"])) is hidden
 
 
-@pytest.mark.parametrize("transport", ["TCP_TLS", "UV"])
+@pytest.mark.parametrize("transport", ["TCP_TLS", pytest.param("UV", marks=pytest.mark.long)])
 def test_a_transport_of_gloo_that_torch_lacks_is_refused_before_a_worker_starts(transport: str, tmp_path: Path) -> None:
     """In a process of its own: torch reads the variable once."""
     (tmp_path / "some.pem").touch()
