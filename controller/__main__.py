@@ -217,14 +217,19 @@ async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: flo
         driver.put(StopIfNeverUsed("the processes that it was started for are gone"))
 
 
-def supersede(settings: ControllerSettings, address: str) -> None:
+def supersede(settings: ControllerSettings, address: str, generation: int) -> None:
     """Tell the controller at `address`, if there is one, to end; on a thread of its own, because it may well be stopped."""
 
     def ask() -> None:
         reason = f"the controller of term {settings.term} has taken over"
         with contextlib.suppress(ControllerError):  # it is gone, as it should be
             request_shutdown(
-                address, job_id=settings.job_id, reason=reason, term=settings.term, timeout_s=SUPERSEDE_TIMEOUT_S
+                address,
+                job_id=settings.job_id,
+                reason=reason,
+                term=settings.term,
+                generation=generation,
+                timeout_s=SUPERSEDE_TIMEOUT_S,
             )
 
     threading.Thread(target=ask, name="ttp-supersede", daemon=True).start()

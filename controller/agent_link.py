@@ -318,15 +318,15 @@ def request_status(address: str, *, job_id: str = "", timeout_s: float = 5.0) ->
 
 
 def request_shutdown(
-    address: str, *, job_id: str = "", reason: str = "", term: int = 0, timeout_s: float = 2.0
+    address: str, *, job_id: str = "", reason: str = "", term: int = 0, generation: int = 0, timeout_s: float = 2.0
 ) -> None:
-    """Ask a controller to end; `term`: for a controller that takes over from it (0: the launcher asks).
+    """Ask a controller to end; `term`: for a controller that takes over from it (0: the launcher asks), with a rank of that generation.
 
     Raises ControllerError (it cannot be reached, so that it has ended or must be killed; or its term is not lower).
     """
     with open_channel(address) as channel:
         try:
-            request = pb.ShutdownRequest(job_id=job_id, reason=reason, term=term)
+            request = pb.ShutdownRequest(job_id=job_id, reason=reason, term=term, generation=generation)
             ControlStub(channel).Shutdown(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise _unreachable(address, "shutdown", error) from error

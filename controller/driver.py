@@ -29,11 +29,12 @@ class Driver:
         journal: Journal,
         on_finish: Callable[[str], None],
         *,
-        supersede: Callable[[str], None] = lambda address: None,
+        supersede: Callable[[str, int], None] = lambda address, generation: None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`supersede(address)`: tell the controller there, if there is one, that this one takes over; must not block."""
+        """`supersede(address, generation)`: tell the controller there, if there is one, that this one takes over, with a rank of that generation; must
+        not block."""
         self._journal = journal
         self._on_finish = on_finish
         self._clock = clock

@@ -21,6 +21,7 @@ from ttp.proto.codec import CodecError, UpwardParcel
 from ttp.proto.frozen import dataclass
 from ttp.proto.limits import LONGEST_S
 from ttp.proto.messages import (
+    EXIT_CODE_PERSISTED,
     AgentHello,
     Downward,
     Exit,
@@ -99,7 +100,10 @@ class StatusAsked:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
+    """`generation`: of the rank with which another controller takes over; None: none does."""
+
     reason: str
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class Handler:
         settings: ControllerSettings,
         journal: EventLog,
         *,
-        supersede: Callable[[str], None],
+        supersede: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -227,8 +231,16 @@ class Handler:
                 reply(job_status(self.state, seen, self._published, os.getpid(), self._clock()))
             case StopWhenUnused():
                 self._leave_if_alone(item)
-            case StopAsked(reason):
-                self._stop(reason)
+            case StopAsked(reason, generation):
+                if generation is not None and generation < self.state.generation:
+                    self._log_event(
+                        "stays",
+                        {
+                            "reason": f"{reason}, with ranks of generation {generation}, and these are in {self.state.generation}"
+                        },
+                    )
+                else:
+                    self._stop(reason)
             case NotAllowed(text):
                 self._count_refusal(text)
             case StopIfNeverUsed(reason):
@@ -352,6 +364,10 @@ class Handler:
                 " is it another attempt of the job?"
             )
             return False
+        if why := machine.refusal(self.state, registration):
+            self._log_event("earlier_process", {"rank": rank, "host": registration.host, "pid": registration.pid})
+            self._outgoing.setdefault(link, []).append(((rank,), Exit(EXIT_CODE_PERSISTED, why)))
+            return False
         self._step_times.pop(rank, None)  # it may be another process
         self._shares.pop(rank, None)
         self._stragglers.join(rank, registration.host, registration.pid, registration.workload)
@@ -403,9 +419,9 @@ class Handler:
             case Tell(hosts, message):
                 for link in [self._agents[host] for host in hosts if host in self._agents]:
                     self._outgoing.setdefault(link, []).append(((), message))
-            case Supersede(addresses):
+            case Supersede(addresses, generation):
                 for address in addresses:
-                    self._supersede(address)
+                    self._supersede(address, generation)
             case JournalEffect(name, fields):
                 self._log_event(name, dict(fields))
                 match event:

@@ -215,7 +215,8 @@ class ControlService(ControlServicer):
         if request.term and request.term <= term:
             text = f"this controller has term {term}: one of term {request.term} cannot take over from it"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-        self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}"))
+        generation = request.generation if request.term else None
+        self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}", generation))
         return pb.ShutdownReply()
 
     async def _peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:

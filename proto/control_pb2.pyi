@@ -95,7 +95,7 @@ class Upward(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state_report: _Optional[_Union[StateReport, _Mapping]] = ..., fault_report: _Optional[_Union[FaultReport, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., agent_hello: _Optional[_Union[AgentHello, _Mapping]] = ..., worker_exit: _Optional[_Union[WorkerExit, _Mapping]] = ..., rolled_forward: _Optional[_Union[RolledForward, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., vouch: _Optional[_Union[Vouch, _Mapping]] = ..., standby_report: _Optional[_Union[StandbyReport, _Mapping]] = ..., regrouped: _Optional[_Union[Regrouped, _Mapping]] = ..., replace_failed: _Optional[_Union[ReplaceFailed, _Mapping]] = ...) -> None: ...
 
 class DownwardEnvelope(_message.Message):
-    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "release", "batch", "keep_alive", "standby_list", "start_standby", "regroup", "replace")
+    __slots__ = ("job_id", "term", "ranks", "chunk", "more", "stream_opened", "welcome", "freeze", "thaw", "roll_forward", "write_order", "publish_order", "exit", "release", "batch", "keep_alive", "standby_list", "start_standby", "regroup", "replace", "take_places")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class DownwardEnvelope(_message.Message):
     START_STANDBY_FIELD_NUMBER: _ClassVar[int]
     REGROUP_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    TAKE_PLACES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     term: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -136,7 +137,8 @@ class DownwardEnvelope(_message.Message):
     start_standby: StartStandby
     regroup: Regroup
     replace: Replace
-    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., standby_list: _Optional[_Union[StandbyList, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ..., replace: _Optional[_Union[Replace, _Mapping]] = ...) -> None: ...
+    take_places: TakePlaces
+    def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., chunk: _Optional[bytes] = ..., more: bool = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., roll_forward: _Optional[_Union[RollForward, _Mapping]] = ..., write_order: _Optional[_Union[WriteOrder, _Mapping]] = ..., publish_order: _Optional[_Union[PublishOrder, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., batch: _Optional[_Union[DownwardBatch, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., standby_list: _Optional[_Union[StandbyList, _Mapping]] = ..., start_standby: _Optional[_Union[StartStandby, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ..., replace: _Optional[_Union[Replace, _Mapping]] = ..., take_places: _Optional[_Union[TakePlaces, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ()
@@ -217,7 +219,7 @@ class ShareResult(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant", "repairs", "workload")
+    __slots__ = ("rank", "world_size", "host", "pid", "groups", "state_step", "save_dirs", "layout", "standby", "controllers", "job_groups", "step_times_s", "finished", "steps", "copies", "regroups", "vacant", "repairs", "workload", "generation", "regrouped")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +239,8 @@ class Registration(_message.Message):
     VACANT_FIELD_NUMBER: _ClassVar[int]
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REGROUPED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     host: str
@@ -256,7 +260,9 @@ class Registration(_message.Message):
     vacant: int
     repairs: bool
     workload: str
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ..., repairs: bool = ..., workload: _Optional[str] = ...) -> None: ...
+    generation: int
+    regrouped: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ShardGroup, _Mapping]]] = ..., state_step: _Optional[int] = ..., save_dirs: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., standby: _Optional[str] = ..., controllers: _Optional[_Iterable[str]] = ..., job_groups: _Optional[int] = ..., step_times_s: _Optional[_Iterable[float]] = ..., finished: bool = ..., steps: _Optional[int] = ..., copies: bool = ..., regroups: bool = ..., vacant: _Optional[int] = ..., repairs: bool = ..., workload: _Optional[str] = ..., generation: _Optional[int] = ..., regrouped: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("rank", "phase", "step", "waiting", "paused", "steps", "step_times_s", "frozen", "owes", "finished", "own_s", "waited_s", "loss")
@@ -343,14 +349,16 @@ class Finished(_message.Message):
     def __init__(self, rank: _Optional[int] = ...) -> None: ...
 
 class AgentHello(_message.Message):
-    __slots__ = ("host", "ranks", "pids")
+    __slots__ = ("host", "ranks", "pids", "places")
     HOST_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PIDS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     host: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
     pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, host: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    places: int
+    def __init__(self, host: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., pids: _Optional[_Iterable[int]] = ..., places: _Optional[int] = ...) -> None: ...
 
 class WorkerExit(_message.Message):
     __slots__ = ("rank", "pid", "text", "seen_unix_s")
@@ -592,6 +600,14 @@ class Replace(_message.Message):
     freeze_id: int
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., freeze_id: _Optional[int] = ...) -> None: ...
 
+class TakePlaces(_message.Message):
+    __slots__ = ("ranks", "freeze_id")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    freeze_id: int
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., freeze_id: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("job_id",)
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -749,14 +765,16 @@ class JobStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., place: _Optional[int] = ..., address: _Optional[str] = ..., standbys: _Optional[_Iterable[str]] = ..., save_dirs: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., pace: _Optional[_Union[PaceStatus, _Mapping]] = ..., coverage: _Optional[_Union[CoverageStatus, _Mapping]] = ..., fault: _Optional[_Union[FaultStatus, _Mapping]] = ..., recoveries: _Optional[int] = ..., stragglers: _Optional[_Iterable[_Union[StragglerStatus, _Mapping]]] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
-    __slots__ = ("job_id", "reason", "term")
+    __slots__ = ("job_id", "reason", "term", "generation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     reason: str
     term: int
-    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ShutdownReply(_message.Message):
     __slots__ = ()

@@ -42,7 +42,7 @@ def check_upward(message: m.Upward, world_size: int) -> None:
                 _count(message, "digests.holders", digest.holders, 1)
         case m.Registration():
             _counts(message, state_step=message.state_step, pid=message.pid, job_groups=message.job_groups)
-            _count(message, "vacant", message.vacant)
+            _counts(message, vacant=message.vacant, generation=message.generation, regrouped=message.regrouped)
             _length(message, "controllers", len(message.controllers), MOST_ADDRESSES + 1)
             _step_times(message, message.step_times_s)
             for group in message.groups:
@@ -53,6 +53,8 @@ def check_upward(message: m.Upward, world_size: int) -> None:
             _ranks(message, "ranks", message.ranks, world_size)
             if len(message.pids) != len(message.ranks):
                 raise _wrong(message, "pids", message.pids, f"{len(message.ranks)} of them, one for each rank")
+            if not 0 <= message.places <= (0 if message.ranks else world_size):
+                raise _wrong(message, "places", message.places, f"0 to {world_size}, and 0 with ranks of its own")
         case m.WorkerExit():
             if not math.isfinite(message.seen_unix_s):
                 raise _wrong(message, "seen_unix_s", message.seen_unix_s, "a finite number")
@@ -101,6 +103,9 @@ def check_downward(message: m.Downward) -> None:
         case m.Replace():
             _counts(message, freeze_id=message.freeze_id, pid=message.pid)
             _ranks(message, "rank", (message.rank,), LAST_STEP)
+        case m.TakePlaces():
+            _count(message, "freeze_id", message.freeze_id)
+            _ranks(message, "ranks", message.ranks, LAST_STEP)
         case m.Exit(code):
             if not 0 <= code <= 255:
                 raise _wrong(message, "code", code, "an exit status from 0 to 255")

@@ -6,7 +6,7 @@ into bytes and back. Messages name their rank, so one stream may carry several r
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
 Published, Regrouped, StepFailed, Progress, Finished, AgentHello, WorkerExit, Vouch, ReplaceFailed.
 Downward (controller -> processor): Welcome, Freeze, Thaw, RollForward, Regroup, WriteOrder, PublishOrder, Exit, Release.
-Downward, to a stream rather than to a rank: KeepAlive (every stream), StandbyList and Replace (agents).
+Downward, to a stream rather than to a rank: KeepAlive (every stream), StandbyList, Replace and TakePlaces (agents).
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class Registration:
     """This rank's shards are copied into its agent's memory every few steps, and into another node's."""
     regroups: bool = False  # it can leave its training, make its groups again, and enter its training again
     vacant: int = 0  # the freeze in which it was started in a process's place, until it holds its shards; else 0
+    generation: int = 0  # the newest freeze under which it has made its groups, or has begun to; 0: it has made none since the attempt began
+    regrouped: int = 0  # the newest under which it has found them whole: every rank's process has begun that generation
     repairs: bool = (
         False  # a replica of its shards that most of a shard's holders prove wrong may be replaced; else the job stops
     )
@@ -204,6 +206,8 @@ class AgentHello:
     host: str
     ranks: tuple[int, ...]
     pids: tuple[int, ...]
+    places: int = 0
+    """Of a spare node: for so many ranks of a lost node it has room. It has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +306,15 @@ class Replace:
 
     rank: int
     pid: int  # to be ended first: it has lost its state. 0: the rank's process has ended; else nothing is started
+    freeze_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlaces:
+    """To the agent of a spare node: start processes in the places of these ranks, all those of a node that is lost; they register as vacant.
+    Answered by ReplaceFailed if one cannot be started."""
+
+    ranks: tuple[int, ...]
     freeze_id: int
 
 
@@ -460,4 +473,5 @@ Downward = (
     | StartStandby
     | Regroup
     | Replace
+    | TakePlaces
 )

@@ -96,6 +96,11 @@ def regroup(state: ProcessorState, message: Regroup, now: float, out: list[Effec
     return replace(state, regrouping=message, ordered=0)  # all of them are answered; a later order counts again
 
 
+def generation(state: ProcessorState) -> int:
+    """Return the newest freeze under which this process has made its groups, or has begun to; 0: it has those of the attempt's start, or none."""
+    return state.regrouping.freeze_id if state.regrouping is not None else state.regrouped
+
+
 def _not_regrouped(state: ProcessorState, order: Regroup, error: str) -> Send:
     return Send(StepFailed(state.settings.rank, order.freeze_id, "regroup", "", error))
 

@@ -80,6 +80,7 @@ from .failover import (
 )
 from .freezes import freeze, gate_closed, thaw
 from .orders import (
+    generation,
     outlived,
     owes_answer,
     publish,
@@ -124,6 +125,8 @@ def connected(state: ProcessorState, event: Connected, now: float, out: list[Eff
         finished=state.finished,
         steps=state.steps,
         vacant=state.settings.vacant if state.vacant else 0,
+        generation=generation(state),
+        regrouped=state.regrouped,
         controllers=controllers(state) if state.successors else event.registration.controllers,
     )
     if state.successors:

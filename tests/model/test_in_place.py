@@ -111,7 +111,7 @@ def _ends_a_holder(patch: pytest.MonkeyPatch) -> None:
         return frozenset(able_holders(state) - raised)
 
     patch.setattr(regroup, "able_holders", able)
-    patch.setattr(regroup, "_why_not_replaced", lambda state, rank: "")
+    patch.setattr(regroup, "_why_not_replaced", lambda state, rank, seated: "")
 
 
 def _half_filled(patch: pytest.MonkeyPatch) -> None:

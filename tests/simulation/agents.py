@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +19,7 @@ from ttp.proto.messages import (
     Replace,
     ReplaceFailed,
     StandbyList,
+    TakePlaces,
     Upward,
     Vouch,
     WorkerExit,
@@ -26,6 +28,7 @@ from ttp.proto.messages import (
 if TYPE_CHECKING:
     from tests.simulation.controllers import Controller
     from tests.simulation.job import Job
+    from tests.simulation.rank import Rank
 
 KNOWN_WITHIN_S = 0.3
 """What a controller that is not away says to a launcher has come by then."""
@@ -35,11 +38,15 @@ class Agent:
     """Knows the first controller, and later those that it learns of. Checks now and then whether its controller is there;
     goes on to the next one when none listens or a lease has passed in silence, and reports everything to that one again."""
 
-    def __init__(self, job: Job, host: int) -> None:
-        self.job, self.host = job, f"host{host}"
+    def __init__(self, job: Job, node: int) -> None:
+        self.job, self.node, self.host = job, node, f"host{node}"
         self.came_s = 0.0
         """When it attaches for the first time."""
-        self.ranks = tuple(rank for rank, its in enumerate(job.training.layout.hosts) if its == host)
+        self.processes = {process.rank: process for process in job.ranks if process.node == node}
+        """Those that it has started, the newest of each rank."""
+        self.places = 0 if self.processes else max(Counter(job.nodes).values())
+        self.cut_until = 0.0
+        """Nothing that it says arrives before, and nothing comes to it."""
         self.addresses = ["c0"]
         self.lost = False
         self.replacements = Replacements(self)
@@ -67,7 +74,7 @@ class Agent:
         return self._of_place
 
     def tell(self, report: WorkerExit) -> None:
-        if self.lost or report.pid != self.job.ranks[report.rank].pid:
+        if self.lost or report.pid != self.processes[report.rank].pid:
             return  # its place is another process's
         self._exits.append(report)
         if self._link is not None:
@@ -77,9 +84,10 @@ class Agent:
         if not self.lost and self._link is not None:
             self._say(failure)
 
-    def replaced(self, rank: int) -> None:
-        """What was seen of an earlier process of this rank is over: the next controller is not to take it for the new one's."""
-        self._exits = [report for report in self._exits if report.rank != rank]
+    def replaced(self, process: Rank) -> None:
+        """It has started this one. What was seen of an earlier one of this rank is over: the next controller is not to take it for the new one's."""
+        self.processes[process.rank], self.places = process, 0
+        self._exits = [report for report in self._exits if report.rank != process.rank]
 
     def leave(self, delay_s: float) -> None:
         """It ends."""
@@ -88,9 +96,9 @@ class Agent:
 
     def _vouch(self) -> None:
         """Say which processes it sees alive and running."""
-        ranks = [self.job.ranks[rank] for rank in self.ranks]
-        if self._link is not None and not self.lost:
-            self._say(Vouch(tuple(self.ranks), tuple(rank.pid if rank.runs else NO_PROCESS for rank in ranks)))
+        pids = (process.pid if process.runs else NO_PROCESS for process in self.processes.values())
+        if self._link is not None and not self.lost and self.processes:
+            self._say(Vouch(tuple(self.processes), tuple(pids)))
         if not self.lost:
             self.job.scheduler.after(self.job.times.heartbeat_s, self._vouch)
 
@@ -105,10 +113,13 @@ class Agent:
                 self.addresses += [address for address in message.addresses if address not in self.addresses]
             elif isinstance(message, Replace):
                 self.replacements.take(message)
+            elif isinstance(message, TakePlaces):
+                self.replacements.sit(message)
             elif isinstance(message, Exit):
                 self.replacements.over = True
 
-        moment = max(self.job.now, controller.cut_until, controller.route.held_until[DOWN]) + self.job.slowest_s
+        held = max(controller.cut_until, controller.route.held_until[DOWN], self.cut_until)
+        moment = max(self.job.now, held) + self.job.slowest_s
         self.job.scheduler.at(moment, learn)
 
     def _say(self, message: Upward) -> None:
@@ -118,7 +129,7 @@ class Agent:
 
     def _arrival(self) -> float:
         controller = self.controller
-        return max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP])
+        return max(self.job.scheduler.now, controller.cut_until, controller.route.held_until[UP], self.cut_until)
 
     def _come(self) -> None:
         if self.job.now < self.came_s:
@@ -133,7 +144,8 @@ class Agent:
         if self._fenced:
             return
         self._link = AgentLink(self, self.controller)
-        self._say(AgentHello(self.host, self.ranks, tuple(self.job.ranks[rank].pid for rank in self.ranks)))
+        pids = tuple(process.pid for process in self.processes.values())
+        self._say(AgentHello(self.host, tuple(self.processes), pids, self.places))
         for report in self._exits:
             self._say(report)
 
@@ -145,7 +157,7 @@ class Agent:
 
     def _look(self) -> None:
         controller, now = self.controller, self.job.scheduler.now
-        if controller.sends and not self._fenced:
+        if controller.sends and not self._fenced and now >= self.cut_until:
             self._received_at, self._fence = now, max(self._fence, controller.term if self._link is not None else 0)
         elif now >= self.came_s and (controller.gone or self._fenced or now >= self._received_at + self._lease_s):
             self._detach()
@@ -159,7 +171,7 @@ class Agent:
     def unknown_standbys(self) -> tuple[str, ...]:
         """Return the standbys that the first controller knew a while before its last line, and that this launcher does not know."""
         first = self.job.controllers[0]
-        if self.lost or first.absences or not first.journal:
+        if self.lost or self.cut_until or first.absences or not first.journal:
             return ()
         known_until_s = first.journal[-1][0] - KNOWN_WITHIN_S
         lines = [line for at, line in first.journal if max(at, self.came_s) <= known_until_s]

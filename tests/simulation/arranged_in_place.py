@@ -186,7 +186,7 @@ def order_is_carried_out_late(seed: int) -> Scenario:
     _kill(job, f"COMPUTE {STEPS}", 3)
 
     def strike(_: int) -> None:
-        job.launchers[job.training.layout.hosts[3]].replacements.slower_s = 1.0 + 0.02 * (seed % 20)
+        job.launchers[job.nodes[3]].replacements.slower_s = 1.0 + 0.02 * (seed % 20)
         job.scheduler.after(0.0, partial(job.controllers[0].cut, 1.5))
 
     job.hook("stage regrouping", 1, strike)

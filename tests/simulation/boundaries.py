@@ -156,7 +156,7 @@ class Boundary:
                 look_at(here.files, entries)
                 here.manifest = Manifest(step, tuple(entry.name for entry in entries), host_state, record=record)
                 if disk.rename(root, _staging(step, attempt), final_name(step)):
-                    self.job.renamed(root, step)
+                    self.job.renamed(root, step, self.process)
             disk.tracker[root] = max(step, disk.tracker.get(root, 0))
         except DiskError as problem:
             self.job.struck(problem.kind or "disk", self.rank, "leaderless")

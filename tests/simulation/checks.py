@@ -295,7 +295,7 @@ def _start_failed(job: Job) -> bool:
     """True when the controller died, or went away for a lease, while it welcomed the ranks: those that know the standbys
     wait for the others in vain. No step can be finished before all are welcomed; a controller that has taken over meanwhile does not
     know the others."""
-    welcomed = [rank.started_s for rank in job.ranks]
+    welcomed = [rank.started_s for rank in (*job.ranks, *job.in_place.former) if not rank.began_in]
     return max(welcomed) > min(welcomed) + job.times.lease_s or max(welcomed) > _assembled_s(job) + job.times.lease_s
 
 

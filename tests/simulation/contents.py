@@ -28,7 +28,7 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
     """I6: the last committed step, or the one in flight; the former when a sound survivor proves it."""
     if step not in (committed - 1, committed):
         return [f"I6: step {step} was published, step {committed} was the last that was committed"]
-    if step == committed or job.training.local_copy:
+    if step == committed or job.training.local_copy or _given_up_with_its_node(job, committed):
         return []
     for controller in job.controllers:
         reported = False
@@ -37,6 +37,13 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
             if reported and line.fields.get("path") == path:
                 return [f"I6: step {step} was published although a rank reported record {committed}"]
     return []
+
+
+def _given_up_with_its_node(job: Job, step: int) -> bool:
+    """Say whether only processes have come to a step whose nodes were given up before: the others have left it to make their groups again."""
+    lost = {line.fields["lost"] for _, line in job.journal if line.event == "take_places_sent"}
+    there = [process for process in (*job.ranks, *job.in_place.former) if process.gate.state_step >= step]
+    return bool(there) and all(f"host{process.node}" in lost for process in there)
 
 
 def wrong_record(job: Job, path: str, step: int, manifest: Manifest) -> list[str]:

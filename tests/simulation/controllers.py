@@ -15,13 +15,14 @@ from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
 from ttp.hang_limits import HangLimits
-from ttp.proto.messages import Exit, Heartbeat, Registration, Replace, StandbyList, StateReport, Upward
+from ttp.proto.messages import Exit, Heartbeat, Registration, Replace, StandbyList, StateReport, TakePlaces, Upward
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
     from tests.simulation.job import Job
 
 
+_VERDICTS = ("decided", "refused", "published", "exit_sent", "incident")
 _STANDBY = Stage.STANDBY  # found faster than an attribute of an enumeration
 
 TOGETHER_S = 0.02
@@ -35,17 +36,17 @@ class Link:
     """The controller's end of a rank's stream, as the shipped handler uses it."""
 
     def __init__(self, job: Job, stream: Stream) -> None:
-        self._job, self._stream = job, stream
+        self._job, self.stream = job, stream
 
     def send(self, messages: Sequence[Addressed]) -> None:
-        stream, job = self._stream, self._job
-        take_in = job.ranks[stream.rank].take_in
+        stream, job = self.stream, self._job
+        take_in = job.process_behind(stream).take_in
         for _, message in messages:
             job.sent_down(message)
             stream.carry(DOWN, take_in, message)
 
     def reject(self, text: str) -> None:
-        self._job.reject_stream(self._stream.rank, self._stream)
+        self._job.reject_stream(self.stream.rank, self.stream)
 
     def finish(self) -> None:
         """Its rank has another stream."""
@@ -59,7 +60,9 @@ class AgentLink:
 
     def send(self, messages: Sequence[Addressed]) -> None:
         for _, message in messages:
-            if isinstance(message, StandbyList | Replace | Exit):  # its other messages matter to its log only
+            if isinstance(
+                message, StandbyList | Replace | TakePlaces | Exit
+            ):  # its other messages matter to its log only
                 self._launcher.take_in(self._controller, message)
 
     def reject(self, text: str) -> None:
@@ -110,7 +113,7 @@ class Controller:
         self.handler = Handler(
             settings,
             Journal(self),
-            supersede=lambda address: self._supersede(job.controller_at(address)),
+            supersede=lambda address, generation: self._supersede(job.controller_at(address), generation),
             clock=self.clock,
             unix_clock=self.clock,
         )
@@ -122,6 +125,8 @@ class Controller:
         self.began_s = job.scheduler.now
         self.paused_until = 0.0
         self.cut_until = 0.0
+        self.parted_until = 0.0
+        """Until then it reaches no other controller."""
         self.ranks_came = False
         """A rank has registered here, ever."""
         self.known_checkpoints: list[tuple[float, str]] = []
@@ -204,7 +209,7 @@ class Controller:
         ):
             # Else the fault's time was over as it came.
             self.known_checkpoints.append((self.job.now, stream.process.knew.get(message.freeze_id, "")))
-        if type(message) is Registration:
+        if type(message) is Registration and self.job.process_behind(stream) is self.job.ranks[stream.rank]:
             self.ranks_came = True
         self._go_on()
 
@@ -317,36 +322,70 @@ class Controller:
     # --- what goes out ---
 
     def said(self, line: ev.Journal) -> None:
-        """It writes a line of its journal."""
+        """It writes a line of its journal. Where only processes are with it in whose places others are, its verdict is not the job's."""
+        if line.event in _VERDICTS and self._leads_none():
+            self.job.note(f"c{self.place}, which leads no process that counts: {line.event}")
+            return
         self.journal.append((self.job.scheduler.now, line))
         self.job.happened(line.event, -1)
+        if line.event in ("thawed", "regrouped"):
+            self._thaws_one_generation()
         if line.event == "published":
             self.job.said_published(self)
         elif line.event in ("decided", "refused"):
             self.job.snapshots.append(Snapshot.of(self.job, line.event))
 
+    def _thaws_one_generation(self) -> None:
+        """I22: those whose gates it opens have made their groups together."""
+        routes, members = self.handler.routes.items(), self.state.members.table
+        behind = [
+            self.job.process_behind(link.stream)
+            for rank, link in routes
+            if isinstance(link, Link) and members[rank].attached
+        ]
+        generations = {process.rank: process.generation for process in behind if process.alive}
+        if len(set(generations.values())) > 1:
+            self.job.broken(
+                f"I22: c{self.place} opens the gates of processes of several generations, by rank {generations}"
+            )
+
+    def _leads_none(self) -> bool:
+        """Say whether ranks are attached, and each is a process on a node that was given up."""
+        behind = [
+            self.job.process_behind(link.stream) for link in self.handler.routes.values() if isinstance(link, Link)
+        ]
+        those_that_count = any(process.alive for process in self.job.ranks)
+        return (
+            bool(behind) and those_that_count and all(process is not self.job.ranks[process.rank] for process in behind)
+        )
+
     def _finish(self, reason: str) -> None:
         self.over, self.over_s = reason, self.job.scheduler.now
         self.job.controller_gone(killed=False)
+        if self.place and not self.ranks_came:
+            self.job.standbys.ended(self)
         self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
 
-    def _supersede(self, older: Controller) -> None:
+    def _supersede(self, older: Controller, generation: int) -> None:
         """The request reaches it once it runs and the network carries it."""
 
         def end() -> None:
-            older.handler.take(StopAsked(f"superseded by c{self.place}"))
+            if self.gone and self.parted_until:
+                return  # the request was never on its way
+            older.handler.take(StopAsked(f"superseded by c{self.place}", generation))
             older._go_on()
-            older.close_all()
+            if older.gone:
+                older.close_all()
 
-        held = max(older.cut_until, self.cut_until, older.route.held_until[UP])
+        held = max(older.cut_until, self.cut_until, older.route.held_until[UP], self.parted_until)
         moment = max(self.job.scheduler.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
         self.job.scheduler.at(moment, lambda: older.when_running(end))
 
     def close_all(self) -> None:
         """All its streams end, those without a registration included."""
-        for process in self.job.ranks:
-            if process.stream is not None and process.stream.controller is self:
-                self.job.drop_stream(process.rank)
+        for process in (*self.job.ranks, *self.job.in_place.former):
+            if process.alive and process.stream is not None and process.stream.controller is self:
+                self.job.reject_stream(process.rank, process.stream)
 
     # --- its faults ---
 

@@ -69,7 +69,7 @@ def _kill_replicas(job: Job, rng: random.Random, rank: int) -> bool:
 
 
 def _kill_host(job: Job, rng: random.Random, rank: int) -> bool:
-    hosts = job.training.layout.hosts
+    hosts = job.nodes
     on_it = [other for other in range(len(hosts)) if hosts[other] == hosts[rank]]
     alive = any(job.ranks[other].alive for other in on_it)
     for other in on_it:
@@ -128,10 +128,11 @@ def _preempt(job: Job, rng: random.Random, rank: int) -> bool:
 
 def _lose_agent(job: Job, rng: random.Random, rank: int) -> bool:
     """The agent of a host is gone: no process sees its ranks end any more, and they report that."""
-    if not job.lose_agent(job.training.layout.hosts[rank]):
+    node = job.ranks[rank].node
+    if not job.lose_agent(node):
         return False
-    for process in job.ranks:
-        if job.training.layout.hosts[process.rank] == job.training.layout.hosts[rank]:
+    for process in (*job.ranks, *job.in_place.former):
+        if process.node == node:
             process.lose_launcher()
     return True
 

@@ -12,7 +12,7 @@ from tests.simulation.disk import final_name
 from tests.simulation.replica import HALF_WRITTEN
 from ttp.errors import ProtocolError
 from ttp.processor.core import events as ev
-from ttp.proto.messages import Regroup, Replace, ReplaceFailed
+from ttp.proto.messages import Regroup, Replace, ReplaceFailed, TakePlaces
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
@@ -62,8 +62,22 @@ class InPlace:
             (process for process in self.former if (process.rank, process.pid) == (rank, pid)), self.job.ranks[rank]
         )
 
+    def end_former(self) -> None:
+        """The launchers of nodes that were given up learn that the job is over."""
+        for process in self.former:
+            if process.alive:
+                self.job.process_gone(process, "signal SIGKILL")
+
+    def takes_place(self, old: Rank) -> None:
+        """I22: another node's process takes a place of which the first may still run, and never rank 0's."""
+        if old.alive and old.rank == 0:
+            self.job.broken("I22: rank 0's place is given to another process, and its own has not ended")
+
     def update_begins(self, process: Rank) -> None:
-        """I17: all train in one generation, and none in an older one any more."""
+        """I17: all train in one generation, and none in an older one any more. What runs on where its node was given up may end the step at which
+        it was."""
+        if process in self.former or any(f"host{process.node}" in c.state.lost_hosts for c in self.job.controllers):
+            return
         if process.generation < self.generation:
             self.job.broken(
                 f"I17: rank {process.rank} begins an update in generation {process.generation}, others train in {self.generation}"
@@ -125,21 +139,51 @@ class Replacements:
         self.slower_s = 0.0
         self._job.scheduler.after(slow_s + shared.rng.uniform(0.005, 0.05), partial(self._start, order, shared.fails()))
 
+    def sit(self, order: TakePlaces) -> None:
+        """It has a lost node's ranks from now on: their processes are started, one after the other."""
+        shared = self._job.in_place
+        if len(order.ranks) > self._agent.places:
+            self._job.broken(
+                f"I22: {self._agent.host} is given ranks {order.ranks}, with room for {self._agent.places}"
+            )
+        self._agent.places = 0
+        slow_s = shared.rng.uniform(0.0, 1.5 * LIMIT_S) if shared.fails() else self.slower_s
+        self.slower_s = 0.0
+        for rank in order.ranks:
+            slow_s += shared.rng.uniform(0.005, 0.05)
+            self._job.scheduler.after(slow_s, partial(self._start_here, rank, order.freeze_id, shared.fails()))
+
+    def _start_here(self, rank: int, freeze_id: int, fails: bool) -> None:
+        agent, job = self._agent, self._job
+        if agent.lost or self.over or freeze_id < self._newest.get(rank, 0):
+            return
+        self._newest[rank] = freeze_id
+        if fails:
+            agent.report(ReplaceFailed(agent.host, rank, freeze_id, "no process could be started"))
+            return
+        job.in_place.takes_place(job.ranks[rank])
+        job.nodes[rank] = agent.node
+        self._begin(rank, freeze_id)
+
+    def _begin(self, rank: int, freeze_id: int) -> None:
+        agent, job = self._agent, self._job
+        new = job.replace(rank, freeze_id, agent.addresses[agent.place])
+        job.happened("replacement started", rank)
+        if job.in_place.fails():
+            new.soon(job.in_place.rng.uniform(0.0, 0.02), partial(job.kill, rank))
+
     def _start(self, order: Replace, fails: bool) -> None:
         agent, job, old = self._agent, self._job, self._job.ranks[order.rank]
         if agent.lost or self.over or order.freeze_id < self._newest.get(order.rank, 0):
             return
         self._newest[order.rank] = order.freeze_id
-        if fails or (old.alive and old.pid != order.pid):
+        if fails or (old.alive and old.pid != order.pid) or old.ended == "exit code 0":
             agent.report(ReplaceFailed(agent.host, order.rank, order.freeze_id, "no process could be started"))
             return
         if old.alive:
             job.comparing.ends_process(old)
             job.kill(order.rank)
-        new = job.replace(order.rank, order.freeze_id, agent.addresses[agent.place])
-        job.happened("replacement started", order.rank)
-        if job.in_place.fails():
-            new.soon(job.in_place.rng.uniform(0.0, 0.02), partial(job.kill, order.rank))
+        self._begin(order.rank, order.freeze_id)
 
     def ended(self, process: Rank) -> None:
         """A process that was started in another's place has ended: the controller may not know it yet."""

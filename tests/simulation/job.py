@@ -18,7 +18,7 @@ from tests.simulation.controllers import Controller
 from tests.simulation.disk import Directory, Disk, Manifest, WrittenPart
 from tests.simulation.held import Hold
 from tests.simulation.in_place import InPlace
-from tests.simulation.network import DOWN, UP, Stream
+from tests.simulation.network import DOWN, UP, RankStream, Stream
 from tests.simulation.on_disk import nothing_on_disk
 from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
@@ -63,6 +63,7 @@ class Job:
         agents: bool,
         standbys: int = 0,
         own: OwnDirectories | None = None,
+        spares: int = 0,
     ) -> None:
         self.rng, self.training, self.times = rng, training, times
         self.agents, self.own = agents, own
@@ -70,8 +71,12 @@ class Job:
         self.slowest_s = 0.005
         self.roots: tuple[str, ...] = ("/a", "/b") if own is None else own.names
         """As the ranks know them."""
-        self.hosts = tuple(f"host{host}" for host in training.layout.hosts)
-        self.disk = Disk(self.roots) if own is None else OwnDisks(self.roots, self.hosts)
+        self.nodes = list(training.layout.hosts)
+        """By rank, where its process is."""
+        self.spares = spares
+        """Nodes without ranks, whose agents have room for those of one lost node each."""
+        hosts = tuple(f"host{node}" for node in self.nodes)
+        self.disk = Disk(self.roots) if own is None else OwnDisks(self.roots, hosts)
         self.beats_relayed = False
         """A host's heartbeats come to the controller in one envelope."""
         self.slow = False
@@ -127,7 +132,14 @@ class Job:
         self.ranks = [Rank(self, rank) for rank in range(training.layout.world_size)]
         for process in self.ranks:
             process.soon(rng.uniform(0.0, 0.1), process.tick)
-        self.launchers = {host: Agent(self, host) for host in sorted(set(training.layout.hosts))} if agents else {}
+        first_spare = max(self.nodes) + 1
+        nodes = [*sorted(set(self.nodes)), *range(first_spare, first_spare + spares)]
+        self.launchers = {node: Agent(self, node) for node in nodes} if agents else {}
+
+    @property
+    def hosts(self) -> list[str]:
+        """By rank, the name of the node where its process is."""
+        return [f"host{node}" for node in self.nodes]
 
     @property
     def controller(self) -> Controller:
@@ -218,9 +230,10 @@ class Job:
         """Return the newest step whose record anybody has."""
         return max((record.step for record in self.known_records()), default=0)
 
-    def renamed(self, root: str, step: int) -> None:
+    def renamed(self, root: str, step: int, process: Rank) -> None:
+        """A process publishes a step. One on a node that was given up may publish an older one than those that the job has finished since."""
         self.disk.published.append((root, step))
-        self.committed_when_published.append(self.committed())
+        self.committed_when_published.append(step if process in self.in_place.former else self.committed())
         directory = self.disk.directories[root, f"iter_{step:07d}"]
         self.published_as[root, f"iter_{step:07d}"] = content_of(directory)
 
@@ -261,11 +274,15 @@ class Job:
 
     def reject_stream(self, rank: int, stream: Stream) -> None:
         """The controller ends a stream on which no rank is registered."""
-        if self.ranks[rank].stream is stream:
+        if self.process_behind(stream).stream is stream:
             self._break(rank, stream)
 
+    def process_behind(self, stream: Stream) -> Rank:
+        """Return the process that has opened this stream."""
+        return stream.process if isinstance(stream, RankStream) else self.ranks[stream.rank]
+
     def _break(self, rank: int, stream: Stream) -> None:
-        process = self.ranks[rank]
+        process = self.process_behind(stream)
         if stream.broken:
             return
         self.disturb()
@@ -308,6 +325,8 @@ class Job:
         process.handler.running = False
         self.disturb()
         self.scheduler.look = True
+        if not any(rank.alive for rank in self.ranks):
+            self.scheduler.after(1.0, self.in_place.end_former)
         left = text.startswith("exit code")
         self.collectives.rank_gone(process.rank, left, process.generation)
         stream = process.stream
@@ -321,7 +340,7 @@ class Job:
         if not quiet:
             self.seen_to_end.add(process.rank)
         if self.agents and not quiet:
-            agent = self.launchers[self.training.layout.hosts[process.rank]]
+            agent = self.launchers[process.node]
             rank, pid = process.rank, process.pid
             delay = self.rng.uniform(0.001, 0.02)
             if self.rng.random() < 0.5:
@@ -338,7 +357,7 @@ class Job:
         self.in_place.former.append(old)
         self.ranks[rank] = new = Rank(self, rank, freeze_id, old, address)
         new.rehearsal.begin_anew(old.rehearsal.steps)
-        self.launchers[self.training.layout.hosts[rank]].replaced(rank)
+        self.launchers[new.node].replaced(new)
         self.scheduler.look = True
         new.soon(self.rng.uniform(0.001, 0.02), new.tick)
         return new

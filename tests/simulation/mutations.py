@@ -18,6 +18,7 @@ import pytest
 from tests.simulation import arranged_diverged as diverged
 from tests.simulation import arranged_in_place as in_place
 from tests.simulation import arranged_published_first as published_first
+from tests.simulation import arranged_seats as in_seats
 from tests.simulation import losing_controllers as losing
 from tests.simulation import unled
 from tests.simulation import wrong_adapters as adapters
@@ -29,6 +30,7 @@ from tests.simulation import wrong_memories as memories
 from tests.simulation import wrong_pieces as pieces
 from tests.simulation import wrong_ranks as ranks
 from tests.simulation import wrong_recoveries as recoveries
+from tests.simulation import wrong_seats as seats
 from tests.simulation.arranged import (
     aborted_collectives,
     another_publishes_later,
@@ -248,6 +250,13 @@ MUTATIONS = (
     Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),
     Mutation("a training that has returned is entered again", recoveries.training_that_has_returned_is_entered_again, (RAISED,), in_place.training_returns_in_front_of_it, within=5),
     Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=20),
+    # Lost nodes, and spare ones in their places.
+    Mutation("rank 0's node is given up like any other", seats.rank_0s_node_is_given_up, ("I22",), in_seats.rank_0s_node_is_lost, within=20),
+    Mutation("one spare node takes the places of two", seats.one_spare_node_takes_every_place, ("I22",), in_seats.two_nodes_and_one_spare, within=5),
+    Mutation("processes of a node that was given up are let in", seats.earlier_processes_are_let_in, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),
+    Mutation("processes of a node that was given up stay where they came first", seats.earlier_processes_that_came_first_stay, ("I22",), in_seats.those_in_its_place_die_with_the_controller, within=40),
+    Mutation("a recovery leaves the generation as it was", seats.recovery_leaves_the_generation_as_it_was, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),
+    Mutation("a controller is ended by one that only earlier processes have come to", seats.any_controller_of_a_later_term_takes_over, ("I9",), in_seats.standby_is_on_its_side, within=20),
     # Replicas that differ.
     Mutation("digests are not looked at", divergence.digests_are_not_looked_at, ("I19",), diverged.one_of_two, within=20),
     Mutation("of two that differ the first is right", divergence.first_of_two_is_right, ("I19",), diverged.one_of_two, within=20),

@@ -26,6 +26,8 @@ class Route:
 
     def __init__(self) -> None:
         self.held_until = {UP: 0.0, DOWN: 0.0}
+        self.beside: frozenset[int] = frozenset()
+        """Places of the controllers that are reached all the same."""
         """A one-way partition holds one of the ways."""
         self.twice_until = 0.0
         """Until then everything arrives twice."""
@@ -98,7 +100,8 @@ class Stream:
         """Return until when nothing arrives at the end of this way."""
         controller = self.controller
         both_ways = self._held_until if self._held_until > controller.cut_until else controller.cut_until
-        here, there = self._route.held_until[way], controller.route.held_until[way]
+        there = controller.route.held_until[way]
+        here = 0.0 if controller.place in self._route.beside else self._route.held_until[way]
         one_way = here if here > there else there
         return both_ways if both_ways > one_way else one_way
 

@@ -14,6 +14,7 @@ from tests.simulation.disk import OLDER_STEP
 from tests.simulation.job import Job
 from tests.simulation.network import UP, Route, Stream
 from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.machine import refusal
 from ttp.proto.messages import Heartbeat, Phase, Registration
 
 PIDS_APART = 1000
@@ -34,6 +35,8 @@ class Newcomer:
     def _register(self, message: Registration) -> None:
         """The controller that knows the earlier process knows from now on that it has ended."""
         known = self._controller.state.members.table[self.rank].registration
+        if refusal(self._controller.state, message):
+            return  # all have regrouped since it would have begun: it is ordered to exit
         self._controller.receive(self._stream, message)
         now_known = self._controller.state.members.table[self.rank]
         if known is not None and known.pid != message.pid and now_known.dead is None and not self._controller.gone:

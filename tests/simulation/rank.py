@@ -55,6 +55,8 @@ class Rank(Threads):
         super().__init__(job)
         self.rank = rank
         self.pid: int = FIRST_PID + rank if before is None else before.pid + PIDS_APART
+        self.node: int = job.nodes[rank]
+        """Where it runs."""
         self.began_in = self.generation = vacant
         self.stuck = False
         """Its training thread comes out of nothing any more."""
@@ -287,7 +289,7 @@ class Rank(Threads):
 
     def registration(self) -> Registration:
         groups = tuple(ShardGroup(g, f"shard {g}", GROUP_BYTES) for g in self.job.training.groups_of(self.rank))
-        world_size, host = self.job.training.layout.world_size, self.job.hosts[self.rank]
+        world_size, host = self.job.training.layout.world_size, f"host{self.node}"
         return Registration(
             self.rank, world_size, host, self.pid, groups, self.gate.state_step, self.job.roots, "{}",
             "" if self.began_in else self.job.standbys.first_of(self.rank), regroups=not (self.job.times.publish_first and self.job.comparing.acts), repairs=self.job.comparing.repairs,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from tests.simulation.comparing import alter
 from tests.simulation.faults import ANY, EMERGENCY, HARMLESS, HIDDEN, KINDS, OF_CONTROLLERS, OF_STREAMS, OF_WORK
@@ -15,6 +17,7 @@ from tests.simulation.lost import lose_something
 from tests.simulation.matrix import DUMP, TRAINING, possible
 from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
+from tests.simulation.parted import cut_off, lose_node
 from tests.simulation.rehearsal import rehearse
 from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.situations import WATCHED, WATCHED_STEPS, drawn
@@ -92,7 +95,10 @@ def build(
         times = replace(times, in_place_s=LIMIT_S, publish_first=first)
     if regrouping:
         agents, training = True, replace(training, local_copy=False)
-    job = Job(rng, training, times, agents=agents, standbys=standbys, own=own)
+    nodes = random.Random(f"nodes {seed}")
+    has_spares = faults and times.in_place_s and agents and own is None and nodes.random() < WITH_SPARES
+    spares = nodes.choice((1, 1, 2)) if has_spares and len(set(training.layout.hosts)) > 1 else 0
+    job = Job(rng, training, times, agents=agents, standbys=standbys, own=own, spares=spares)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if not faults:
@@ -124,6 +130,8 @@ def build(
     for _ in range(apart.choice((0, 1, 1, 2, 3)) if own is not None and not aimed else 0):
         _hook(scenario, apart, apart.choice(_OF_PIECES), apart.choice(_PIECE_MOMENTS))
     _replace_a_process(scenario, random.Random(f"newcomers {seed}"))
+    if spares:
+        _lose_a_node(scenario, nodes)
     return scenario
 
 
@@ -153,6 +161,28 @@ def _replace_a_process(scenario: Scenario, rng: random.Random) -> None:
         replace_process(job, rng, rank)
 
     job.hook(moment, 1, lambda _: job.scheduler.after(rng.uniform(0.0, 0.01), act))
+
+
+def _lose_a_node(scenario: Scenario, rng: random.Random) -> None:
+    """A node is lost, or cut off and back, in a job that may train on with a spare one; some of these jobs lose another one then."""
+    job = scenario.job
+    steps = job.training.steps
+    for process in job.ranks if rng.random() < 0.5 else ():  # so that training is not over when a node comes back
+        process.slow_compute[rng.randint(max(1, steps - 1), steps)] = rng.uniform(0.2, 2.0)
+    for count in range(rng.choice((1, 1, 2))):
+        node, cut_s = rng.choice(sorted(set(job.nodes))), rng.uniform(0.5, 1.0) + rng.choice((0.0, 0.0, 1.0, 3.0))
+        in_training = f"{rng.choice(_PHASES)} {rng.randint(1, max(1, steps - 1))}"
+        moment = in_training if count == 0 or rng.random() < 0.4 else rng.choice(_SEAT_MOMENTS)
+        beside = tuple(place for place in range(1, 1 + job.first_standbys) if rng.random() < 0.3)
+        lost = rng.random() < 0.4
+        act = partial(lose_node, job, node) if lost else partial(cut_off, job, node, cut_s, beside)
+        scenario.harmless = False
+        scenario.faults.append(f"host{node} {'lost' if lost else f'cut off for {cut_s:.3f} s'}, after '{moment}'")
+        _later(job, moment, rng.uniform(0.0, 0.02), act)
+
+
+def _later(job: Job, moment: str, later_s: float, act: Callable[[], Any]) -> None:
+    job.hook(moment, 1, lambda _: job.scheduler.after(later_s, act))
 
 
 def _pause(job: Job, rng: random.Random) -> None:
@@ -190,6 +220,11 @@ def _own_directories(rng: random.Random, layout: Layout, certain: bool = False) 
     return OwnDirectories(rng.choice((("/a",), ("/a", "/b"), ("/a", "/b"))), fragile)
 
 
+WITH_SPARES = 0.5
+"""Part of the jobs that try to recover in place, over several nodes with a launcher each, in which a node is lost and there are spare ones."""
+_SEAT_MOMENTS = (
+    "take_places_sent", "replacement started", "replacement_came", "left", "filled", "regrouped", "regroup_failed", "earlier_process", "took_over",
+)  # fmt: skip
 REPLACED = 0.02
 """Part of the jobs in which a rank's process is replaced."""
 GARBAGE = 0.3

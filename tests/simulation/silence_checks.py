@@ -48,7 +48,7 @@ def _taken_for_dead(job: Job) -> list[str]:
 
 def _seen_to_run(job: Job, rank: Rank, began_s: float, at_s: float) -> bool:
     """True when the agent had every chance to vouch for a rank, and nothing but the hold kept the rank silent."""
-    launcher = job.launchers.get(job.training.layout.hosts[rank.rank])
+    launcher = job.launchers.get(rank.node)
     if launcher is None or launcher.lost or began_s < ATTACHED_S or rank.rank in job.killed:
         return False
     if rank.started_s > began_s:  # its welcome was lost: it was silent before
@@ -94,7 +94,7 @@ def _left_early(job: Job) -> list[str]:
         ):
             continue  # the agents' messages may not come
         for rank, member in enumerate(controller.state.members.table):
-            agent = job.launchers.get(job.training.layout.hosts[rank])
+            agent = job.launchers.get(job.nodes[rank])
             if member.attached and agent is not None and not agent.lost:
                 found.append(
                     f"I11: the controller ended {controller.over_s - sent_s:.3f} s after its order to exit, and did not wait for rank {rank}"
@@ -115,7 +115,7 @@ def _left_late(job: Job) -> list[str]:
         ]
         if not sent_s + EXIT_WAIT_S <= controller.over_s < inf or len(attached) < members.attached or not attached:
             continue
-        agents = [job.launchers.get(job.training.layout.hosts[rank]) for rank in attached]
+        agents = [job.launchers.get(job.nodes[rank]) for rank in attached]
         lost = all(agent is not None and agent.lost for agent in agents)
         if lost and all(job.killed.get(rank, inf) <= since_s for rank in attached) and not _led_badly(job, 0.0, sent_s):
             found.append(f"I11: the controller waited {controller.over_s - sent_s:.3f} s for the lost ranks {attached}")

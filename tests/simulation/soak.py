@@ -68,7 +68,7 @@ def tally(seeds: range) -> Tally:
 def _note(result: Tally, scenario: Scenario) -> None:
     job = scenario.job
     result.jobs += 1
-    result.note_strikes((strike.kind, strike.where) for strike in job.strikes)
+    result.note_strikes((strike.kind, strike.where) for strike in job.strikes if strike.kind in KINDS)
     ended = outcome_of(scenario)
     result.outcomes[ended] += 1
     why = reason_kind(str(events(job, "refused")[-1]["reason"])) if ended == "refused" else ""

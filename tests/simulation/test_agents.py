@@ -218,7 +218,7 @@ class Job:
         self.rng, self.slowest_s = random.Random(seed), SLOWEST_S
         self.times = SimpleNamespace(heartbeat_s=BEAT_S, lease_s=LEASE_S)
         self.training = SimpleNamespace(layout=SimpleNamespace(hosts=(0, 0, 0)))
-        self.ranks = [SimpleNamespace(runs=True, pid=100 + rank) for rank in range(3)]
+        self.ranks = [SimpleNamespace(rank=rank, node=0, runs=True, pid=100 + rank) for rank in range(3)]
         self.standbys = SimpleNamespace(listed=())
         self.controllers = [Controller(self, place) for place in range(COUNT)]
         self.twin = Agent(self, 0)  # type: ignore[arg-type]

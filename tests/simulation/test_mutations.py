@@ -16,6 +16,7 @@ from tests.simulation import (
     wrong_pieces,
     wrong_ranks,
     wrong_recoveries,
+    wrong_seats,
 )
 from tests.simulation.mutations import MUTATIONS, Mutation, first_caught, main
 
@@ -55,6 +56,7 @@ def test_the_table_names_every_wrong_variant_once() -> None:
             wrong_memories,
             wrong_pieces,
             wrong_recoveries,
+            wrong_seats,
         )
         for name, function in vars(module).items()
         if getattr(function, "__module__", "") == module.__name__ and function.__annotations__.get("patch") == "Patch"

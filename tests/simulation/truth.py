@@ -81,7 +81,8 @@ def sound(job: Job, until_s: float = inf) -> frozenset[int]:
     """Return the ranks that nothing happened to up to then: neither killed, nor kept from answering for longer than a rank
     may be silent, nor with a clock that leapt, nor with an update or an order that cannot end, nor with an altered replica."""
     altered = {rank for rank, _ in job.comparing.altered}
-    unhurt = (rank.rank for rank in job.ranks if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank))
+    there = (rank for rank in job.ranks if not rank.began_in or rank.started_s <= until_s)
+    unhurt = (rank.rank for rank in there if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank))
     return frozenset(unhurt).difference(altered)
 
 
@@ -122,7 +123,7 @@ def verdicts(job: Job) -> list[float]:
     for controller in job.controllers:
         names = ["", *(line.event for _, line in controller.journal), ""]
         for (at, line), before, after in zip(controller.journal, names, names[2:], strict=False):
-            final = line.event == "published" and after != "regroup_sent"
+            final = line.event == "published" and after not in ("regroup_sent", "take_places_sent")
             if final or line.event == "refused" or (line.event == "exit_sent" and before == "regroup_failed"):
                 found.append(at)
     return sorted(found)

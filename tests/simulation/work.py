@@ -251,7 +251,7 @@ class Worker:
             if (order.directory, final) not in disk.directories:
                 disk.check(self.rank, order.directory)
                 if disk.rename(order.directory, order.tmp_name, final):
-                    self.job.renamed(order.directory, order.step)
+                    self.job.renamed(order.directory, order.step, self.process)
             disk.check_fsync(self.rank, order.directory)
         except DiskError as error:
             self._failed(error)

@@ -460,4 +460,4 @@ def standbys_kept_secret(patch: Patch) -> None:
 
 
 def earlier_controller_keeps_its_ranks(patch: Patch) -> None:
-    patch.setattr(Controller, "_supersede", lambda self, older: None)
+    patch.setattr(Controller, "_supersede", lambda self, older, generation: None)

@@ -130,7 +130,7 @@ def term_is_not_checked(patch: Patch) -> None:
     """Ranks go back to a lower term, and the freezes of two controllers mix."""
     init = Fence.__init__
     patch.setattr(Fence, "__init__", lambda self, job_id, lowest: init(self, job_id, 0))
-    patch.setattr(Controller, "_supersede", lambda self, older: None)
+    patch.setattr(Controller, "_supersede", lambda self, older, generation: None)
 
 
 # --- the disk ---

@@ -55,7 +55,7 @@ def process_is_ended_that_holds_a_shard(patch: Patch) -> None:
         return frozenset(able_holders(state) - raised)
 
     patch.setattr(regroup, "able_holders", wrong)
-    patch.setattr(regroup, "_why_not_replaced", lambda state, rank: "")
+    patch.setattr(regroup, "_why_not_replaced", lambda state, rank, seated: "")
 
 
 def recoveries_at_one_step_never_end(patch: Patch) -> None:

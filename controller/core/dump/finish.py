@@ -34,7 +34,13 @@ def leave(
 def leave_saved(state: ControllerState, saved: Saved, now: float, out: list[Effect]) -> ControllerState:
     """The step is published: the job restarts from it."""
     reason = f"step {saved.step} is saved in {saved.path}"
-    return leave(state, reason, now, out, Outcome(saved, "", saved.path, saved.step))
+    return leave(state, reason, now, out, _with_saved(state, saved))
+
+
+def _with_saved(state: ControllerState, saved: Saved) -> Outcome:
+    """Return the end of a fault that has published a step. A later one may be on disk: of a publisher that has not answered, for an earlier controller."""
+    newest = state.checkpoint if step_of(state.checkpoint) > saved.step else saved.path
+    return Outcome(saved, "", newest, max(saved.step, step_of(newest)))
 
 
 def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effect]) -> ControllerState:
@@ -75,7 +81,7 @@ def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect])
     if recipients := state.members.table.ranks(lambda member: member.attached and not was_only_silent(member)):
         out.append(Send(recipients, Exit(EXIT_CODE_PERSISTED, reason)))
     if state.dump is not None and (saved := state.dump.saved) is not None:
-        state = report(state, Outcome(saved, "", saved.path, saved.step), now, out)
+        state = report(state, _with_saved(state, saved), now, out)
     elif state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
         newest = state.checkpoint

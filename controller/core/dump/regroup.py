@@ -20,18 +20,32 @@ from ttp.proto.messages import (
     Replace,
     ReplaceFailed,
     StepFailed,
+    TakePlaces,
     Thaw,
 )
 
 from ..facts.coverage import coverage_of, named, survives
-from ..facts.events import Effect, Journal, Send, Tell
+from ..facts.events import Effect, Fields, Journal, Send, Tell
 from ..facts.incident import Outcome, report, stage_ended
 from ..facts.membership import Member, attach, mark_dead, reachable, update
 from ..facts.pace import rested
+from ..facts.state import (
+    AttachedAgent,
+    Faulted,
+    Ordered,
+    Publishing,
+    Recoveries,
+    Regrouping,
+    Rolling,
+    Running,
+    StateAt,
+    Writing,
+    goto,
+)
 from ..facts.state import ControllerState as State
-from ..facts.state import Faulted, Ordered, Publishing, Recoveries, Regrouping, Rolling, Running, StateAt, Writing, goto
 from .finish import leave_saved
 from .freeze import next_round
+from .lost_nodes import LostNode, lost_nodes
 from .roll_forward import able_holders
 from .writing import start_writing
 
@@ -39,7 +53,8 @@ MOST_AT_A_STEP = 3
 """After so many recoveries in a row at one step the next fault is written: its cause is likely to come again."""
 
 _AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION, CauseKind.DIVERGED)
-"""What is known at once and for certain. Silence and hangs take seconds to find, and a silent process may still run: such a fault is written."""
+"""What is known at once and for certain. A silent process may still run, and so may one that hangs: such a fault is written, unless whole nodes are
+silent and others can take their places."""
 
 
 def regroup_or_write(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
@@ -72,8 +87,14 @@ def _is_possible(state: StateAt[Ordered], now: float, out: list[Effect]) -> bool
 def _why_not(state: StateAt[Ordered], now: float) -> str:
     """Say why the ranks cannot regroup; empty: they can."""
     fault, dump, settings = state.at.fault, state.at.dump, state.settings
+    moved = frozenset(rank for node in lost_nodes(state, now) for rank in node.ranks)
     kinds = {cause.kind for cause in fault.causes} - {CauseKind.PEER_ERROR}
-    if not (kinds or fault.wrong) or not kinds.issubset(_AT_ONCE):
+    others = {
+        cause.kind
+        for cause in fault.causes
+        if cause.kind not in _AT_ONCE and not (cause.kind is CauseKind.SILENT and moved.issuperset(cause.ranks))
+    } - {CauseKind.PEER_ERROR}
+    if not (kinds or fault.wrong) or others:
         return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
     if returned := _training_returned(state):
         return returned
@@ -84,7 +105,7 @@ def _why_not(state: StateAt[Ordered], now: float) -> str:
         return f"step {step} is not the newest that any rank has finished"
     staying = able_holders(state)
     for rank in range(settings.world_size):
-        if reason := _why_not_stay(state, rank) if rank in staying else _why_not_replaced(state, rank):
+        if reason := _why_not_stay(state, rank) if rank in staying else _why_not_replaced(state, rank, moved):
             return f"rank {rank} {reason}"
     for group in state.coverage.groups:
         if staying.isdisjoint(group.holders):
@@ -119,12 +140,14 @@ def _why_not_stay(state: StateAt[Ordered], rank: int) -> str:
     return "has a gate that cannot open again" if report is None or report.final else ""
 
 
-def _why_not_replaced(state: StateAt[Ordered], rank: int) -> str:
-    """A process is replaced that has ended for certain, or that has lost its state, or holds a wrong one, and is here: none trains on elsewhere,
-    and none is ended that holds a shard."""
+def _why_not_replaced(state: StateAt[Ordered], rank: int, moved: frozenset[int]) -> str:
+    """A process is replaced that has ended for certain, or is on a lost node, or that has lost its state, or holds a wrong one, and is here: none
+    trains on elsewhere, and none is ended that holds a shard."""
     member, report = state.members.table[rank], state.at.fault.reports[rank]
     if rank in state.at.fault.stuck:
         return "was given an order, and has not answered"
+    if rank in moved:
+        return ""
     if member.dead is None:
         lost = (report is not None and report.torn) or rank in state.at.fault.wrong
         if not lost or member.suspect or not member.attached:
@@ -140,8 +163,11 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
     staying = able_holders(state)
     replaced = tuple(rank for rank in range(state.settings.world_size) if rank not in staying)
     order = Regroup(state.freeze_id, dump.decision.step, replaced, dump.decision.record)
+    state, moved = _move(state, lost_nodes(state, now), out)
     members = state.members
     for rank in replaced:
+        if rank in moved:
+            continue
         known, pid = table[rank].registration, 0
         if table[rank].dead is None and known is not None:
             wrong = rank in fault.wrong
@@ -160,7 +186,28 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
         patience_until=inf,
     )
     at = Regrouping(replace(fault, to_be_written=True), dump, frozenset(range(len(table))), frozenset(replaced))
-    return goto(replace(state, members=members), at)
+    return goto(replace(state, members=members, begun_generation=state.freeze_id), at)
+
+
+def _move(
+    state: StateAt[Ordered], nodes: tuple[LostNode, ...], out: list[Effect]
+) -> tuple[StateAt[Ordered], frozenset[int]]:
+    """Give the places of lost nodes' ranks to spare ones; return these ranks. What their earlier processes say means nothing from now on."""
+    members, agents, lost = state.members, state.agents, state.lost_hosts
+    for node in nodes:
+        for rank in node.ranks:
+            members = update(members, rank, replace(members.table[rank], attached=False))
+        agents = tuple(
+            AttachedAgent(agent.host, node.ranks) if agent.host == node.spare else agent
+            for agent in agents
+            if agent.host != node.host
+        )
+        lost = (lost | {node.host}) - {node.spare}
+        out.append(Tell((node.spare,), TakePlaces(node.ranks, state.freeze_id)))
+        fields: Fields = {"host": node.spare, "ranks": node.ranks, "lost": node.host}
+        out.append(Journal("take_places_sent", {**fields, "freeze_id": state.freeze_id}))
+    moved = frozenset(rank for node in nodes for rank in node.ranks)
+    return replace(state, members=members, agents=agents, lost_hosts=lost), moved
 
 
 def agent_of(state: State, rank: int) -> str:
@@ -184,10 +231,10 @@ def is_replacement(state: State, message: Registration) -> TypeGuard[StateAt[Reg
 def replacement_came(
     state: StateAt[Regrouping], message: Registration, now: float, out: list[Effect]
 ) -> StateAt[Regrouping]:
-    """Another process takes a rank's place: it lives, and holds nothing yet."""
+    """Another process takes a rank's place: it lives, as its agent does, which has just started it, and holds nothing yet."""
     rank, at = message.rank, state.at
     out.append(Journal("replacement_came", {"rank": rank, "host": message.host, "pid": message.pid}))
-    members = attach(update(state.members, rank, Member()), message, now, state.settings)
+    members = attach(update(state.members, rank, Member(named_at=now)), message, now, state.settings)
     pace = replace(state.pace, places=state.pace.places.put(rank, None))
     fault = replace(at.fault, wrong=at.fault.wrong - {rank})
     return replace(state, members=members, pace=pace, at=replace(at, fault=fault, awaited=at.awaited - {rank}))
@@ -221,6 +268,7 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
             coverage=coverage,
             survives=survives(coverage),
             pace=rested(state.pace, now),
+            generation=order.freeze_id,
             recoveries=Recoveries(before.count + 1, order.step, at_step),
         ),
         Running(),

@@ -129,6 +129,8 @@ class Supersede:
     """Tell the controllers at these addresses, whose terms are lower, to end: this one takes over. They may be long gone."""
 
     addresses: tuple[str, ...]
+    generation: int = 0
+    """Of the rank that has come here: a controller that leads a later one leads on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ class Member:
     """When its agent last reported at all which processes run on its node."""
     suspect: bool = False
     dead: Cause | None = None
+    exited_pid: int = 0
+    """Which process has ended, as an agent reported before this rank registered here; 0: none."""
     finished: bool = False
     """`train` has returned."""
 

@@ -175,6 +175,8 @@ class AttachedAgent:
 
     host: str
     ranks: tuple[int, ...]
+    places: int = 0
+    """Of a spare node, which has no ranks: for how many of a lost one it has room."""
 
 
 @dataclass(frozen=True)
@@ -372,6 +374,12 @@ class StateAt(Generic[At]):
     """When this machine last took an event: its process may have been stopped."""
     notes: Notes = Notes()
     recoveries: Recoveries = Recoveries()
+    generation: int = 0
+    """The newest freeze under which all groups were made and found whole; 0: those of the attempt's start."""
+    begun_generation: int = 0
+    """The newest under which this controller has ordered the ranks to make their groups."""
+    lost_hosts: frozenset[str] = frozenset()
+    """Nodes that were given up for lost, and whose ranks' places other nodes have."""
     checkpoint: str = ""
     """The newest that any rank has reported, or that this controller has had published; empty: none."""
     job_groups: int = 0
@@ -428,16 +436,19 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
     (Assembling, Exiting): "a rank died or failed, or the world did not assemble in time",
     (Assembling, Over): "no rank is attached any more",
     (Running, Freezing): "a rank died, failed or is suspect, or the job hangs",
-    (Running, Over): "all ranks have finished, or none is attached any more",
+    (
+        Running,
+        Over,
+    ): "all ranks have finished, none is attached any more, or the job trains on elsewhere in a later generation",
     (Freezing, Running): "a false alarm: all gates open",
     (Freezing, Rolling): "every awaited report is in: the step is decided",
     (Freezing, Exiting): "nothing can be saved, or the fault's time is over",
-    (Freezing, Over): "all ranks have finished, or none is attached any more",
+    (Freezing, Over): "all ranks have finished, none is attached any more, or the job trains on elsewhere",
     (Rolling, Writing): "every roll forward is answered",
     (Rolling, Regrouping): "every roll forward is answered, and training can continue without a checkpoint",
     (Rolling, Freezing): "another plan is better: ask again",
     (Rolling, Exiting): "all ranks are dead, or the fault's time is over",
-    (Rolling, Over): "no rank is attached any more",
+    (Rolling, Over): "no rank is attached any more, or the job trains on elsewhere",
     (Regrouping, Running): "all ranks have regrouped: all gates open",
     (
         Regrouping,
@@ -447,17 +458,17 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
         Regrouping,
         Exiting,
     ): "it failed, and the step is published already; or all ranks are dead, or the fault's time is over",
-    (Regrouping, Over): "no rank is attached any more",
+    (Regrouping, Over): "no rank is attached any more, or the job trains on elsewhere",
     (Writing, Publishing): "every shard is written",
     (Writing, Freezing): "a shard has lost its last writer, or no directory takes the step: ask again",
     (Writing, Exiting): "no directory takes any step, all ranks are dead, or the fault's time is over",
-    (Writing, Over): "no rank is attached any more",
+    (Writing, Over): "no rank is attached any more, or the job trains on elsewhere",
     (Publishing, Regrouping): "published, and training can continue",
     (Publishing, Exiting): "published; or all ranks are dead, or the fault's time is over",
     (Publishing, Writing): "no rank can publish in this directory: the next one",
     (Publishing, Freezing): "what a node has written is lost, torn or cannot be published: ask again",
-    (Publishing, Over): "no rank is attached any more",
-    (Exiting, Over): "every rank has closed its stream, or the time for it is over",
+    (Publishing, Over): "no rank is attached any more, or the job trains on elsewhere",
+    (Exiting, Over): "every rank has closed its stream, the time for it is over, or the job trains on elsewhere",
 }
 """Every transition, and when it is taken."""
 

@@ -10,6 +10,7 @@ from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
+    NO_PROCESS,
     AgentHello,
     Cause,
     CauseKind,
@@ -32,7 +33,7 @@ from ttp.proto.messages import (
 )
 
 from ..dump import regroup
-from ..dump.finish import leave
+from ..dump.finish import leave, over
 from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause
 from ..facts.coverage import coverage_of, overview, warnings
 from ..facts.events import Effect, Fields, Journal, Send, StreamClosed, Tell
@@ -53,6 +54,7 @@ from ..facts.state import (
     Standby,
     StateAt,
 )
+from .generations import begun, has_no_job, is_of_lost_node, note_generation, refusal
 from .standbys import spread
 
 CLEAN_EXIT_TEXT = "exit code 0"
@@ -61,6 +63,9 @@ CLEAN_EXIT_TEXT = "exit code 0"
 def register(state: ControllerState, message: Registration, now: float, out: list[Effect]) -> ControllerState:
     """A rank attaches, for the first time or again."""
     _check_registration(state, message)
+    if has_no_job(state, message):
+        return over(state, f"rank {message.rank} is of a later generation than all that have come here", out)
+    state = note_generation(state, message, out)
     rank, member = message.rank, state.members.table[message.rank]
     known = member.registration
     if regroup.is_replacement(state, message):
@@ -68,7 +73,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         out.extend(Send((rank,), order) for order in table_of(state).catch_up(state, rank))
         return state
     if known is not None and known.pid != message.pid:
-        cause = Cause(CauseKind.EXITED, (rank,), f"process {known.pid} was replaced by {message.pid}")
+        cause = _replaced(known, member.dead, message)
         if member.dead is not None:  # it may have been taken for silent, and is gone
             state = replace(state, members=update(state.members, rank, replace(member, dead=cause)))
         state = rank_died(state, rank, cause, True, now, out)
@@ -89,6 +94,14 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         state = _with_its_shards(state)
     out.extend(Send((rank,), order) for order in table_of(state).catch_up(state, rank))
     return _owed_no_exit(state, rank)
+
+
+def _replaced(known: Registration, dead: Cause | None, message: Registration) -> Cause:
+    """Return what became of a rank's process, of which another one has the place. On a node that was given up it may run on."""
+    if begun(known) < begun(message) and (dead is None or dead.kind is CauseKind.SILENT):
+        text = f"process {known.pid} on {known.host} was given up: its place is that of {message.pid} on {message.host}"
+        return Cause(CauseKind.SILENT, (message.rank,), text)
+    return Cause(CauseKind.EXITED, (message.rank,), f"process {known.pid} was replaced by {message.pid}")
 
 
 def _with_its_shards(state: ControllerState) -> ControllerState:
@@ -161,6 +174,8 @@ def _check_registration(state: ControllerState, message: Registration) -> None:
             f"rank {message.rank} on {message.host} registers a world of {message.world_size} ranks, job "
             f"{state.settings.job_id} has {world_size}; is a process of an earlier attempt still running?"
         )
+    if why := refusal(state, message):
+        raise ProtocolError(f"job {state.settings.job_id}: rank {message.rank} registers, but {why}")
 
 
 def stream_closed(state: ControllerState, event: StreamClosed, now: float, out: list[Effect]) -> ControllerState:
@@ -197,12 +212,16 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
             f"job {state.settings.job_id}: agent on {message.host!r}: got {len(others)} hosts already, expected at most"
             f" {MOST_KEPT + state.settings.world_size}; are agents of another job sending here?"
         )
-    out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks}))
+    if is_of_lost_node(state, message, out):
+        return state
+    spare: Fields = {"places": message.places} if message.places else {}
+    out.append(Journal("agent_attached", {"host": message.host, "ranks": message.ranks, **spare}))
     if not isinstance(state.at, Standby):  # a standby must not be taken for the active controller
         out.append(Tell((message.host,), StandbyList(state.successors, state.settings.lease_s)))
     if isinstance(state.at, Exiting):
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
-    return replace(state, agents=(*others, AttachedAgent(message.host, message.ranks)))
+    named = vouch(state.members, Vouch(message.ranks, (NO_PROCESS,) * len(message.ranks)), now)
+    return replace(state, members=named, agents=(*others, AttachedAgent(message.host, message.ranks, message.places)))
 
 
 def _agents_but(state: ControllerState, host: str) -> tuple[AttachedAgent, ...]:

@@ -21,6 +21,7 @@ from ..facts.events import Effect, Fields, Journal, Send, Supersede
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
 from ..facts.membership import SUSPECT_AFTER, Member, mark_dead, renew_all_leases, update
 from ..facts.state import ControllerState, Freezing, Gathering, Standby, StateAt, goto
+from .generations import begun
 from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more, welcome
 
 
@@ -34,7 +35,7 @@ def first_rank_came(state: StateAt[Standby], message: Registration, now: float, 
     fields: Fields = {"term": state.settings.term, "rank": message.rank, "earlier": earlier}
     out.append(Journal("takeover_began", fields))
     if earlier:
-        out.append(Supersede(earlier))
+        out.append(Supersede(earlier, begun(message)))
     settings = state.settings
     gathering = goto(state, Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s))
     return register(began(gathering, now), message, now, out)
@@ -63,14 +64,16 @@ def note_exit(state: ControllerState, message: WorkerExit, now: float, out: list
     else:
         state = death_named(state, rank, member.dead, cause)
     finished = member.finished or exited_cleanly
-    members = update(members, rank, replace(members.table[rank], dead=cause, finished=finished))
+    exited_pid = message.pid if member.registration is None else member.exited_pid
+    gone = replace(members.table[rank], dead=cause, finished=finished, exited_pid=exited_pid)
+    members = update(members, rank, gone)
     return replace(state, members=members)
 
 
 def note_fault(state: StateAt[Gathering], message: FaultReport, now: float, out: list[Effect]) -> ControllerState:
     """A rank repeats its report to the lost controller, or reports for the first time."""
-    if message.cause in state.at.early:
-        return state
+    if message.cause in state.at.early or not state.members.table[message.rank].attached:
+        return state  # known already, or of a process that is not the one in its rank's place
     out.append(fault_line(message))
     state = sign_of_report(state, message, now)
     return replace(state, at=replace(state.at, early=(*state.at.early, message.cause)))

@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *(f"controller.core.{name}" for name in (
-        "facts.decision", "facts.coverage", "dump.freeze", "stages", "machine", "dump.roll_forward", "dump.regroup", "dump.writing", "dump.publishing",
-        "facts.divergence", "facts.planning", "facts.membership", "ranks.liveness", "ranks.takeover", "dump.finish", "dump.reassign", "ranks.stall",
+        "facts.decision", "facts.coverage", "dump.freeze", "stages", "machine", "dump.roll_forward", "dump.regroup", "dump.lost_nodes", "dump.writing", "dump.publishing",
+        "facts.divergence", "facts.planning", "facts.membership", "ranks.liveness", "ranks.generations", "ranks.takeover", "dump.finish", "dump.reassign", "ranks.stall",
         "facts.pace", "transitions", "facts.per_rank", "facts.answers", "ranks.repeats", "ranks.standbys", "facts.state",
     )),
     "controller.handler",

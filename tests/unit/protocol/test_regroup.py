@@ -157,7 +157,7 @@ def test_a_rank_whose_update_failed_half_way_is_replaced_although_its_process_ru
 def test_the_next_fault_of_a_recovered_job_is_handled_like_the_first() -> None:
     bench = regrouping()
     all_regroup(bench)
-    bench.say(able(3, pid=203))
+    bench.say(able(3, pid=203, generation=1, regrouped=1))
     assert bench.sent(Thaw) == {3: Thaw(1)}, "it attaches again, and may have missed it"
     bench.say(WorkerExit(0, 100, "signal SIGKILL", 0.0))
     bench.all_report(9, ranks=(1, 2, 3))

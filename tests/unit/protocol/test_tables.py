@@ -46,9 +46,9 @@ def test_what_the_controllers_table_leaves_out() -> None:
 
 
 def test_what_the_processors_table_leaves_out() -> None:
-    """A rank in training neither rolls forward nor regroups, and Replace is for agents."""
+    """A rank in training neither rolls forward nor regroups, and Replace and TakePlaces are for agents."""
     absent = {(s.value, k.__name__) for s in RankMode for k in processor_kinds() if (s, k) not in processor.TRANSITIONS}
-    to_agents = {(mode.value, "Replace") for mode in RankMode}
+    to_agents = {(mode.value, kind) for mode in RankMode for kind in ("Replace", "TakePlaces")}
     assert absent == {("training", "RollForwardDone"), ("training", "RegroupDone"), *to_agents}
 
 

@@ -84,6 +84,9 @@ class Bench:
         self.received: list[Event] = []
         self.orders: Callable[[Event], Sequence[Effect]] = lambda event: ()
         self.stage = Stage.RUNNING
+        self.refuses = ""
+        """Why no process that registers is the one in its rank's place; empty: each is."""
+        self.generation = 0
         self.logged: list[str] = []
         self.status: list[Any] = []
         journal: Any = SimpleNamespace(
@@ -91,17 +94,20 @@ class Bench:
             write_event=lambda unix_s, monotonic_s, event, fields: self.logged.append(event),
         )  # fmt: skip
         settings = ControllerSettings("job", 1, 4, heartbeat_s=1.0, lease_s=3.0)
-        self.handler = Handler(settings, journal, supersede=lambda address: None, clock=lambda: self.now)
+        self.handler = Handler(settings, journal, supersede=lambda address, generation: None, clock=lambda: self.now)
 
     def initial(self, settings: ControllerSettings, now: float) -> Any:
-        return SimpleNamespace(stage=self.stage)
+        return SimpleNamespace(stage=self.stage, generation=self.generation)
+
+    def refusal(self, state: Any, message: Registration) -> str:
+        return self.refuses
 
     def next_deadline(self, state: Any) -> None:
         return None
 
     def transition(self, state: Any, event: Event, now: float) -> tuple[Any, Sequence[Effect]]:
         self.received.append(event)
-        return SimpleNamespace(stage=self.stage), self.orders(event)
+        return SimpleNamespace(stage=self.stage, generation=self.generation), self.orders(event)
 
     def receives(self, link: Link, *messages: Upward) -> None:
         self.handler.take(StreamMessage(link, UpwardParcel("job", 1, messages)))
@@ -135,6 +141,28 @@ def test_what_was_gathered_for_a_stream_goes_out_before_it_is_ended_for_a_new_on
     bench.receives(new, DEATH, Registration(0, 4, "host", 100, (), 0, ("/c",), "{}"))
     bench.flushes()
     assert old.done == [[((0,), Thaw(1))], "finishes"] and new.done == []
+
+
+def test_a_process_that_has_not_its_ranks_place_exits_and_nothing_else_changes(bench: Bench) -> None:
+    """It alone: launchers overhear the order to exit that all ranks get, and this one is not theirs."""
+    agent, here = Link(), bench.comes(0)
+    bench.receives(agent, AgentHello("host", (0,), (100,)))
+    bench.refuses, earlier, before = "other processes are there", Link(), len(bench.received)
+    bench.receives(earlier, Registration(0, 4, "lost", 99, (), 0, ("/c",), "{}"))
+    bench.flushes()
+    assert earlier.done == [[((0,), Exit(75, "other processes are there"))]] and here.done == agent.done == []
+    assert bench.handler.routes[0] is here and len(bench.received) == before and "earlier_process" in bench.logged
+
+
+def test_a_controller_that_takes_over_with_earlier_processes_ends_no_other(bench: Bench) -> None:
+    bench.comes(0)
+    bench.generation = 7
+    bench.receives(Link(), DEATH)
+    finished = []
+    for generation in (6, 7):
+        bench.handler.take(StopAsked("superseded", generation))
+        finished.append(bench.handler.finished)
+    assert finished == ["", "superseded"] and "stays" in bench.logged
 
 
 def test_a_stream_that_still_carries_another_rank_is_not_ended(bench: Bench) -> None:

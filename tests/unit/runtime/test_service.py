@@ -109,13 +109,13 @@ def test_a_stream_that_breaks_while_it_is_read_ends() -> None:
 )  # fmt: skip
 def test_a_controller_is_ended_by_its_launcher_and_by_a_later_term_only(job_id: str, term: int, accepted: bool) -> None:
     async def act(caller: Caller) -> None:
-        request = pb.ShutdownRequest(job_id=job_id, reason="the job is over", term=term)
+        request = pb.ShutdownRequest(job_id=job_id, reason="the job is over", term=term, generation=9)
         if accepted:
             await caller.service.Shutdown(request, caller.context)
         else:
             with pytest.raises(Refused):
                 await caller.service.Shutdown(request, caller.context)
-        assert caller.items == ([StopAsked("the job is over")] if accepted else [])
+        assert caller.items == ([StopAsked("the job is over", 9 if term else None)] if accepted else [])
 
     called(act)
 

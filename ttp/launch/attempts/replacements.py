@@ -274,7 +274,10 @@ class Replacements:
                 raise _Refused(self._stopped)
             if time.monotonic() >= until_s:
                 raise _Refused(f"process {now} of rank {rank} has not ended within {END_S:g} s")
-        return self._watch.deaths()[rank].seen_monotonic_s
+        death = self._watch.deaths()[rank]
+        if not (death.failed or order.pid):  # a controller without the job's own ranks does not know that it is over
+            raise _Refused(f"process {now} of rank {rank} has succeeded")
+        return death.seen_monotonic_s
 
     def _refuse_if_sick(self, begun_s: float) -> None:
         """Wait for a verdict on this node that is newer than the end of the process. Raises _Refused."""

@@ -1,0 +1,93 @@
+"""Jobs with spare nodes that lose a node: each arranged turn of events comes, and ends as it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation import arranged_seats as arranged
+from tests.simulation.checks import run_and_check
+from tests.simulation.job import Job
+from tests.simulation.scenario import Scenario, build
+from tests.simulation.truth import events
+
+SEEDS = range(12)
+CONTINUED = (
+    arranged.node_is_lost,
+    arranged.node_is_back_later,
+    arranged.two_nodes_one_after_the_other,
+)
+WRITTEN = (arranged.rank_0s_node_is_lost, arranged.two_nodes_and_one_spare, arranged.lost_again_as_it_sits_down)
+"""In most of these jobs, at least."""
+EITHER = (
+    arranged.node_is_back_at_once,
+    arranged.controller_dies_when_it_is_back,
+    arranged.those_in_its_place_die_with_the_controller,
+    arranged.controller_dies_meanwhile,
+    arranged.standby_is_on_its_side,
+)
+
+
+def _run(arrange: Callable[[int], Scenario], seed: int) -> Job:
+    scenario = arrange(seed)
+    found = run_and_check(scenario)
+    assert not found, f"seed {seed}: {found}"
+    return scenario.job
+
+
+@pytest.mark.parametrize("arrange", CONTINUED, ids=lambda arrange: arrange.__name__)
+def test_training_continues_on_a_spare_node(arrange: Callable[[int], Scenario]) -> None:
+    """The processes on other nodes are those of the start, and all are on the spare one that were on the lost one."""
+    for seed in SEEDS:
+        job = _run(arrange, seed)
+        assert events(job, "take_places_sent") and events(job, "regrouped"), f"seed {seed}"
+        seated = {rank for sent in events(job, "take_places_sent") for rank in sent["ranks"]}  # type: ignore[attr-defined]
+        moved = {rank for rank, node in enumerate(job.nodes) if node != job.training.layout.hosts[rank]}
+        assert moved == seated, f"seed {seed}"
+        if not (events(job, "published") and not job.times.publish_first):
+            assert events(job, "finished"), f"seed {seed}"
+
+
+@pytest.mark.parametrize("arrange", WRITTEN, ids=lambda arrange: arrange.__name__)
+def test_where_no_spare_can_take_its_place_the_step_is_written(arrange: Callable[[int], Scenario]) -> None:
+    written = [bool(events(_run(arrange, seed), "published")) for seed in SEEDS]
+    assert sum(written) >= len(written) - 2
+
+
+@pytest.mark.parametrize("arrange", EITHER, ids=lambda arrange: arrange.__name__)
+def test_whatever_crosses_nothing_is_lost(arrange: Callable[[int], Scenario]) -> None:
+    jobs = [_run(arrange, seed) for seed in SEEDS]
+    assert any(events(job, "take_places_sent") for job in jobs)
+
+
+def test_a_node_that_is_back_ends_its_processes() -> None:
+    """Its ranks or its agent, whoever comes first; those in their places train on. A standby may have led them to the end before."""
+    jobs = [_run(arranged.node_is_back_later, seed) for seed in SEEDS]
+    for seed, job in zip(SEEDS, jobs, strict=True):
+        assert not any(process.alive for process in job.in_place.former), f"seed {seed}"
+    assert any(events(job, "lost_node_back") for job in jobs) and any(events(job, "earlier_process") for job in jobs)
+
+
+def test_a_controller_of_ranks_that_count_is_not_ended_by_one_that_others_have_come_to() -> None:
+    stays = [
+        at
+        for seed in range(40)
+        for at, line in _run(arranged.standby_is_on_its_side, seed).journal
+        if line.event == "stays" and "of generation 0" in str(line.fields["reason"])
+    ]
+    assert stays
+
+
+def test_every_arrangement_is_tried() -> None:
+    assert {*CONTINUED, *WRITTEN, *EITHER} == set(arranged.ARRANGED)
+
+
+def test_random_jobs_give_the_places_of_lost_nodes_away() -> None:
+    scenarios = [scenario for scenario in map(build, range(955_000_000, 955_001_500)) if scenario.job.spares]
+    seated = 0
+    for scenario in scenarios:
+        found = run_and_check(scenario)
+        assert not found, f"seed {scenario.seed}: {found}"
+        seated += bool(events(scenario.job, "take_places_sent"))
+    assert len(scenarios) > 50 and seated > len(scenarios) / 12, (seated, len(scenarios))

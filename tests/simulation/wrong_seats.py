@@ -1,0 +1,95 @@
+"""Machines that are wrong on purpose about lost nodes and the spare ones in their places. Undone with the patch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulation.wrong_controllers import _with_advance
+from ttp.controller.core import machine
+from ttp.controller.core.dump import lost_nodes, regroup
+from ttp.controller.core.facts.state import Regrouping, Running
+from ttp.controller.core.ranks import liveness
+from ttp.controller.handler import Handler, StopAsked
+from ttp.proto.frozen import replace
+
+Patch = pytest.MonkeyPatch
+
+
+def rank_0s_node_is_given_up(patch: Patch) -> None:
+    """Like any other that is silent."""
+
+    def wrong(state: Any, now: float) -> dict[str, tuple[int, ...]]:
+        nodes: dict[str, list[int]] = {}
+        for rank, member in enumerate(state.members.table):
+            nodes.setdefault(member.registration.host if member.registration else "", []).append(rank)
+        return {
+            host: tuple(ranks)
+            for host, ranks in nodes.items()
+            if host and all(lost_nodes._is_lost(state, rank, state.members.table[rank], now) for rank in ranks)
+        }
+
+    patch.setattr(lost_nodes, "_all_lost", wrong)
+
+
+def one_spare_node_takes_every_place(patch: Patch) -> None:
+    """It is not looked at whether it has another node's ranks already."""
+    found_for = lost_nodes.lost_nodes
+
+    def wrong(state: Any, now: float) -> tuple[lost_nodes.LostNode, ...]:
+        found: list[lost_nodes.LostNode] = []
+        for host, ranks in lost_nodes._all_lost(state, now).items():
+            lost_here = {host: ranks}
+            with pytest.MonkeyPatch.context() as only_now:
+                only_now.setattr(lost_nodes, "_all_lost", lambda *_, one=lost_here: one)
+                found += found_for(state, now)
+        return tuple(found)
+
+    patch.setattr(regroup, "lost_nodes", wrong)
+
+
+def earlier_processes_are_let_in(patch: Patch) -> None:
+    """Whoever registers last has a rank's place."""
+    patch.setattr(machine, "refusal", lambda state, message: "")
+    patch.setattr(liveness, "refusal", lambda state, message: "")
+
+
+def earlier_processes_that_came_first_stay(patch: Patch) -> None:
+    """A controller that gathers its ranks keeps them, and refuses only those that come after the others."""
+
+    def wrong(state: Any, message: Any, out: Any) -> Any:
+        return replace(state, generation=max(state.generation, message.regrouped))
+
+    patch.setattr(liveness, "note_generation", wrong)
+
+
+def recovery_leaves_the_generation_as_it_was(patch: Patch) -> None:
+    """A controller does not learn from its own recoveries which processes are of an earlier generation."""
+    end = regroup.end_regrouping
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        after = end(state, now, out)
+        if not isinstance(after.at, Running):
+            return after
+        table = after.members.table
+        forgotten = {
+            rank: replace(member, registration=replace(member.registration, generation=0, vacant=0))
+            for rank, member in enumerate(table)
+            if member.registration is not None
+        }
+        return replace(
+            after, generation=state.generation, members=replace(after.members, table=table.put_all(forgotten))
+        )
+
+    _with_advance(patch, Regrouping, wrong)
+
+
+def any_controller_of_a_later_term_takes_over(patch: Patch) -> None:
+    """It is not looked at which ranks have come to it."""
+    take = Handler.take
+
+    def wrong(self: Handler, item: Any) -> None:
+        take(self, StopAsked(item.reason) if isinstance(item, StopAsked) else item)
+
+    patch.setattr(Handler, "take", wrong)

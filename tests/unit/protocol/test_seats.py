@@ -1,0 +1,231 @@
+"""A node that is lost, and a spare one in its place: when it is given up, who is asked, and what becomes of its processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, registration, report
+from ttp.controller.core import machine
+from ttp.controller.core.facts.events import Supersede
+from ttp.controller.core.facts.state import Stage
+from ttp.errors import ProtocolError
+from ttp.proto.limits import check_upward
+from ttp.proto.messages import (
+    NO_PROCESS,
+    AgentHello,
+    Exit,
+    Freeze,
+    Phase,
+    Registration,
+    Regroup,
+    Regrouped,
+    Replace,
+    ReplaceFailed,
+    TakePlaces,
+    Thaw,
+    Vouch,
+    WorkerExit,
+    WriteOrder,
+)
+
+HALVES = ((0, 2), (1, 3))
+NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
+LEASE_S = 3.0
+READY = Phase.READY
+
+
+def able(rank: int, host: str = "", **changed: object) -> Registration:
+    return replace(registration(rank, HALVES), regroups=True, host=host or NODES[rank], **changed)  # type: ignore[arg-type]
+
+
+def job(spares: tuple[str, ...] = ("c",), places: int = 2, **settings: float) -> ControllerBench:
+    """Two nodes of two ranks each, in training, and spare ones."""
+    bench = ControllerBench(HALVES, assembled=False, in_place_s=20.0, lease_s=LEASE_S, **settings)
+    bench.say(AgentHello("a", (0, 1), (100, 101)), AgentHello("b", (2, 3), (102, 103)))
+    bench.say(*(AgentHello(host, (), (), places) for host in spares))
+    bench.say(*(able(rank) for rank in range(4)))
+    assert bench.at(Stage.RUNNING)
+    return bench
+
+
+def lose(bench: ControllerBench, others: tuple[int, ...] = (0, 1), vouched: bool = False) -> None:
+    """A node is silent for a lease; the others have the step before. `vouched`: its agent is there."""
+    bench.wait(2.1, senders=others)
+    assert bench.at(Stage.FREEZING)
+    bench.say(*(report(rank, bench.state.freeze_id, READY, 7) for rank in others))
+    if vouched:
+        bench.say(Vouch((2, 3), (NO_PROCESS, NO_PROCESS)))
+    bench.wait(LEASE_S - bench.now, senders=others)
+
+
+def seated() -> ControllerBench:
+    bench = job()
+    lose(bench)
+    assert bench.at(Stage.REGROUPING)
+    return bench
+
+
+def whole() -> ControllerBench:
+    """All train on, ranks 2 and 3 on the spare node."""
+    bench = seated()
+    bench.say(*(able(rank, "c", pid=200 + rank, vacant=1) for rank in (2, 3)))
+    bench.say(*(Regrouped(rank, 1) for rank in range(4)))
+    assert bench.at(Stage.RUNNING) and bench.state.generation == 1
+    return bench
+
+
+def test_a_spare_node_takes_the_places_and_all_train_on() -> None:
+    bench = job()
+    lose(bench)
+    assert bench.said_to_agents(TakePlaces) == {"c": [TakePlaces((2, 3), 1)]} and not bench.said_to_agents(Replace)
+    assert bench.logged("take_places_sent") == [{"host": "c", "ranks": (2, 3), "lost": "b", "freeze_id": 1}]
+    order = Regroup(1, 6, (2, 3), bench.sent(Regroup)[0].record)
+    assert bench.sent(Regroup) == {0: order, 1: order} and not bench.sent(WriteOrder)
+    for rank in (2, 3):
+        bench.say(able(rank, "c", pid=200 + rank, vacant=1), after=1.0)
+        assert bench.sent(Regroup) == {rank: order}
+    bench.say(*(Regrouped(rank, 1) for rank in range(4)))
+    assert bench.sent(Thaw) == dict.fromkeys(range(4), Thaw(1)) and bench.at(Stage.RUNNING)
+    known = [member.registration for member in bench.state.members.table]
+    assert [registration.host for registration in known if registration is not None] == ["a", "a", "c", "c"]
+
+
+def test_the_next_fault_of_its_ranks_is_the_spare_nodes() -> None:
+    bench = whole()
+    bench.say(WorkerExit(3, 203, "signal SIGKILL", 0.0))
+    bench.say(*(report(rank, 2, READY, 9) for rank in (0, 1, 2)))
+    assert bench.said_to_agents(Replace) == {"c": [Replace(3, 0, 2)]}
+
+
+@pytest.mark.parametrize(
+    ("spares", "places", "why"),
+    [((), 2, "there is none"), (("c",), 1, "it has too little room"), (("c",), 4, "it would start too many")],
+)
+def test_without_a_spare_of_its_size_the_step_is_written(spares: tuple[str, ...], places: int, why: str) -> None:
+    bench = job(spares, places)
+    lose(bench)
+    assert bench.at(Stage.WRITING), why
+    assert bench.logged("not_in_place")[0]["reason"] == "a fault of kind silent" and not bench.said_to_agents(
+        TakePlaces
+    )
+
+
+def test_a_node_whose_agent_reports_is_not_lost() -> None:
+    bench = job()
+    lose(bench, vouched=True)
+    assert bench.at(Stage.WRITING) and not bench.said_to_agents(TakePlaces)
+
+
+def test_rank_0s_node_is_never_given_up() -> None:
+    bench = job()
+    lose(bench, others=(2, 3))
+    assert bench.at(Stage.WRITING) and not bench.said_to_agents(TakePlaces)
+
+
+def test_a_rank_that_was_seen_to_end_goes_with_its_node() -> None:
+    bench = job()
+    bench.say(WorkerExit(3, 103, "signal SIGKILL", 0.0))
+    bench.say(*(report(rank, 1, READY, 7) for rank in (0, 1)))
+    bench.wait(LEASE_S - bench.now, senders=(0, 1))
+    assert [sent["ranks"] for sent in bench.logged("take_places_sent")] == [(2, 3)]
+
+
+def test_a_spare_that_cannot_start_a_process_has_the_step_written() -> None:
+    bench = seated()
+    bench.say(ReplaceFailed("c", 2, 1, "no room"))
+    assert bench.logged("regroup_failed")[0]["reason"] == "no process for rank 2: no room"
+    bench.say(*(report(rank, 2, READY, 7) for rank in (0, 1)))
+    assert bench.at(Stage.WRITING) and set(bench.orders()) == {0, 1}
+
+
+# --- those that come back ---
+
+
+@pytest.mark.parametrize(
+    "again", [able(2), able(2, pid=999), able(2, vacant=0, generation=0)], ids=["it", "another", "old"]
+)
+def test_a_process_of_a_node_that_was_given_up_is_not_let_in(again: Registration) -> None:
+    """While the others regroup, and afterwards."""
+    for bench in (seated(), whole()):
+        why = machine.refusal(bench.state, again)
+        assert f"process {again.pid} on b is of generation 0 of the job's groups, which are in 1" in why
+        with pytest.raises(ProtocolError, match="its node was given up for lost"):
+            bench.say(again)
+
+
+def test_those_in_their_places_and_those_that_stay_are_let_in() -> None:
+    bench = whole()
+    for member in (able(0, generation=1, regrouped=1), able(2, "c", pid=202, generation=1, regrouped=1)):
+        assert machine.refusal(bench.state, member) == ""
+        bench.say(member)
+    assert bench.at(Stage.RUNNING)
+
+
+def test_an_agent_of_a_node_that_was_given_up_ends_its_processes() -> None:
+    """It alone gets the order; it may come as a spare, and take a place again."""
+    bench = whole()
+    bench.say(AgentHello("b", (2, 3), (102, 103)))
+    (order,) = bench.said_to_agents(Exit)["b"]
+    assert "other processes are in its ranks' places" in order.reason and not bench.sent(Exit)
+    assert [agent.host for agent in bench.state.agents] == ["a", "c"]
+    bench.say(AgentHello("b", (), (), 2))
+    assert bench.state.agents[-1].places == 2 and not bench.said_to_agents(Exit)
+
+
+def test_an_exit_of_an_earlier_process_means_nothing() -> None:
+    bench = whole()
+    bench.say(WorkerExit(2, 102, "exit code 75", 0.0))
+    assert bench.at(Stage.RUNNING)
+
+
+def test_what_an_earlier_stream_leaves_behind_ends_nothing_here() -> None:
+    """Its own is another one's since; the driver distinguishes them."""
+    bench = seated()
+    assert not bench.state.members.table[2].attached
+    bench.close(2, 3)
+    assert bench.at(Stage.REGROUPING)
+
+
+# --- controllers ---
+
+
+def test_a_controller_to_which_earlier_processes_have_come_first_forgets_them() -> None:
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
+    assert bench.at(Stage.GATHERING) and only_supersede(bench) == Supersede(("s0",), 0)
+    bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
+    assert bench.logged("earlier_process") == [{"rank": 2, "host": "b", "pid": 102}]
+    table = bench.state.members.table
+    assert table[2].registration is None and table[0].attached and bench.state.members.attached == 1
+    bench.say(able(2, "c", pid=202, job_groups=2, generation=1, regrouped=1))
+    assert table[2].dead is None and bench.state.members.attached == 2
+
+
+def only_supersede(bench: ControllerBench) -> Supersede:
+    (found,) = [effect for effect in bench.effects if isinstance(effect, Supersede)]
+    return found
+
+
+def test_the_word_of_an_earlier_processs_end_is_not_held_against_another() -> None:
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(WorkerExit(2, 102, "exit code 75", 0.0))
+    bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
+    bench.say(able(2, "c", pid=202, job_groups=2, generation=1, regrouped=1))
+    assert bench.state.members.table[2].dead is None
+
+
+def test_a_controller_that_has_decided_with_earlier_processes_ends_when_a_later_one_comes() -> None:
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2) for rank in range(4)))
+    assert bench.at(Stage.FREEZING) and bench.sent(Freeze)
+    bench.say(able(0, job_groups=2, generation=1, regrouped=1))
+    assert bench.at(Stage.OVER)
+
+
+def test_the_places_of_an_agent_are_checked() -> None:
+    check_upward(AgentHello("c", (), (), 4), 4)
+    for wrong in (AgentHello("c", (), (), 5), AgentHello("c", (), (), -1), AgentHello("c", (2,), (102,), 1)):
+        with pytest.raises(ProtocolError, match="places"):
+            check_upward(wrong, 4)
