@@ -34,6 +34,8 @@ def _calm(
     job = Job(rng, training, times, agents=True, standbys=standbys, spares=spares)
     job.in_place.failing = 0.0
     job.slowest_s = rng.choice((0.001, 0.005))
+    for process in job.ranks:  # by the second step each agent has reported
+        process.slow_compute[1] = 0.3
     return Scenario(seed, job, harmless)
 
 

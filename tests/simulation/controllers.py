@@ -374,8 +374,13 @@ class Controller:
                 return  # the request was never on its way
             older.handler.take(StopAsked(f"superseded by c{self.place}", generation))
             older._go_on()
-            if older.gone:
-                older.close_all()
+            if not older.gone:
+                return
+            if older.state.generation > generation and self._leads_none():
+                self.job.broken(
+                    f"I22: c{older.place} is ended by c{self.place}, to which only processes on lost nodes have come"
+                )
+            older.close_all()
 
         held = max(older.cut_until, self.cut_until, older.route.held_until[UP], self.parted_until)
         moment = max(self.job.scheduler.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from tests.simulation import checks
-from tests.simulation import scenario as scenarios
 from tests.simulation.checks import run_and_check
 from tests.simulation.job import Job
 from tests.simulation.losing_controllers import (
@@ -181,11 +180,8 @@ def test_ranks_that_missed_the_word_of_a_standby_find_it_in_the_list() -> None:
         assert all(rank.released for rank in job.ranks)
 
 
-def test_a_rank_that_leaves_without_a_controller_costs_a_restart_only_while_one_is_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_leaves_without_a_controller_costs_a_restart_only_while_one_is_away() -> None:
     """Two ranks leave after the last step while the others are in its last collective; all learn of another controller too late (seed 7402254)."""
-    monkeypatch.setattr(scenarios, "WITH_SPARES", 0.0)
     scenario = build(7402254)
     job = scenario.job
     assert run_and_check(scenario) == [] and job.disk.published == [("/a", job.training.steps)]

@@ -10,7 +10,6 @@ from ttp.errors import ProtocolError
 from ttp.proto.frozen import replace
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
-    NO_PROCESS,
     AgentHello,
     Cause,
     CauseKind,
@@ -220,8 +219,7 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
         out.append(Tell((message.host,), StandbyList(state.successors, state.settings.lease_s)))
     if isinstance(state.at, Exiting):
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
-    named = vouch(state.members, Vouch(message.ranks, (NO_PROCESS,) * len(message.ranks)), now)
-    return replace(state, members=named, agents=(*others, AttachedAgent(message.host, message.ranks, message.places)))
+    return replace(state, agents=(*others, AttachedAgent(message.host, message.ranks, message.places)))
 
 
 def _agents_but(state: ControllerState, host: str) -> tuple[AttachedAgent, ...]:

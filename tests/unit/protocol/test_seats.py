@@ -46,6 +46,7 @@ def job(spares: tuple[str, ...] = ("c",), places: int = 2, **settings: float) ->
     bench.say(AgentHello("a", (0, 1), (100, 101)), AgentHello("b", (2, 3), (102, 103)))
     bench.say(*(AgentHello(host, (), (), places) for host in spares))
     bench.say(*(able(rank) for rank in range(4)))
+    bench.say(Vouch((0, 1), (100, 101)), Vouch((2, 3), (102, 103)))
     assert bench.at(Stage.RUNNING)
     return bench
 
