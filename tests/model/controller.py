@@ -164,6 +164,10 @@ def tick(shape: Shape, controller: Controller) -> tuple[Controller, tuple[Out, .
 def receive(shape: Shape, controller: Controller, rank: int, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
     """A message of a rank on its stream. What comes on an older stream than its newest is ignored."""
     turn = Turn(controller)
+    if isinstance(message, Registration) and machine.refusal(controller.state, message):
+        return (
+            turn.ended()
+        )  # of a process that has ended, or is about to be ended, for another one: the driver orders it to exit
     if isinstance(message, Registration):
         turn.controller = replace(controller, streams=controller.streams | {rank})
     if rank in turn.controller.streams:

@@ -14,6 +14,7 @@ from ..facts.membership import Member, update
 from ..facts.state import ControllerState, Gathering, Regrouping, S, Standby
 
 ENDS = "its node was given up for lost, and other processes are in its ranks' places"
+REPLACED = "its process was given up, and another one has that place"
 
 
 def begun(process: Registration | None) -> int:
@@ -30,13 +31,14 @@ def refusal(state: ControllerState, message: Registration) -> str:
         needed = max(needed, state.freeze_id)
     if begun(message) >= needed:
         return ""
-    return f"process {message.pid} on {message.host} is of generation {begun(message)} of the job's groups, which are in {needed}: {ENDS}"
+    return f"process {message.pid} on {message.host} is of generation {begun(message)} of the job's groups, which are in {needed}: {REPLACED}"
 
 
 def has_no_job(state: ControllerState, message: Registration) -> bool:
     """Say whether this controller has taken over from processes of an earlier generation than this one's: the job trains on without them."""
-    known = max(state.generation, state.begun_generation)
-    return message.regrouped > known and not isinstance(state.at, Standby | Gathering)
+    if message.regrouped <= max(state.generation, state.begun_generation) or isinstance(state.at, Standby | Gathering):
+        return False
+    return all(begun(member.registration) < message.regrouped for member in state.members.table)
 
 
 def note_generation(state: S, message: Registration, out: list[Effect]) -> S:

@@ -152,7 +152,7 @@ def test_a_process_of_a_node_that_was_given_up_is_not_let_in(again: Registration
     for bench in (seated(), whole()):
         why = machine.refusal(bench.state, again)
         assert f"process {again.pid} on b is of generation 0 of the job's groups, which are in 1" in why
-        with pytest.raises(ProtocolError, match="its node was given up for lost"):
+        with pytest.raises(ProtocolError, match="its process was given up, and another one has that place"):
             bench.say(again)
 
 
@@ -223,6 +223,15 @@ def test_a_controller_that_has_decided_with_earlier_processes_ends_when_a_later_
     assert bench.at(Stage.FREEZING) and bench.sent(Freeze)
     bench.say(able(0, job_groups=2, generation=1, regrouped=1))
     assert bench.at(Stage.OVER)
+
+
+def test_a_controller_with_one_that_has_begun_the_later_generation_leads_on() -> None:
+    """Another controller was lost while all regrouped: one rank had found the groups whole, and comes late."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2, generation=int(rank == 1)) for rank in range(4)))
+    assert bench.at(Stage.FREEZING)
+    bench.say(able(0, job_groups=2, generation=1, regrouped=1))
+    assert bench.at(Stage.FREEZING) and bench.state.generation == 1
 
 
 def test_the_places_of_an_agent_are_checked() -> None:
