@@ -364,6 +364,9 @@ class Handler:
                 " is it another attempt of the job?"
             )
             return False
+        if machine.leads_earlier(self.state, registration):
+            self._log_event("later_process", {"rank": rank, "host": registration.host, "pid": registration.pid})
+            return False  # nothing is sent to it: after a lease it turns to another controller
         if why := machine.refusal(self.state, registration):
             self._log_event("earlier_process", {"rank": rank, "host": registration.host, "pid": registration.pid})
             self._outgoing.setdefault(link, []).append(((rank,), Exit(EXIT_CODE_PERSISTED, why)))

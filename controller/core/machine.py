@@ -27,14 +27,14 @@ from .facts.membership import (
 )
 from .facts.pace import limit, unknown
 from .facts.state import Assembling, ControllerState, Exiting, Faulted, Gathering, Running, Standby
-from .ranks.generations import refusal
+from .ranks.generations import leads_earlier, refusal
 from .stages import advance_stages, expire, grant_time
 from .transitions import TABLES
 
 FREEZES_OF_A_TERM = 1 << 20
 """More than a controller ever needs: the numbers of freezes then grow from one controller to the next."""
 
-__all__ = ["initial", "next_deadline", "refusal", "transition"]
+__all__ = ["initial", "leads_earlier", "next_deadline", "refusal", "transition"]
 
 LATE_HEARTBEATS = 0.5
 """The machine asks to be called once a heartbeat; a driver that comes this much later was stopped. Of heartbeats as rare as

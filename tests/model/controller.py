@@ -164,6 +164,8 @@ def tick(shape: Shape, controller: Controller) -> tuple[Controller, tuple[Out, .
 def receive(shape: Shape, controller: Controller, rank: int, message: Upward) -> tuple[Controller, tuple[Out, ...]]:
     """A message of a rank on its stream. What comes on an older stream than its newest is ignored."""
     turn = Turn(controller)
+    if isinstance(message, Registration) and machine.leads_earlier(controller.state, message):
+        return turn.ended()  # it is not taken in
     if isinstance(message, Registration) and machine.refusal(controller.state, message):
         return (
             turn.ended()

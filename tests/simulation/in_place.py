@@ -76,7 +76,8 @@ class InPlace:
     def update_begins(self, process: Rank) -> None:
         """I17: all train in one generation, and none in an older one any more. What runs on where its node was given up may end the step at which
         it was."""
-        if process in self.former or any(f"host{process.node}" in c.state.lost_hosts for c in self.job.controllers):
+        host = f"host{process.node}"
+        if process in self.former or any(host in getattr(c.state.at, "lost", ()) for c in self.job.controllers):
             return
         if process.generation < self.generation:
             self.job.broken(

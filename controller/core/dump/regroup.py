@@ -98,6 +98,8 @@ def _why_not(state: StateAt[Ordered], now: float) -> str:
         return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
     if returned := _training_returned(state):
         return returned
+    if state.members.table[0].registration is None:
+        return "rank 0's process has never come to this controller: others may train on elsewhere"
     step = dump.decision.step
     if dump.decision.copies:
         return "some ranks keep the step before, so that others may be ahead"
@@ -163,7 +165,8 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
     staying = able_holders(state)
     replaced = tuple(rank for rank in range(state.settings.world_size) if rank not in staying)
     order = Regroup(state.freeze_id, dump.decision.step, replaced, dump.decision.record)
-    state, moved = _move(state, lost_nodes(state, now), out)
+    nodes = lost_nodes(state, now)
+    state, moved = _move(state, nodes, out)
     members = state.members
     for rank in replaced:
         if rank in moved:
@@ -185,7 +188,10 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
         progress_by=now + state.settings.in_place_s,
         patience_until=inf,
     )
-    at = Regrouping(replace(fault, to_be_written=True), dump, frozenset(range(len(table))), frozenset(replaced))
+    ranks = frozenset(range(len(table)))
+    at = Regrouping(
+        replace(fault, to_be_written=True), dump, ranks, frozenset(replaced), frozenset(node.host for node in nodes)
+    )
     return goto(replace(state, members=members, begun_generation=state.freeze_id), at)
 
 
@@ -193,7 +199,7 @@ def _move(
     state: StateAt[Ordered], nodes: tuple[LostNode, ...], out: list[Effect]
 ) -> tuple[StateAt[Ordered], frozenset[int]]:
     """Give the places of lost nodes' ranks to spare ones; return these ranks. What their earlier processes say means nothing from now on."""
-    members, agents, lost = state.members, state.agents, state.lost_hosts
+    members, agents = state.members, state.agents
     for node in nodes:
         for rank in node.ranks:
             members = update(members, rank, replace(members.table[rank], attached=False))
@@ -202,12 +208,11 @@ def _move(
             for agent in agents
             if agent.host != node.host
         )
-        lost = (lost | {node.host}) - {node.spare}
         out.append(Tell((node.spare,), TakePlaces(node.ranks, state.freeze_id)))
         fields: Fields = {"host": node.spare, "ranks": node.ranks, "lost": node.host}
         out.append(Journal("take_places_sent", {**fields, "freeze_id": state.freeze_id}))
     moved = frozenset(rank for node in nodes for rank in node.ranks)
-    return replace(state, members=members, agents=agents, lost_hosts=lost), moved
+    return replace(state, members=members, agents=agents), moved
 
 
 def agent_of(state: State, rank: int) -> str:
@@ -255,6 +260,7 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
     if state.at.pending or state.members.suspects:
         return state
     order, saved, before = state.at.dump.regroup, state.at.dump.saved, state.recoveries
+    here = frozenset(member.registration.host for member in state.members.table if member.registration is not None)
     assert order is not None
     out.append(Send(reachable(state.members), Thaw(state.freeze_id)))
     out.append(Journal("regrouped", {"freeze_id": state.freeze_id, "step": order.step, "replaced": order.replaced}))
@@ -269,6 +275,7 @@ def end_regrouping(state: StateAt[Regrouping], now: float, out: list[Effect]) ->
             survives=survives(coverage),
             pace=rested(state.pace, now),
             generation=order.freeze_id,
+            lost_hosts=(state.lost_hosts | state.at.lost) - here,
             recoveries=Recoveries(before.count + 1, order.step, at_step),
         ),
         Running(),

@@ -309,6 +309,8 @@ class Regrouping(Ordered):
     """Ranks that have not regrouped."""
     awaited: frozenset[int] = frozenset()
     """Those of them whose replacement has not registered."""
+    lost: frozenset[str] = frozenset()
+    """Nodes whose ranks' places are being given to others."""
 
 
 class Writing(Ordered):
@@ -439,16 +441,16 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
     (
         Running,
         Over,
-    ): "all ranks have finished, none is attached any more, or the job trains on elsewhere in a later generation",
+    ): "all ranks have finished, or none is attached any more",
     (Freezing, Running): "a false alarm: all gates open",
     (Freezing, Rolling): "every awaited report is in: the step is decided",
     (Freezing, Exiting): "nothing can be saved, or the fault's time is over",
-    (Freezing, Over): "all ranks have finished, none is attached any more, or the job trains on elsewhere",
+    (Freezing, Over): "all ranks have finished, or none is attached any more",
     (Rolling, Writing): "every roll forward is answered",
     (Rolling, Regrouping): "every roll forward is answered, and training can continue without a checkpoint",
     (Rolling, Freezing): "another plan is better: ask again",
     (Rolling, Exiting): "all ranks are dead, or the fault's time is over",
-    (Rolling, Over): "no rank is attached any more, or the job trains on elsewhere",
+    (Rolling, Over): "no rank is attached any more",
     (Regrouping, Running): "all ranks have regrouped: all gates open",
     (
         Regrouping,
@@ -458,17 +460,17 @@ EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
         Regrouping,
         Exiting,
     ): "it failed, and the step is published already; or all ranks are dead, or the fault's time is over",
-    (Regrouping, Over): "no rank is attached any more, or the job trains on elsewhere",
+    (Regrouping, Over): "no rank is attached any more",
     (Writing, Publishing): "every shard is written",
     (Writing, Freezing): "a shard has lost its last writer, or no directory takes the step: ask again",
     (Writing, Exiting): "no directory takes any step, all ranks are dead, or the fault's time is over",
-    (Writing, Over): "no rank is attached any more, or the job trains on elsewhere",
+    (Writing, Over): "no rank is attached any more",
     (Publishing, Regrouping): "published, and training can continue",
     (Publishing, Exiting): "published; or all ranks are dead, or the fault's time is over",
     (Publishing, Writing): "no rank can publish in this directory: the next one",
     (Publishing, Freezing): "what a node has written is lost, torn or cannot be published: ask again",
-    (Publishing, Over): "no rank is attached any more, or the job trains on elsewhere",
-    (Exiting, Over): "every rank has closed its stream, the time for it is over, or the job trains on elsewhere",
+    (Publishing, Over): "no rank is attached any more",
+    (Exiting, Over): "every rank has closed its stream, or the time for it is over",
 }
 """Every transition, and when it is taken."""
 

@@ -34,8 +34,9 @@ def refusal(state: ControllerState, message: Registration) -> str:
     return f"process {message.pid} on {message.host} is of generation {begun(message)} of the job's groups, which are in {needed}: {REPLACED}"
 
 
-def has_no_job(state: ControllerState, message: Registration) -> bool:
-    """Say whether this controller has taken over from processes of an earlier generation than this one's: the job trains on without them."""
+def leads_earlier(state: ControllerState, message: Registration) -> bool:
+    """Say whether this controller has taken over with processes of an earlier generation than this one's alone: the job trains on without them. It
+    takes this one not in, which goes on to another controller."""
     if message.regrouped <= max(state.generation, state.begun_generation) or isinstance(state.at, Standby | Gathering):
         return False
     return all(begun(member.registration) < message.regrouped for member in state.members.table)

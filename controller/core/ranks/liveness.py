@@ -32,7 +32,7 @@ from ttp.proto.messages import (
 )
 
 from ..dump import regroup
-from ..dump.finish import leave, over
+from ..dump.finish import leave
 from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause
 from ..facts.coverage import coverage_of, overview, warnings
 from ..facts.events import Effect, Fields, Journal, Send, StreamClosed, Tell
@@ -53,7 +53,7 @@ from ..facts.state import (
     Standby,
     StateAt,
 )
-from .generations import begun, has_no_job, is_of_lost_node, note_generation, refusal
+from .generations import begun, is_of_lost_node, leads_earlier, note_generation, refusal
 from .standbys import spread
 
 CLEAN_EXIT_TEXT = "exit code 0"
@@ -62,8 +62,6 @@ CLEAN_EXIT_TEXT = "exit code 0"
 def register(state: ControllerState, message: Registration, now: float, out: list[Effect]) -> ControllerState:
     """A rank attaches, for the first time or again."""
     _check_registration(state, message)
-    if has_no_job(state, message):
-        return over(state, f"rank {message.rank} is of a later generation than all that have come here", out)
     state = note_generation(state, message, out)
     rank, member = message.rank, state.members.table[message.rank]
     known = member.registration
@@ -172,6 +170,10 @@ def _check_registration(state: ControllerState, message: Registration) -> None:
         raise ProtocolError(
             f"rank {message.rank} on {message.host} registers a world of {message.world_size} ranks, job "
             f"{state.settings.job_id} has {world_size}; is a process of an earlier attempt still running?"
+        )
+    if leads_earlier(state, message):
+        raise ProtocolError(
+            f"job {state.settings.job_id}: rank {message.rank} is of a later generation than all that came here"
         )
     if why := refusal(state, message):
         raise ProtocolError(f"job {state.settings.job_id}: rank {message.rank} registers, but {why}")
@@ -330,8 +332,8 @@ def fault_while_regrouping(
     state: StateAt[Regrouping], message: FaultReport, now: float, out: list[Effect]
 ) -> ControllerState:
     """A rank reports a fault of its own while all regroup. That collectives fail whose groups are given up is expected."""
-    if message.cause in state.at.fault.causes:
-        return state
+    if message.cause in state.at.fault.causes or message.rank in state.at.awaited:
+        return state  # known, or of a process in whose place another one is to come
     out.append(fault_line(message))
     state = add_cause(sign_of_report(state, message, now), message.cause, now)
     if message.cause.kind is CauseKind.PEER_ERROR or message.rank in state.at.fault.wrong:

@@ -183,12 +183,17 @@ def decide_takeover(state: StateAt[Freezing], now: float, out: list[Effect]) -> 
     fault, alive = state.at.fault, state.members.table.ranks(lambda member: member.dead is None)
     mute = tuple(rank for rank in alive if fault.reports[rank] is None)
     final = tuple(report.rank for report in fault.reports if report is not None and report.final)
+    newest = max(state.generation, *(begun(state.members.table[rank].registration) for rank in alive))
+    earlier = tuple(rank for rank in alive if begun(state.members.table[rank].registration) < newest)
     if mute:
         cause = Cause(CauseKind.SILENT, mute, f"{named('rank', mute)} did not answer the new controller's freeze")
         state = signs_of(state, cause, now)
     elif final:
         text = f"{named('rank', final)} had begun a dump for the controller that was lost"
         cause = Cause(CauseKind.CONTROLLER_LOST, final, text)
+    elif earlier:
+        text = f"{named('rank', earlier)} had not begun generation {newest} of the groups, as others had"
+        cause = Cause(CauseKind.CONTROLLER_LOST, earlier, text)
     else:
         return state
     return add_cause(state, cause, now)

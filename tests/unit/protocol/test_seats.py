@@ -217,12 +217,26 @@ def test_the_word_of_an_earlier_processs_end_is_not_held_against_another() -> No
     assert bench.state.members.table[2].dead is None
 
 
-def test_a_controller_that_has_decided_with_earlier_processes_ends_when_a_later_one_comes() -> None:
+def test_a_controller_that_has_decided_with_earlier_processes_takes_no_later_one_in() -> None:
     bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
     bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2) for rank in range(4)))
     assert bench.at(Stage.FREEZING) and bench.sent(Freeze)
-    bench.say(able(0, job_groups=2, generation=1, regrouped=1))
-    assert bench.at(Stage.OVER)
+    later = able(0, job_groups=2, generation=1, regrouped=1)
+    assert machine.leads_earlier(bench.state, later)
+    with pytest.raises(ProtocolError, match="of a later generation"):
+        bench.say(later)
+    assert bench.at(Stage.FREEZING)
+
+
+def test_a_controller_whose_ranks_have_begun_different_generations_opens_no_gate() -> None:
+    """Two have made their groups anew while they came here, and the earlier processes in the others' places came first."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2, generation=int(rank < 2)) for rank in range(4)))
+    assert bench.at(Stage.FREEZING)
+    bench.all_report(7, READY)
+    assert bench.at(Stage.WRITING) and not bench.sent(Thaw)
+    fault = bench.state.fault
+    assert fault is not None and "ranks 2, 3 had not begun generation 1" in fault.causes[0].text
 
 
 def test_a_controller_with_one_that_has_begun_the_later_generation_leads_on() -> None:

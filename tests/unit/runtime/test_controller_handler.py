@@ -86,6 +86,7 @@ class Bench:
         self.stage = Stage.RUNNING
         self.refuses = ""
         """Why no process that registers is the one in its rank's place; empty: each is."""
+        self.leads_earlier_ones = False
         self.generation = 0
         self.logged: list[str] = []
         self.status: list[Any] = []
@@ -101,6 +102,9 @@ class Bench:
 
     def refusal(self, state: Any, message: Registration) -> str:
         return self.refuses
+
+    def leads_earlier(self, state: Any, message: Registration) -> bool:
+        return self.leads_earlier_ones
 
     def next_deadline(self, state: Any) -> None:
         return None
@@ -152,6 +156,15 @@ def test_a_process_that_has_not_its_ranks_place_exits_and_nothing_else_changes(b
     bench.flushes()
     assert earlier.done == [[((0,), Exit(75, "other processes are there"))]] and here.done == agent.done == []
     assert bench.handler.routes[0] is here and len(bench.received) == before and "earlier_process" in bench.logged
+
+
+def test_a_process_of_a_later_generation_is_sent_nothing_by_a_controller_of_earlier_ones(bench: Bench) -> None:
+    bench.comes(1)
+    bench.leads_earlier_ones, later, before = True, Link(), len(bench.received)
+    bench.receives(later, Registration(0, 4, "host", 99, (), 0, ("/c",), "{}"))
+    bench.flushes()
+    assert later.done == [] and 0 not in bench.handler.routes and "later_process" in bench.logged
+    assert len(bench.received) == before and not bench.handler.finished
 
 
 def test_a_controller_that_takes_over_with_earlier_processes_ends_no_other(bench: Bench) -> None:
