@@ -136,9 +136,9 @@ class Supersede:
 @dataclass(frozen=True, slots=True)
 class Journal:
     """One line of the job's event log. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
-    moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, not_in_place, regroup_sent,
+    moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, not_in_place, take_places_sent, regroup_sent,
     replacement_came, regrouped, regroup_failed, write_sent, written, publish_sent, published, refused, thawed, exit_sent, incident,
-    finished, standby_asked, standby_started, standby_failed, standby_lost."""
+    finished, earlier_process, lost_node_back, standby_asked, standby_started, standby_failed, standby_lost."""
 
     event: str
     fields: Mapping[str, JSONValue]
