@@ -152,9 +152,10 @@ def test_a_controller_that_was_away_for_a_moment_costs_the_survivors_nothing(
 
 
 def test_survivors_that_never_had_a_controller_are_held_for_a_moment(
-    short_times: None, caplog: pytest.LogCaptureFixture
+    short_times: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A script without a session: nothing can be saved."""
+    monkeypatch.setattr(attempt_module, "ASK_AGAIN_S", DEADLINE_S)  # it is known as soon as the store answers
     running = RunningAttempt(60.0, controller=False)
     try:
         running.fail_one()

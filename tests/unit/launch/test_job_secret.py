@@ -268,7 +268,7 @@ def test_without_a_secret_torch_unpickles_what_anybody_has_written(place: Endpoi
     """That is the hole; the warning at the start is about it."""
     evil = b64encode(pickle.dumps(Creates(tmp_path / "created"))).decode()
     raw(place).set("torch.rendezvous.job", evil)
-    agent = make_rendezvous(config(place, join_timeout="2"), secret=lambda: None)
+    agent = make_rendezvous(config(place, join_timeout="30"), secret=lambda: None)
     with pytest.raises(Exception):  # noqa: B017  # whatever torch makes of such an object
         agent.next_rendezvous()
     assert (tmp_path / "created").exists()
