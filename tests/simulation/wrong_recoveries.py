@@ -21,6 +21,7 @@ from ttp.controller.core.dump import publishing, regroup, roll_forward
 from ttp.controller.core.facts.decision import decide
 from ttp.controller.core.facts.events import Send
 from ttp.controller.core.facts.state import Regrouping
+from ttp.controller.core.ranks import takeover
 from ttp.controller.core.transitions import TABLES
 from ttp.processor.core import freezes, orders, refusals
 from ttp.processor.core import transitions as rank_tables
@@ -127,7 +128,8 @@ def old_turn_goes_on_in_the_new_generation(patch: Patch) -> None:
 
 
 def half_way_is_not_reported_as_final(patch: Patch) -> None:
-    """A rank that regroups, or is vacant, reports to a new controller like one that was only frozen."""
+    """A rank that regroups, or is vacant, reports to a new controller like one that was only frozen, and it is not looked at who has begun what."""
+    patch.setattr(takeover, "begun", lambda process: 0)
     closed = freezes.gate_closed
 
     def wrong(state: Any, event: GateClosed, now: float, out: Any) -> Any:

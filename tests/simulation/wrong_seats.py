@@ -10,7 +10,7 @@ from tests.simulation.wrong_controllers import _with_advance
 from ttp.controller.core import machine
 from ttp.controller.core.dump import lost_nodes, regroup
 from ttp.controller.core.facts.state import Regrouping, Running
-from ttp.controller.core.ranks import liveness
+from ttp.controller.core.ranks import liveness, takeover
 from ttp.controller.handler import Handler, StopAsked
 from ttp.proto.frozen import replace
 
@@ -56,7 +56,8 @@ def earlier_processes_are_let_in(patch: Patch) -> None:
 
 
 def earlier_processes_that_came_first_stay(patch: Patch) -> None:
-    """A controller that gathers its ranks keeps them, and refuses only those that come after the others."""
+    """A controller that gathers its ranks keeps them, refuses only those that come after the others, and opens all gates together."""
+    patch.setattr(takeover, "begun", lambda process: 10**9)
 
     def wrong(state: Any, message: Any, out: Any) -> Any:
         return replace(state, generation=max(state.generation, message.regrouped))
