@@ -26,9 +26,9 @@ class Route:
 
     def __init__(self) -> None:
         self.held_until = {UP: 0.0, DOWN: 0.0}
+        """A one-way partition holds one of the ways."""
         self.beside: frozenset[int] = frozenset()
         """Places of the controllers that are reached all the same."""
-        """A one-way partition holds one of the ways."""
         self.twice_until = 0.0
         """Until then everything arrives twice."""
         self.loses: type | None = None

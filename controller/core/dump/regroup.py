@@ -1,7 +1,8 @@
 """From ranks that all hold the decided step to ranks that train on, without a checkpoint (PURE).
 
 Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with another round, after which the step is written. Until it
-has succeeded the gates of all holders stay closed, and no process is ended that holds a shard; so a failure leads there as if it had not been tried.
+has succeeded the gates of all holders stay closed, and no process is ended that holds a shard, but for those of lost nodes that come back meanwhile;
+so a failure leads there as if it had not been tried.
 """
 
 from __future__ import annotations

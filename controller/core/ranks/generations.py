@@ -36,7 +36,7 @@ def refusal(state: ControllerState, message: Registration) -> str:
 
 def leads_earlier(state: ControllerState, message: Registration) -> bool:
     """Say whether this controller has taken over with processes of an earlier generation than this one's alone: the job trains on without them. It
-    takes this one not in, which goes on to another controller."""
+    does not take this one in, which goes on to another controller."""
     if message.regrouped <= max(state.generation, state.begun_generation) or isinstance(state.at, Standby | Gathering):
         return False
     return all(begun(member.registration) < message.regrouped for member in state.members.table)
@@ -46,11 +46,12 @@ def note_generation(state: S, message: Registration, out: list[Effect]) -> S:
     """Learn the newest generation that is whole. To a controller that gathers its ranks earlier processes may have come first,
     or the word of their ends: as if they had not."""
     newest = max(state.generation, message.regrouped)
-    state = replace(state, generation=newest)
+    grew, state = newest > state.generation, replace(state, generation=newest)
     if not isinstance(state.at, Gathering):
         return state
     members, earlier = state.members, set()
-    for rank, member in enumerate(members.table):
+    for rank in range(members.table.size) if grew else (message.rank,):  # the others were looked at as it grew
+        member = members.table[rank]
         known = member.registration
         least = max(newest, begun(message)) if rank == message.rank else newest
         ended = rank == message.rank and known is None and member.exited_pid not in (0, message.pid)

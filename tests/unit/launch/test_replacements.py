@@ -293,6 +293,16 @@ def test_what_the_agent_cannot_do_it_refuses_at_once(job: RunningJob) -> None:
     assert job.attempt.living() == [0]
 
 
+def test_a_process_that_has_succeeded_is_not_begun_again(job: RunningJob) -> None:
+    """A controller that leads none of the job's own ranks takes it for dead."""
+    job.exit(job.pids[1], 0)
+    until(lambda: 1 in job.attempt.deaths() and job.attempt.deaths()[1].settled, "its status")
+    job.order(1, freeze_id=1)
+    until(lambda: len(job.line.refusals) == 1, "an answer")
+    assert job.line.refusals == [(1, 1, f"process {job.pids[1]} of rank 1 has succeeded")]
+    assert job.attempt.pids[1] == job.pids[1]
+
+
 @pytest.mark.parametrize("what", ["script", "server"])
 def test_a_process_that_would_run_other_code_than_the_others_is_not_started(job: RunningJob, what: str) -> None:
     """The script was edited meanwhile, or another fork server has imported the modules as they are now."""

@@ -29,6 +29,14 @@ def ended(job: ControllerBench) -> Incident:
     return read_incident(fields)
 
 
+def test_a_checkpoint_that_is_newer_than_the_one_that_is_published_is_what_the_job_goes_on_from() -> None:
+    """A publisher had renamed it for an earlier controller, and its rank can write no more."""
+    job = ControllerBench()
+    job.say(killed(3))
+    found = save(job, (0, 1, 2), checkpoint="/a/iter_0000008")
+    assert found.saved is not None and (found.saved.step, found.goes_on_from) == (6, "/a/iter_0000008")
+
+
 def save(job: ControllerBench, ranks: tuple[int, ...], step: int = 7, **changed: Any) -> Incident:
     """Let these ranks report and save the step before."""
     for rank in ranks:
