@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, registration, report
+from tests.unit.protocol.bench import ControllerBench, ProcessorBench, registration, report
 from ttp.controller.core import machine
+from ttp.controller.core.dump import lost_nodes
 from ttp.controller.core.facts.events import Supersede
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import Stage, Work
 from ttp.errors import ProtocolError
+from ttp.processor.core.events import Connected, Send
+from ttp.processor.core.state import LinkState
 from ttp.proto.limits import check_upward
 from ttp.proto.messages import (
     NO_PROCESS,
     AgentHello,
+    Cause,
+    CauseKind,
     Exit,
+    FaultReport,
     Freeze,
     Phase,
     Registration,
@@ -40,13 +47,14 @@ def able(rank: int, host: str = "", **changed: object) -> Registration:
     return replace(registration(rank, HALVES), regroups=True, host=host or NODES[rank], **changed)  # type: ignore[arg-type]
 
 
-def job(spares: tuple[str, ...] = ("c",), places: int = 2, **settings: float) -> ControllerBench:
+def job(spares: tuple[str, ...] = ("c",), places: int = 2, vouched: bool = True, **settings: float) -> ControllerBench:
     """Two nodes of two ranks each, in training, and spare ones."""
     bench = ControllerBench(HALVES, assembled=False, in_place_s=20.0, lease_s=LEASE_S, **settings)
     bench.say(AgentHello("a", (0, 1), (100, 101)), AgentHello("b", (2, 3), (102, 103)))
     bench.say(*(AgentHello(host, (), (), places) for host in spares))
     bench.say(*(able(rank) for rank in range(4)))
-    bench.say(Vouch((0, 1), (100, 101)), Vouch((2, 3), (102, 103)))
+    if vouched:
+        bench.say(Vouch((0, 1), (100, 101)), Vouch((2, 3), (102, 103)))
     assert bench.at(Stage.RUNNING)
     return bench
 
@@ -61,16 +69,16 @@ def lose(bench: ControllerBench, others: tuple[int, ...] = (0, 1), vouched: bool
     bench.wait(LEASE_S - bench.now, senders=others)
 
 
-def seated() -> ControllerBench:
-    bench = job()
+def seated(spares: tuple[str, ...] = ("c",)) -> ControllerBench:
+    bench = job(spares)
     lose(bench)
     assert bench.at(Stage.REGROUPING)
     return bench
 
 
-def whole() -> ControllerBench:
+def whole(spares: tuple[str, ...] = ("c",)) -> ControllerBench:
     """All train on, ranks 2 and 3 on the spare node."""
-    bench = seated()
+    bench = seated(spares)
     bench.say(*(able(rank, "c", pid=200 + rank, vacant=1) for rank in (2, 3)))
     bench.say(*(Regrouped(rank, 1) for rank in range(4)))
     assert bench.at(Stage.RUNNING) and bench.state.generation == 1
@@ -253,3 +261,81 @@ def test_the_places_of_an_agent_are_checked() -> None:
     for wrong in (AgentHello("c", (), (), 5), AgentHello("c", (), (), -1), AgentHello("c", (2,), (102,), 1)):
         with pytest.raises(ProtocolError, match="places"):
             check_upward(wrong, 4)
+
+
+# --- claims that only a simulated job had shown ---
+
+
+def test_a_fault_of_a_rank_whose_place_is_being_given_away_means_nothing() -> None:
+    bench = seated()
+    bench.say(FaultReport(2, Cause(CauseKind.EXCEPTION, (2,), "ValueError: boom"), ""))
+    assert bench.at(Stage.REGROUPING)
+
+
+def test_an_agent_that_has_never_vouched_is_not_known_to_be_lost() -> None:
+    bench = job(vouched=False)
+    lose(bench)
+    assert bench.at(Stage.WRITING)
+
+
+def test_a_rank_that_may_be_writing_is_not_given_up() -> None:
+    bench = job()
+    lose(bench)
+    dump = bench.state.dump
+    assert dump is not None
+    order = WriteOrder(1, 6, "/a", "tmp", ())
+    state: Any = bench.state.with_dump(replace(dump, work=dump.work.put(2, Work(given=(order,)))))
+    assert lost_nodes._all_lost(state, bench.now) == {}
+
+
+def test_a_spare_node_that_is_lost_as_soon_as_all_train_on_gives_way_to_another() -> None:
+    bench = whole(spares=("c", "d"))
+    bench.wait(2.1, senders=(0, 1))
+    bench.say(*(report(rank, 2, READY, 9) for rank in (0, 1)))
+    bench.wait(LEASE_S, senders=(0, 1))
+    assert [sent["host"] for sent in bench.logged("take_places_sent")] == ["c", "d"]
+
+
+def test_a_node_that_was_lost_may_take_a_place_again() -> None:
+    bench = whole()
+    bench.say(AgentHello("b", (), (), 2))
+    bench.wait(2.1, senders=(0, 1))
+    bench.say(*(report(rank, 2, READY, 9) for rank in (0, 1)))
+    bench.wait(LEASE_S, senders=(0, 1))
+    bench.say(*(able(rank, "b", pid=300 + rank, vacant=2) for rank in (2, 3)))
+    bench.say(*(Regrouped(rank, 2) for rank in range(4)))
+    bench.say(AgentHello("b", (2, 3), (302, 303)))
+    assert bench.at(Stage.RUNNING) and bench.state.agents[-1].ranks == (2, 3) and bench.state.lost_hosts == {"c"}
+
+
+def test_without_rank_0s_process_a_new_controller_has_the_step_written() -> None:
+    """Others may train on elsewhere, with it."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1", in_place_s=20.0)
+    bench.say(AgentHello("a", (0, 1), (100, 101)), AgentHello("b", (2, 3), (102, 103)))
+    bench.say(WorkerExit(0, 100, "signal SIGKILL", 0.0), WorkerExit(1, 101, "signal SIGKILL", 0.0))
+    bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2) for rank in (2, 3)))
+    bench.all_report(7, READY, ranks=(2, 3))
+    assert "rank 0's process has never come" in bench.logged("not_in_place")[0]["reason"]
+
+
+def test_a_fault_of_a_process_that_was_forgotten_means_nothing() -> None:
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
+    bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
+    bench.say(FaultReport(2, Cause(CauseKind.PEER_ERROR, (2,), "connection closed by peer"), ""))
+    assert not bench.logged("fault_reported")
+
+
+def test_a_rank_registers_with_the_generation_that_it_has_begun_and_the_one_that_it_has_found_whole() -> None:
+    bench = ProcessorBench(rank=1)
+    done = replace(bench.state, regrouped=1)
+    begun = replace(done, regrouping=Regroup(4, 6, (2,), None))
+    for state, expected in ((done, (1, 1)), (begun, (4, 1))):
+        bench.state = replace(state, link=LinkState.CONNECTING)
+        bench.take(Connected(registration(1)))
+        (sent,) = [
+            effect.message
+            for effect in bench.effects
+            if isinstance(effect, Send) and isinstance(effect.message, Registration)
+        ]
+        assert (sent.generation, sent.regrouped) == expected
