@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("test", suppress_health_check=[HealthCheck.too_slow], deadline=None, print_blob=True)
 settings.load_profile("test")  # seconds say nothing on a busy machine
+
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+"""torch's stores ask DNS for the name of each that connects, 127.0.0.1 too: one lost answer holds all clients of a store up for 5 s."""
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,13 +26,15 @@ from ttp.exchange.discovery import why_unknown
 from ttp.fork_server.client import ForkServer, Program
 from ttp.fork_server.preload import WORKERS
 from ttp.fork_server.request import NotForked
-from ttp.launch.rendezvous.listening import address_of
+from ttp.launch.rendezvous.listening import LOOPBACK, address_of
 from ttp.selftest.probe_process import ProbeFailed, probe
 from ttp.text.wording import counted, size_text
 from ttp.torch_range import TESTED, untested
 from ttp.version import VERSION
 
 CONNECT_S = 5.0
+LOOK_UPS, LOOK_UP_S = 30, 0.5
+"""torch's stores look the name of each address up that connects (`getnameinfo`), and answer no other client meanwhile."""
 FORKED_S = 30.0
 SHM = Path("/dev/shm")
 SHM_BYTES = 1 << 30
@@ -58,6 +60,7 @@ def check(device: str, ranks: int, nodes: int, named: Sequence[str]) -> Iterator
     host = found.figures.get("type") in (None, "cpu")
     yield shared_memory(ranks, host)
     yield from names(nodes, named)
+    yield address_look_ups((address_of(config.host_name()) if nodes > 1 else "") or LOOPBACK)
     yield port(nodes)
     yield from limits(ranks, ranks * nodes, host)
     yield warm_start()
@@ -172,6 +175,22 @@ def names(nodes: int, named: Sequence[str]) -> Iterator[Finding]:
         error = why_unknown(other, 0.0)
         yield judged(f"name {other}", not error, f"does not resolve here: {error}" if error else "resolves here",
                      "a name that every node knows", "Correct it, DNS or /etc/hosts", bad=FAILED)  # fmt: skip
+
+
+def address_look_ups(address: str) -> Finding:
+    """Look up the name of an address of this node again and again, as torch's stores do: an answer of DNS that is lost costs seconds."""
+    asked = (
+        address if ":" in address else f"::ffff:{address}"
+    )  # so an address of version 4 looks to a socket that takes both
+    slowest_s, number = 0.0, 0
+    while slowest_s <= LOOK_UP_S and number < LOOK_UPS:
+        number, began_s = number + 1, time.monotonic()
+        with contextlib.suppress(OSError):  # it has no name: an answer like another
+            socket.getnameinfo((asked, 1, 0, 0), 0)
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+    return judged("names of addresses", slowest_s <= LOOK_UP_S, f"the slowest of {number} look-ups of {asked} took {slowest_s:.2g} s",
+                  f"{LOOK_UP_S:g} s: each process that connects to a store of torch's waits for one, and so do the others",
+                  f"Add a line `{asked} NAME` to /etc/hosts here, for the other nodes too, or look at the DNS server", look_up_s=slowest_s)  # fmt: skip
 
 
 def port(nodes: int) -> Finding:

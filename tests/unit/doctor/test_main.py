@@ -50,7 +50,7 @@ def test_a_node_that_serves_passes_and_is_left_as_it_was(
     checks = {each["name"]: each for each in found["checks"]}
     assert code == 0, found
     assert list(checks) == [
-        "versions", "settings", "device", "shared memory", "name of this node", "ports", "open files", "processes", "core dumps", "locked memory",
+        "versions", "settings", "device", "shared memory", "name of this node", "names of addresses", "ports", "open files", "processes", "core dumps", "locked memory",
         "warm starts", "layout", *(f"directory output/checkpoints{what}" for what in ("", ", links", ", speed", ", room", ", dump")),
     ]  # fmt: skip
     assert FAILED not in {each["status"] for each in found["checks"]} and found["notes"] == []

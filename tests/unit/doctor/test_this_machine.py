@@ -161,6 +161,24 @@ def test_the_other_nodes_names_are_resolved(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found["name localhost"].status, found["name nowhere.invalid"].status) == (OK, FAILED)
 
 
+@pytest.mark.parametrize(("slow", "status"), [(0, OK), (7, WARNING)])
+def test_a_slow_look_up_of_an_addresss_name_is_found(slow: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its number; that the address has no name is an answer like another."""
+    now_s, asked = 0.0, []
+
+    def look_up(address: tuple[object, ...], flags: int) -> tuple[str, str]:
+        nonlocal now_s
+        asked.append((address[0], flags))
+        now_s += 5.0 if len(asked) == slow else 0.001
+        raise socket.gaierror(socket.EAI_NONAME, "no name")
+
+    monkeypatch.setattr("ttp.doctor.this_machine.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("ttp.doctor.this_machine.socket.getnameinfo", look_up)
+    found = this_machine.address_look_ups("10.0.0.5")
+    assert found.status == status and asked == [("::ffff:10.0.0.5", 0)] * (slow or this_machine.LOOK_UPS)
+    assert not slow or ("the slowest of 7 look-ups" in found.found and "/etc/hosts" in found.do)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_port_is_listened_on_and_reached(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_HOST", "localhost")

@@ -169,8 +169,9 @@ def test_a_token_that_cannot_be_used_is_a_line_in_the_controllers_log(
     monkeypatch.setenv("TTP_STATUS_TOKEN_FILE", str(tmp_path / "missing"))
     controller = start_controller(ControllerSettings("run/0", 1, 2), tmp_path / "log" / "journal_0.jsonl")
     log = tmp_path / "log" / "journal_0.log"
-    until(lambda: "ttp-status-page: " in log.read_text(), "its line")
-    assert log.read_text().count("\n") == 1 and "expected a file with the job's page token" in log.read_text()
+    until(lambda: log.read_text().endswith("\n"), "its line")
+    assert log.read_text().startswith("ttp-status-page: ") and log.read_text().count("\n") == 1
+    assert "expected a file with the job's page token" in log.read_text()
     request_shutdown(controller.address)
     assert controller.wait(LONG_S) == 0 and page_access.read(tmp_path / "log") is None
 
