@@ -35,6 +35,9 @@ STEPS = (15, 30)
 LINE = re.compile(r"\[ttprun (\d+):(\d+):(\d+\.\d+)\] (.*)")
 STAGES = {
     "death_seen": "the loss is found",
+    "take_places_sent": "the spare is ordered to take the place",
+    "replacement_came": "its processes have imported, and registered",
+    "regrouped": "all have made their groups again, and have the state",
     "published": "the step is saved",
     "restarting": "its agents begin to restart",
     "taken": "a spare takes the place",
@@ -64,9 +67,11 @@ class Case:
     with_store: bool = False
     again: bool = False
     nnodes: str = "2"
+    in_place: bool = False
 
 
 CASES = {
+    "in-place": Case("a spare waits, and the survivors' processes keep running", 10.0, spare=True, in_place=True),
     "spare": Case("a spare waits", 15.0, spare=True),
     "spare-store": Case("a spare waits; rank 0, controller and store are lost", 18.0, spare=True, with_store=True),
     "again": Case("no spare, the lost node's agent is started again at once", 25.0, again=True),
@@ -83,18 +88,24 @@ def start(case: Case, nodes: tuple[Node, ...], folder: Path, tree: Path) -> Node
         spares=nodes[2:],
         nnodes=case.nnodes,
         overrides=["--training_config.training_iters", "1000000"],
-        environ={"RESTART_STAMPS": str(folder), "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"},  # not of this folder
+        environ={
+            "RESTART_STAMPS": str(folder),
+            "PYTHONPATH": str(tree),
+            "PYTHONSAFEPATH": "1",  # not of this folder
+            "TTP_IN_PLACE": str(case.in_place),
+        },
         launcher=["--rdzv-conf", "join_timeout=300", "--preload", "ttp.trainer.train"],
         program=[str(HERE / "_restart_worker.py")],
     )
 
 
 def new_steps(job: NodesJob, since_unix_s: float) -> list[float]:
-    """Return when steps of a later attempt than the first were finished."""
+    """Return when steps were finished after the loss: of a later attempt than the first, or once its ranks had regrouped."""
+    regrouped = [float(line["unix_s"]) for line in job.journal(0) if line["event"] == "regrouped"]
     journals = job.journals()
-    if len(journals) < 2 or not journals[1]:
+    if not regrouped and (len(journals) < 2 or not journals[1]):
         return []
-    begun_s = max(since_unix_s, float(journals[1][0]["unix_s"]))
+    begun_s = max(since_unix_s, min(regrouped or [float(journals[1][0]["unix_s"])]))
     return [float(line["unix_s"]) for line in job.metrics() if "loss" in line and line["unix_s"] > begun_s]
 
 
@@ -118,7 +129,7 @@ def stages_of(job: NodesJob, lost_s: float, first_s: float) -> dict[str, float]:
     first: list[dict[str, Any]] = job.journal(0)
     published_s = min((line["unix_s"] for line in first if line["event"] == "published"), default=first_s)
     for line in first:
-        if line["event"] in ("death_seen", "published") and line["unix_s"] <= published_s:
+        if line["event"] in STAGES and line["unix_s"] <= published_s:
             reach(line["event"], line["unix_s"] - lost_s)
     for node in job.nodes:
         for moment in filter(None, map(LINE.match, job.console(node).splitlines())):

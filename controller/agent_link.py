@@ -28,6 +28,7 @@ from ttp.proto.messages import (
     Replace,
     ReplaceFailed,
     StandbyList,
+    TakePlaces,
     Thaw,
     Vouch,
     WorkerExit,
@@ -68,10 +69,12 @@ class AgentLink:
         ranks: tuple[int, ...],
         pids: tuple[int, ...],
         running: Callable[[], Mapping[int, int]] = dict,
-        take: Callable[[Replace | Thaw], None] = lambda order: None,
+        take: Callable[[Replace | TakePlaces | Thaw], None] = lambda order: None,
+        places: int = 0,
     ) -> None:
         """`pids` in the order of `ranks`: this node's workers. `running()`: those of their processes that run now, by rank. `take(order)`: a
-        process is to be replaced, or the ranks train on. Neither may block or raise. Connects in the background."""
+        process is to be replaced, a lost node's ranks are to be started here, or the ranks train on. Neither may block or raise. `places`: for so
+        many ranks there is room on this node, a spare one, which has none. Connects in the background."""
         self._running = running
         self._take = take
         self._vouch_at = float("-inf")
@@ -80,7 +83,7 @@ class AgentLink:
         self._lease_s = inf
         self._received_monotonic_s = time.monotonic()
         self._job_id = job_id
-        self._hello = AgentHello(host, ranks, pids)
+        self._hello = AgentHello(host, ranks, pids, places)
         self._lock = threading.Lock()  # guards all below but _lease_s, _last_reason and _thread
         self._stream: ControlStream | None = None
         self._attached = False
@@ -283,7 +286,7 @@ class AgentLink:
             case Freeze(cause=cause):
                 whose = f"{ranks_text(cause.ranks)}: " if cause.ranks else ""
                 log.warning("controller: freeze: %s%s: %s", whose, cause.kind.value, cause.brief)
-            case Replace() | Thaw():
+            case Replace() | TakePlaces() | Thaw():
                 self._take(parcel.message)
             case Exit(reason=reason):
                 level = logging.DEBUG if self._all_ended_well() else logging.INFO

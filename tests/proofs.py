@@ -343,6 +343,7 @@ TESTED |= {
         ".death_watch --kills 100 100 12 --minutes 3 --poll 0.002 0.01",
         ".false_alarms",
         ".lost_node",
+        ".lost_node --cases in-place spare",
         ".lost_node --against TREE",
         ".stragglers",
         ".step_time",

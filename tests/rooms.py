@@ -55,6 +55,7 @@ ORDER = (
     "ttp.optim",
     "ttp.runtime",
     "ttp.regroup",
+    "ttp.launch.hosts",
     "ttp.launch.rendezvous",
     "ttp.launch.watch",
     "ttp.launch.links",

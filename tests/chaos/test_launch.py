@@ -382,7 +382,7 @@ from torch.distributed import run
 from ttp.launch.arguments import make_parser
 from ttp.launch.main import launch
 from ttp.launch.attempts.context import LaunchContext
-from ttp.launch.rendezvous.topology import choose_rendezvous
+from ttp.launch.hosts.topology import choose_rendezvous
 
 args = make_parser().parse_args()
 out = Path(args.training_script_args[0])

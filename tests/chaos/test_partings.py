@@ -175,14 +175,14 @@ def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on
 
 
 CUT_OFF = """
-from ttp.launch import agent; from ttp.launch.links import peer_agents
+from ttp.launch import endings; from ttp.launch.links import peer_agents
 from ttp.launch.__main__ import main
 class Cut:
     def create_connection(*args):
         raise TimeoutError("timed out")
 peer_agents.socket = Cut
 peer_agents.LOST_S = 4.0
-agent.LOST_STARTS = 2
+endings.LOST_STARTS = 2
 main()
 """
 """ttprun on a node from which the rendezvous is reached, and the launchers' way to the workers' store is not."""

@@ -27,7 +27,7 @@ from ttp.checkpoint.format import manifest as manifests
 from ttp.checkpoint.reader import read_into
 from ttp.checkpoint.verify import verify
 from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
-from ttp.launch.rendezvous.rank_table import read_rank_table
+from ttp.launch.hosts.rank_table import read_rank_table
 from ttp.proto.messages import CommitRecord, FileEntry, ShareResult
 from ttp.trainer.config.loader import load_config
 

@@ -10,6 +10,7 @@ from tests.simulation.controllers import AgentLink
 from tests.simulation.in_place import Replacements
 from tests.simulation.network import DOWN, UP
 from ttp.controller.core.facts import events as ev
+from ttp.controller.core.ranks.generations import ENDS
 from ttp.proto.fence import Fence
 from ttp.proto.messages import (
     NO_PROCESS,
@@ -74,7 +75,8 @@ class Agent:
         return self._of_place
 
     def tell(self, report: WorkerExit) -> None:
-        if self.lost or report.pid != self.processes[report.rank].pid:
+        process = self.processes.get(report.rank)
+        if self.lost or process is None or report.pid != process.pid:
             return  # its place is another process's
         self._exits.append(report)
         if self._link is not None:
@@ -115,12 +117,29 @@ class Agent:
                 self.replacements.take(message)
             elif isinstance(message, TakePlaces):
                 self.replacements.sit(message)
+            elif isinstance(message, Exit) and message.reason == ENDS:
+                if self.processes:  # it may be said on two streams
+                    self._become_spare()
             elif isinstance(message, Exit):
                 self.replacements.over = True
 
         held = max(controller.cut_until, controller.route.held_until[DOWN], self.cut_until)
         moment = max(self.job.now, held) + self.job.slowest_s
         self.job.scheduler.at(moment, learn)
+
+    def _become_spare(self) -> None:
+        """Its node was given up: it ends its processes, and has room for others."""
+        for process in self.processes.values():
+            if process.alive:
+                self.job.process_gone(process, "signal SIGKILL")
+        self.places, self.processes, self._exits = len(self.processes), {}, []
+        self.attach_again()
+
+    def attach_again(self) -> None:
+        """On another stream: it has other ranks now."""
+        if not self.lost:
+            self._detach()
+            self._attach()
 
     def _say(self, message: Upward) -> None:
         controller, link = self.controller, self._link

@@ -78,6 +78,17 @@ def node_is_back_later(seed: int) -> Scenario:
     return scenario
 
 
+def a_node_that_is_back_is_a_spare(seed: int) -> Scenario:
+    """A node comes back after the thaw, and then the one that has its place is lost."""
+    scenario = _calm(seed)
+    job, back_s = scenario.job, LEASE_S + 0.8
+    _at(job, f"COMPUTE {AT}", 0.001 * (seed % 9), partial(cut_off, job, 1, back_s))
+    _at(job, f"COMPUTE {AT}", back_s + 0.5 + 0.02 * (seed % 10), partial(lose_node, job, 2))
+    for process in job.ranks:
+        process.slow_compute[STEPS - 1] = 2.5
+    return scenario
+
+
 def controller_dies_when_it_is_back(seed: int) -> Scenario:
     """A node comes back after the thaw, and then the controller dies: some of its processes come to the standby before those in their places. Where it
     learns of their ends before it knows the others, it takes these for dead: not in some seeds, in which their agent has ended."""
@@ -180,5 +191,5 @@ def lost_again_as_it_sits_down(seed: int) -> Scenario:
 
 ARRANGED = (
     node_is_lost, node_is_back_at_once, node_is_back_later, controller_dies_when_it_is_back, those_in_its_place_die_with_the_controller, controller_dies_meanwhile, standby_is_on_its_side,
-    rank_0s_node_is_lost, two_nodes_and_one_spare, two_nodes_one_after_the_other, lost_again_as_it_sits_down,
+    a_node_that_is_back_is_a_spare, rank_0s_node_is_lost, two_nodes_and_one_spare, two_nodes_one_after_the_other, lost_again_as_it_sits_down,
 )  # fmt: skip

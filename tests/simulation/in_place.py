@@ -153,6 +153,7 @@ class Replacements:
         for rank in order.ranks:
             slow_s += shared.rng.uniform(0.005, 0.05)
             self._job.scheduler.after(slow_s, partial(self._start_here, rank, order.freeze_id, shared.fails()))
+        self._job.scheduler.after(slow_s + 0.001, self._agent.attach_again)
 
     def _start_here(self, rank: int, freeze_id: int, fails: bool) -> None:
         agent, job = self._agent, self._job

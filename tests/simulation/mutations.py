@@ -253,6 +253,7 @@ MUTATIONS = (
     # Lost nodes, and spare ones in their places.
     Mutation("rank 0's node is given up like any other", seats.rank_0s_node_is_given_up, ("I22",), in_seats.rank_0s_node_is_lost, within=20),
     Mutation("one spare node takes the places of two", seats.one_spare_node_takes_every_place, ("I22",), in_seats.two_nodes_and_one_spare, within=5),
+    Mutation("a node that takes a place stays lost", seats.node_that_takes_a_place_stays_lost, ("I7",), in_seats.a_node_that_is_back_is_a_spare, within=20),
     Mutation("processes of a node that was given up are let in", seats.earlier_processes_are_let_in, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),
     Mutation("processes of a node that was given up stay where they came first", seats.earlier_processes_that_came_first_stay, ("I22",), in_seats.those_in_its_place_die_with_the_controller, within=40),
     Mutation("a recovery leaves the generation as it was", seats.recovery_leaves_the_generation_as_it_was, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),

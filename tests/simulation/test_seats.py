@@ -69,6 +69,16 @@ def test_a_node_that_is_back_ends_its_processes() -> None:
     assert any(events(job, "lost_node_back") for job in jobs) and any(events(job, "earlier_process") for job in jobs)
 
 
+def test_a_node_that_is_back_takes_the_next_place() -> None:
+    """Its own, which another one had meanwhile; it is not ended for having been lost before."""
+    for seed in SEEDS:
+        job = _run(arranged.a_node_that_is_back_is_a_spare, seed)
+        assert [sent["host"] for sent in events(job, "take_places_sent")] == ["host2", "host1"], f"seed {seed}"
+        assert job.nodes == list(job.training.layout.hosts) and events(job, "finished"), f"seed {seed}"
+        lines = [line.event for _, line in job.journal if line.event in ("lost_node_back", "take_places_sent")]
+        assert lines.pop() == "take_places_sent" and "lost_node_back" in lines, f"seed {seed}"
+
+
 def test_a_controller_of_ranks_that_count_is_not_ended_by_one_that_others_have_come_to() -> None:
     stays = [
         at
@@ -80,7 +90,7 @@ def test_a_controller_of_ranks_that_count_is_not_ended_by_one_that_others_have_c
 
 
 def test_every_arrangement_is_tried() -> None:
-    assert {*CONTINUED, *WRITTEN, *EITHER} == set(arranged.ARRANGED)
+    assert {*CONTINUED, *WRITTEN, *EITHER, arranged.a_node_that_is_back_is_a_spare} == set(arranged.ARRANGED)
 
 
 def test_random_jobs_give_the_places_of_lost_nodes_away() -> None:

@@ -49,6 +49,17 @@ def one_spare_node_takes_every_place(patch: Patch) -> None:
     patch.setattr(regroup, "lost_nodes", wrong)
 
 
+def node_that_takes_a_place_stays_lost(patch: Patch) -> None:
+    """It had been given up before."""
+    move = regroup._move
+
+    def wrong(state: Any, nodes: Any, out: Any) -> Any:
+        after, moved = move(state, nodes, out)
+        return replace(after, lost_hosts=state.lost_hosts), moved
+
+    patch.setattr(regroup, "_move", wrong)
+
+
 def earlier_processes_are_let_in(patch: Patch) -> None:
     """Whoever registers last has a rank's place."""
     patch.setattr(machine, "refusal", lambda state, message: "")

@@ -26,7 +26,7 @@ from ttp.exchange.discovery import why_unknown
 from ttp.fork_server.client import ForkServer, Program
 from ttp.fork_server.preload import WORKERS
 from ttp.fork_server.request import NotForked
-from ttp.launch.rendezvous.listening import LOOPBACK, address_of
+from ttp.launch.hosts.listening import LOOPBACK, address_of
 from ttp.selftest.probe_process import ProbeFailed, probe
 from ttp.text.wording import counted, size_text
 from ttp.torch_range import TESTED, untested

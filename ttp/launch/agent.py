@@ -24,17 +24,19 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from ttp.config import start_name
 from ttp.exchange.first_step import progress_key
+from ttp.launch.attempts.attached_spare import AttachedSpare
 from ttp.launch.attempts.attempt import SHUTDOWN_S, Attempt
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.launch.attempts.begin import begin_attempt
 from ttp.launch.attempts.context import LaunchContext
 from ttp.launch.attempts.crash_loop import CrashLoop
 from ttp.launch.attempts.signals import ShutdownSignals
-from ttp.launch.endings import Drained, NeverMet, NotEnded, NotStarted
+from ttp.launch.endings import Drained, NotEnded, NotStarted, not_ended, raise_if_never_met
 from ttp.launch.health.seat import Seat
+from ttp.launch.links.peer_agents import NODE_REPLACED
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S
-from ttp.launch.rendezvous.spare_nodes import UnfitSpare
+from ttp.launch.rendezvous.waiting_spare import UnfitSpare
 from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
 from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
@@ -56,10 +58,6 @@ BROKEN_ROUNDS = 5
 """After so many rendezvous in a row that broke when they were complete, a node leaves: it is probably the cause itself."""
 REJOIN_PAUSE_S = 1.0
 
-LOST_STARTS = 5
-"""After so many attempts in a row that lost a node before the ranks had a controller, a node that never reached the workers' store leaves.
-One that did reach it leaves after twice as many: unreachable nodes have left by then."""
-
 
 SET_CHANGES = "the set of nodes changes (another node's fault, or a joining node)"
 
@@ -79,6 +77,8 @@ class HoldAgent(LocalElasticAgent):
         self._rendezvous_handler = spec.rdzv_handler
         self._launching = launching
         self.seat = Seat(launching.health, spec.rdzv_handler, launching.reporter)
+        self._spare = AttachedSpare(launching, spec.local_world_size, spec.rdzv_handler.decode)
+        spec.rdzv_handler.attached = self._spare
         self._attempt: Attempt | None = None
         self._signals = ShutdownSignals()
         self._attempt_directory = AttemptDirectory()
@@ -107,13 +107,15 @@ class HoldAgent(LocalElasticAgent):
         A node that dies meanwhile leaves it incomplete: the others join again. A node whose rendezvous breaks repeatedly leaves, so that the
         others can continue without it. One whose health check fails does so before it joins.
         """
-        self._leave_if_never_met()
+        raise_if_never_met(self._lost_starts)
         self._leave_if_not_ended()
         self.seat.take()
         broken = 0
         while True:
             try:
                 super()._rendezvous(worker_group)
+                if (store := worker_group.store) is not None:
+                    self._rendezvous_handler.publish_running(store, worker_group.spec.local_world_size)
                 return
             except UnfitSpare as unfit:
                 self.seat.give_up(str(unfit))
@@ -124,34 +126,13 @@ class HoldAgent(LocalElasticAgent):
                 log.warning("the rendezvous broke after it was complete (%s): a node may be lost; joining again", error)
             time.sleep(REJOIN_PAUSE_S)
 
-    def _leave_if_never_met(self) -> None:
-        """Raise NeverMet when too many attempts in a row have lost a node."""
-        count = len(self._lost_starts)
-        unreached = [why for _, why in self._lost_starts if why]
-        if len(unreached) >= LOST_STARTS:
-            what = unreached[-1]
-        elif count >= 2 * LOST_STARTS:
-            what = self._lost_starts[-1][0]
-        else:
-            return
-        raise NeverMet(
-            f"{count} attempts in a row ended before the ranks had a controller: {what}. Expected every node to resolve the name of node 0"
-            " and to reach a port there that is new in each attempt. Open the ports between the nodes, or set --local-addr to an address"
-            " that all nodes reach"
-        )
-
     def _leave_if_not_ended(self) -> None:
-        """Leave, and raise NotEnded, when a worker of the last attempt still holds its memory and devices, as in uninterruptible sleep. torch
-        gives it up, and would start another one beside it."""
-        living = {rank: pid for rank, pid in self._pids.items() if exit_status(pid) is None}
-        if not living:
-            return
-        why = (
-            f"{ranks_text(living)} of the last attempt did not end after SIGKILL (pids {', '.join(map(str, living.values()))}), expected no"
-            " process of an earlier attempt before this node joins again. Restart this host: such a process waits for a device or a file system"
-        )
-        self._rendezvous_handler.leave(f"{socket.gethostname()}: {why}")  # torch waits once more at this agent's end
-        raise NotEnded(why)
+        """Leave, and raise NotEnded, when a worker of the last attempt still runs."""
+        if why := not_ended({rank: pid for rank, pid in self._pids.items() if exit_status(pid) is None}):
+            self._rendezvous_handler.leave(
+                f"{socket.gethostname()}: {why}"
+            )  # torch waits once more at this agent's end
+            raise NotEnded(why)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers after a rendezvous, and watch them."""
@@ -159,7 +140,9 @@ class HoldAgent(LocalElasticAgent):
         start_id = f"{job_store.round_number}-{uuid.uuid4().hex}"
         job_id = start_name(self._rendezvous_handler.get_run_id(), job_store.round_number)
         attempt_dir = self._attempt_directory.make()
-        begin_attempt(self._launching, self._rendezvous_handler, worker_group, job_id, start_id, attempt_dir)
+        given = self._rendezvous_handler.given
+        vacant = f"{given.order.freeze_id} {self._spare.leader}".strip() if given is not None else ""
+        begin_attempt(self._launching, self._rendezvous_handler, worker_group, job_id, start_id, attempt_dir, vacant)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see __main__; torch installs its own handler after this
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for name in replace_lost():
@@ -186,7 +169,9 @@ class HoldAgent(LocalElasticAgent):
                 begun_unix_s=begun_unix_s,
                 world_size=worker_group.workers[0].world_size,
                 forker=self._warm_start,
+                vacant=given.order.freeze_id if given is not None else 0,
             )
+            self._spare.close()  # the attempt has a connection of its own
             self._pids = self._attempt.pids  # another process may take a worker's place
             self.seat.report_others()
             for taken in self._rendezvous_handler.places_taken:
@@ -248,6 +233,8 @@ class HoldAgent(LocalElasticAgent):
         attempt = self._attempt
         if attempt is None:
             return self._ask_torch(worker_group)
+        if attempt.was_replaced:
+            return self._wait_as_spare(attempt)
         servers = self._launching.fork_servers
         if servers is not None:
             servers.look()
@@ -262,6 +249,8 @@ class HoldAgent(LocalElasticAgent):
         if attempt.failed():
             if attempt.hold():
                 return RunResult(state=WorkerState.HEALTHY)  # all that failed were replaced: no restart
+            if attempt.was_replaced:
+                return self._wait_as_spare(attempt)
             if attempt.left_for_others() and self._another_node_waits(attempt.lost_ranks_elsewhere()):
                 return RunResult(state=WorkerState.HEALTHY)  # as below: another node causes this restart
         elif self._drained_for_node(attempt) or self._lost_a_node(attempt):
@@ -282,6 +271,14 @@ class HoldAgent(LocalElasticAgent):
             end_line.write(root)
         self._decide_restart(attempt, result, worker_group.spec.max_restarts)
         return result
+
+    def _wait_as_spare(self, attempt: Attempt) -> RunResult:
+        """End what runs on this node, which was lost: others train on in its ranks' places. torch then begins anew without counting."""
+        log.warning("%s: ending %s; it waits as a spare node", NODE_REPLACED, ranks_text(attempt.living()))
+        attempt.next = NODE_REPLACED
+        attempt.end_workers(signal.SIGKILL, 0.0)
+        self._rendezvous_handler.become_spare()
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _leave_if_drained(self, attempt: Attempt) -> None:
         """Have all nodes save at the next step boundary, and raise Drained, if this node was asked to leave."""

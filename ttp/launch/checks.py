@@ -25,7 +25,7 @@ from ttp import files
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
 from ttp.inputs import checked
-from ttp.launch.rendezvous.topology import RESOLVE_S
+from ttp.launch.hosts.topology import RESOLVE_S
 
 log = logging.getLogger("ttp.launch")
 

@@ -47,11 +47,11 @@ from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank
 from ttp.launch.endings import Drained
 from ttp.launch.health.check_command import split_check
 from ttp.launch.health.node_health import NodeHealth, SickNode
+from ttp.launch.hosts.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.msrun import apply_msrun
 from ttp.launch.rendezvous.choose import check_spare_node, make_rendezvous, plain_endpoint
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
-from ttp.launch.rendezvous.topology import apply_rank_table, check_host_name, choose_rendezvous, explicit_arguments
 from ttp.launch.report.event_command import EventCommand, split_command
 from ttp.launch.report.exit_status import summarize
 from ttp.launch.report.reporter import Reporter
@@ -206,7 +206,7 @@ def make_launching(
 
         ranks = tuple(sorted(pids))
         known = tuple(pids[rank] for rank in ranks)
-        return AgentLink(address, job_id, settings.host, ranks, known, workers.running, workers.take)
+        return AgentLink(address, job_id, settings.host, ranks, known, workers.running, workers.take, workers.places)
 
     def request_shutdown(address: str) -> None:
         from ttp.controller import agent_link

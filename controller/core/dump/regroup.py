@@ -213,7 +213,8 @@ def _move(
         fields: Fields = {"host": node.spare, "ranks": node.ranks, "lost": node.host}
         out.append(Journal("take_places_sent", {**fields, "freeze_id": state.freeze_id}))
     moved = frozenset(rank for node in nodes for rank in node.ranks)
-    return replace(state, members=members, agents=agents), moved
+    lost_hosts = state.lost_hosts.difference(node.spare for node in nodes)  # it may have come back as a spare one
+    return replace(state, members=members, agents=agents, lost_hosts=lost_hosts), moved
 
 
 def agent_of(state: State, rank: int) -> str:

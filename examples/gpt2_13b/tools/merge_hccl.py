@@ -14,7 +14,7 @@ from hccl_tools import table_of, write_table
 
 from ttp.errors import ConfigError
 from ttp.inputs.input_file import read_json
-from ttp.launch.rendezvous.rank_table import read_rank_table
+from ttp.launch.hosts.rank_table import read_rank_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ttp.errors import ConfigError
-from ttp.launch.rendezvous.rank_table import RankTable, read_rank_table
+from ttp.launch.hosts.rank_table import RankTable, read_rank_table
 from ttp.trainer.config.loader import load_config
 
 USAGE = "run_distribute.sh RANK_TABLE_FILE CONFIG_PATH DEVICE_RANGE RUN_MODE RANK_SIZE"

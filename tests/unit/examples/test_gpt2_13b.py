@@ -14,7 +14,7 @@ import pytest
 from tests.unit.examples.loading import EXAMPLES, module_of
 from ttp.errors import ConfigError
 from ttp.launch.arguments import make_parser
-from ttp.launch.rendezvous.rank_table import read_rank_table
+from ttp.launch.hosts.rank_table import read_rank_table
 
 FOLDER = EXAMPLES / "gpt2_13b"
 CONFIG = str(FOLDER / "configs" / "gpt2" / "run_gpt2_13b.yaml")

@@ -18,7 +18,7 @@ import pytest
 from tests.shown import ROOT
 from tests.unit.examples.loading import EXAMPLES
 from ttp.errors import ConfigError, TTPError
-from ttp.launch.rendezvous.rank_table import read_rank_table
+from ttp.launch.hosts.rank_table import read_rank_table
 from ttp.trainer.config.encoder_decoder_config import EncoderDecoderConfig
 from ttp.trainer.model.gpt import UNCOUNTED
 from ttp.trainer.parallel.op_parallel import PlacedLayer, TransformerOpParallelConfig, load_pipeline_func, place_layers

@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.unit.launch.test_fresh_store import FixedNodes
 from ttp.launch import agent as agent_module
-from ttp.launch.agent import BROKEN_ROUNDS, LOST_STARTS, HoldAgent
+from ttp.launch.agent import BROKEN_ROUNDS, HoldAgent
 from ttp.launch.attempts.context import LaunchContext, Workers
-from ttp.launch.endings import NeverMet, NotEnded
+from ttp.launch.endings import LOST_STARTS, NeverMet, NotEnded
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
 from ttp.launch.report.exit_status import Recorded
@@ -117,7 +117,7 @@ def test_rounds_that_another_node_has_broken_do_not_make_this_one_leave(monkeypa
 class Left:
     """Stands in for an attempt whose workers here have all exited on the controller's order."""
 
-    cause_known = False
+    cause_known = was_replaced = False
 
     def lost_ranks_elsewhere(self) -> bool:
         return self.cause_known

@@ -141,6 +141,32 @@ def test_whatever_signal_comes_at_the_end_the_attempt_is_closed_once_and_leaves_
     assert attempt.done == done and ended == ["torch", "directory", "torch"], "the attempt has ended"
 
 
+@pytest.mark.parametrize("holding", [False, True])
+def test_a_node_that_was_replaced_ends_its_workers_and_begins_anew_as_a_spare(
+    holding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it learns that while it holds them. Nothing is published of it, as the job trains on."""
+
+    class Replaced(Watched):
+        was_replaced = not holding
+        next = ""
+
+        def failed(self) -> bool:
+            return True
+
+        def hold(self, why: str = "") -> None:
+            super().hold()
+            self.was_replaced = True
+
+    attempt = Replaced([])
+    monkeypatch.setattr(FreshStoreRendezvous, "become_spare", lambda self: attempt.done.append("become_spare"))
+    agent = make_agent(WaitingNodes([0]))
+    agent._attempt = attempt  # type: ignore[assignment]
+    assert agent._monitor_workers(agent.get_worker_group()).state is WorkerState.HEALTHY
+    assert attempt.done == ["hold"] * holding + ["end_workers", "become_spare"]
+    assert attempt.next == "this node was lost, and another one has its place"
+
+
 def test_an_attempt_that_has_recovered_is_watched_on() -> None:
     """Even where another process has failed in the same moment: torch would end the survivors for it, the next turn holds them."""
 

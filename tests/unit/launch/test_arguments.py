@@ -21,10 +21,11 @@ from ttp.exchange import discovery
 from ttp.launch import arguments
 from ttp.launch.arguments import hides_stderr, make_parser
 from ttp.launch.checks import GLOO_TLS_FILES, check_arguments
+from ttp.launch.hosts import topology
+from ttp.launch.hosts.topology import choose_rendezvous
 from ttp.launch.main import main
-from ttp.launch.rendezvous import choose, topology
+from ttp.launch.rendezvous import choose
 from ttp.launch.rendezvous.choose import store_host
-from ttp.launch.rendezvous.topology import choose_rendezvous
 
 OWN_FLAGS = [
     "--health-check",

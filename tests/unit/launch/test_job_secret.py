@@ -22,11 +22,11 @@ from tests.unit.launch.test_multi_endpoint import Handler, free_place, quick
 from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.identity.secret import Secret
+from ttp.launch.hosts.listening import serve
 from ttp.launch.rendezvous import departures, static_join
 from ttp.launch.rendezvous.choose import make_rendezvous
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.job_secret import JobSecret, OtherSecret, Read
-from ttp.launch.rendezvous.listening import serve
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores, epoch_key
 from ttp.launch.rendezvous.sealed_state import StateRefused
 from ttp.launch.rendezvous.spare_nodes import read_agents

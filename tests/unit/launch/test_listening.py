@@ -14,9 +14,10 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
 from tests.unit.launch.test_fresh_store import FixedNodes
-from ttp.launch.rendezvous import fresh_store, listening
+from ttp.launch.hosts import listening
+from ttp.launch.hosts.listening import address_of, serve
+from ttp.launch.rendezvous import fresh_store
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
-from ttp.launch.rendezvous.listening import address_of, serve
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")

@@ -10,9 +10,9 @@ from torch.distributed import run as torchrun
 
 from ttp.errors import ConfigError
 from ttp.launch.arguments import make_parser
+from ttp.launch.hosts.topology import choose_rendezvous, explicit_arguments
 from ttp.launch.main import main
 from ttp.launch.msrun import apply_msrun
-from ttp.launch.rendezvous.topology import choose_rendezvous, explicit_arguments
 
 WORKERS = ("--worker_num", "4", "--local_worker_num=4")
 

@@ -31,14 +31,14 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.errors import ConfigError
-from ttp.launch.rendezvous import choose, departures, multi_endpoint, store_failover
+from ttp.launch.rendezvous import choose, departures, multi_endpoint, node_polls, store_failover
 from ttp.launch.rendezvous.multi_endpoint import ANSWER_S, Endpoint, Stores, parse_endpoints, why_not_reached
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (store_failover, multi_endpoint):
+    for module in (store_failover, node_polls, multi_endpoint):
         monkeypatch.setattr(module, "ROUND_S", 0.05)
 
 
@@ -464,7 +464,7 @@ def test_a_question_under_way_ends_before_the_next_round(monkeypatch: pytest.Mon
 
     bench.made[0].waiting = slow
     assert asked.wait(30)
-    monkeypatch.setattr(store_failover, "ROUND_S", 30.0)
+    monkeypatch.setattr(node_polls, "ROUND_S", 30.0)
     threading.Timer(0.01, answers.set).start()
     bench.store_failover.shutdown()
     assert over.is_set() and server

@@ -14,8 +14,8 @@ import pytest
 
 from ttp.errors import ConfigError
 from ttp.launch.arguments import make_parser
-from ttp.launch.rendezvous.rank_table import RankTable, Server, is_own_address, read_rank_table
-from ttp.launch.rendezvous.topology import VISIBLE_DEVICES, apply_rank_table, explicit_arguments
+from ttp.launch.hosts.rank_table import RankTable, Server, is_own_address, read_rank_table
+from ttp.launch.hosts.topology import VISIBLE_DEVICES, apply_rank_table, explicit_arguments
 
 LISTED: dict[str, Any] = {
     "version": "1.0",

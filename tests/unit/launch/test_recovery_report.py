@@ -11,6 +11,7 @@ import pytest
 from tests.unit.launch.test_reporter import FAULT_KEYS, ending, written
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_regroup import job, replacement, torn_rank_3
+from tests.unit.protocol.test_seats import whole
 from ttp.controller.core.facts.state import Stage
 from ttp.launch.report import reporter as reporter_module
 from ttp.launch.report.incident import false_alarms
@@ -81,6 +82,21 @@ def test_a_recovery_says_what_happened_and_whose_process_was_replaced(journaled:
     assert following == ("next    no restart: training continues with step 7; rank 3 in another process (pid 203)")
 
 
+def test_a_spare_node_that_has_taken_a_lost_ones_place_is_named(tmp_path: Path) -> None:
+    """The one of the recovery that has succeeded: the one before had been lost as it sat down."""
+    bench = whole(spares=("c", "d"))
+    lines: list[Line] = [
+        {"unix_s": BEGAN_S, "controller": 0, "event": line.event, "fields": dict(line.fields)} for line in bench.journal
+    ]
+    at = next(number for number, line in enumerate(lines) if line["event"] == "take_places_sent")
+    lines.insert(at, {**lines[at], "fields": {"host": "d", "lost": "b", "ranks": (2, 3), "freeze_id": 0}})
+    (recovery,) = recoveries(0, lines)
+    assert recovery.seated == {"c": "b"} and recovery_fields(recovery)["seated"] == {"c": "b"}
+    assert recovery_lines(recovery)[-1].endswith(
+        "ranks 2-3 in other processes (pids 202, 203); c, a spare, has the place of b"
+    )
+
+
 def test_ranks_that_kept_their_processes_are_not_called_replaced(tmp_path: Path) -> None:
     """Training had raised on one, and nothing was lost."""
     journaled = Journaled(tmp_path)
@@ -122,7 +138,7 @@ def test_it_is_reported_soon_and_once(journaled: Journaled, tmp_path: Path, caps
     assert "faults  1 fault (1 recovered without a restart)\n" in printed and "; 3.0 s without training" in printed
     report_lines = written(tmp_path / "story.jsonl")
     assert [line["event"] for line in report_lines] == ["start", "recovered", "end"]
-    assert list(report_lines[1]) == [*(key for key in FAULT_KEYS if key != "time"), "step", "replaced"]
+    assert list(report_lines[1]) == [*(key for key in FAULT_KEYS if key != "time"), "step", "replaced", "seated"]
     assert (report_lines[1]["step"], report_lines[1]["replaced"], report_lines[1]["steps_lost"]) == (6, {"3": 203}, 0)
     assert (
         report_lines[2]["faults"],

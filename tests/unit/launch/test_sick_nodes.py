@@ -27,7 +27,7 @@ from ttp.launch import main as launcher
 from ttp.launch.endings import REQUEUE_EXIT_CODE, Drained
 from ttp.launch.health.node_health import NodeHealth, SickNode
 from ttp.launch.health.seat import Seat
-from ttp.launch.rendezvous import choose, departures, spare_nodes, store_failover
+from ttp.launch.rendezvous import choose, departures, store_failover, waiting_spare
 from ttp.launch.rendezvous.departures import Excluded, excluded_after, publish_excluded
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, epoch_key
@@ -41,12 +41,11 @@ from ttp.launch.rendezvous.spare_nodes import (
     Entry,
     PlaceTaken,
     Silence,
-    UnfitSpare,
     place_to_take,
     read_agents,
-    wait_for_place,
 )
 from ttp.launch.rendezvous.store_failover import TooFewNodes
+from ttp.launch.rendezvous.waiting_spare import UnfitSpare, wait_for_place
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.report.summary import summary_lines
 from ttp.launch.watch.death_watch import Death
@@ -142,8 +141,8 @@ class Check:
 @pytest.mark.parametrize("sick", ["", "its disk"])
 def test_a_spare_is_checked_before_it_takes_a_place(monkeypatch: pytest.MonkeyPatch, sick: str) -> None:
     """Not before it is needed. Until the verdict it keeps its turn, and the others are not disturbed."""
-    monkeypatch.setattr(spare_nodes, "ROUND_S", 0.02)
-    monkeypatch.setattr(spare_nodes, "LOST_S", 0.3)
+    monkeypatch.setattr(waiting_spare, "ROUND_S", 0.02)
+    monkeypatch.setattr(waiting_spare, "LOST_S", 0.3)
     place = free_place()
     server = serve(place)
     server.set(epoch_key(""), "1")
@@ -228,7 +227,7 @@ def test_a_spare_and_a_sick_node_know_the_job_and_their_name_in_it(monkeypatch: 
     )  # fmt: skip
     made = choose.make_failover(config, spare_node=True)
     made.wait_as_spare()
-    assert [arguments[-1] for arguments in found] == [7]
+    assert [arguments[-2:] for arguments in found] == [(7, None)]
     assert FreshStoreRendezvous(made, "here", same_keys_every_round=False).exclude("its disk") == "127.0.0.9"
     made.shutdown()
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from tests.unit.launch.test_multi_endpoint import Bench, agent, free_place, quick, serve
 from tests.unit.launch.test_spare_nodes import Waits
 from tests.waiting import until
-from ttp.launch.rendezvous import multi_endpoint, spare_nodes, store_failover
+from ttp.launch.rendezvous import multi_endpoint, store_failover, waiting_spare
 from ttp.launch.rendezvous.multi_endpoint import BACK_S, Endpoint, epoch_key
 from ttp.launch.rendezvous.spare_nodes import JOINING, RUNNING, SPARE, Entry, PlaceTaken, read_agents
 
@@ -84,8 +84,8 @@ def test_after_a_move_a_spare_takes_the_place_of_the_node_that_served_the_store_
     paused: bool, apart: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has seen in the first store whose that was. While that accepts connections, who has moved may be wrong, and node-b on its way."""
-    monkeypatch.setattr(spare_nodes, "ROUND_S", 0.02)
-    monkeypatch.setattr(spare_nodes, "LOST_S", 1e9)
+    monkeypatch.setattr(waiting_spare, "ROUND_S", 0.02)
+    monkeypatch.setattr(waiting_spare, "LOST_S", 1e9)
     monkeypatch.setattr(multi_endpoint, "ANSWER_S", 1.0)
     store = TCPStore(apart.place.host, apart.place.port, is_master=False)
     store.set(epoch_key(""), "1")

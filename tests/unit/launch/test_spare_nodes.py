@@ -14,9 +14,10 @@ from tests.unit.launch.test_multi_endpoint import Bench, agent, free_place, quic
 from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.launch.arguments import make_parser, parse
+from ttp.launch.hosts.topology import choose_rendezvous, explicit_arguments
 from ttp.launch.main import main
 from ttp.launch.msrun import apply_msrun
-from ttp.launch.rendezvous import departures, multi_endpoint, spare_nodes
+from ttp.launch.rendezvous import departures, multi_endpoint, spare_nodes, waiting_spare
 from ttp.launch.rendezvous.choose import check_spare_node
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores, epoch_key
 from ttp.launch.rendezvous.spare_nodes import (
@@ -31,9 +32,8 @@ from ttp.launch.rendezvous.spare_nodes import (
     Silence,
     place_to_take,
     read_agents,
-    wait_for_place,
 )
-from ttp.launch.rendezvous.topology import choose_rendezvous, explicit_arguments
+from ttp.launch.rendezvous.waiting_spare import wait_for_place
 
 __all__ = ["quick"]
 """A fixture that pytest uses by itself: short times."""
@@ -225,7 +225,9 @@ class Waits:
 
         def run() -> None:
             try:
-                self.taken.append(wait_for_place(stores, "job", Entry("job", "node-c"), silence_s))
+                taken = wait_for_place(stores, "job", Entry("job", "node-c"), silence_s)
+                assert isinstance(taken, PlaceTaken)
+                self.taken.append(taken)
             except Exception as error:
                 self.raised.append(error)
 
@@ -240,8 +242,8 @@ class Waits:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> tuple[Endpoint, TCPStore, Entry, Entry]:
     """A store in use, and the entries of a job's two nodes."""
-    monkeypatch.setattr(spare_nodes, "ROUND_S", 0.02)
-    monkeypatch.setattr(spare_nodes, "LOST_S", 0.3)
+    monkeypatch.setattr(waiting_spare, "ROUND_S", 0.02)
+    monkeypatch.setattr(waiting_spare, "LOST_S", 0.3)
     place = free_place()
     server = serve(place)
     server.set(epoch_key(""), "1")
@@ -273,7 +275,7 @@ def test_after_a_move_to_another_store_a_spare_waits_for_the_nodes_to_come(
     job: tuple[Endpoint, TCPStore, Entry, Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them is there first: the others are not lost."""
-    monkeypatch.setattr(spare_nodes, "LOST_S", 1e9)
+    monkeypatch.setattr(waiting_spare, "LOST_S", 1e9)
     other = free_place()
     server = serve(other)
     server.set(epoch_key(""), "2")
@@ -311,7 +313,7 @@ def test_a_spare_ends_with_its_job(job: tuple[Endpoint, TCPStore, Entry, Entry])
 
 def test_a_spare_before_its_job_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """No store answers, then one in which no node of the job is."""
-    monkeypatch.setattr(spare_nodes, "ROUND_S", 0.02)
+    monkeypatch.setattr(waiting_spare, "ROUND_S", 0.02)
     monkeypatch.setattr(multi_endpoint, "CONNECT_S", 0.2)
     place = free_place()
     waits = Waits(agent(place), silence_s=0.1)

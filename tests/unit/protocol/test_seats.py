@@ -296,15 +296,22 @@ def test_a_spare_node_that_is_lost_as_soon_as_all_train_on_gives_way_to_another(
     assert [sent["host"] for sent in bench.logged("take_places_sent")] == ["c", "d"]
 
 
-def test_a_node_that_was_lost_may_take_a_place_again() -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_node_that_was_lost_may_take_a_place_again(early: bool) -> None:
+    """Its agent may attach with its new ranks before all have regrouped."""
     bench = whole()
     bench.say(AgentHello("b", (), (), 2))
     bench.wait(2.1, senders=(0, 1))
     bench.say(*(report(rank, 2, READY, 9) for rank in (0, 1)))
     bench.wait(LEASE_S, senders=(0, 1))
+    hello = AgentHello("b", (2, 3), (302, 303))
+    if early:
+        bench.say(hello)
     bench.say(*(able(rank, "b", pid=300 + rank, vacant=2) for rank in (2, 3)))
     bench.say(*(Regrouped(rank, 2) for rank in range(4)))
-    bench.say(AgentHello("b", (2, 3), (302, 303)))
+    if not early:
+        bench.say(hello)
+    assert not bench.said_to_agents(Exit) and not bench.logged("lost_node_back")
     assert bench.at(Stage.RUNNING) and bench.state.agents[-1].ranks == (2, 3) and bench.state.lost_hosts == {"c"}
 
 

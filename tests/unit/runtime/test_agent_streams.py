@@ -25,6 +25,7 @@ from ttp.proto.messages import (
     Replace,
     ReplaceFailed,
     StandbyList,
+    TakePlaces,
     Thaw,
     Vouch,
     WorkerExit,
@@ -87,7 +88,7 @@ class Bench:
         self.started: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.cannot_carry = False
         self.runs: Mapping[int, int] = {}
-        self.orders: list[Replace | Thaw] = []
+        self.orders: list[Replace | TakePlaces | Thaw] = []
         self.line: AgentLink
 
     def monotonic(self) -> float:
@@ -348,6 +349,19 @@ def test_only_ranks_that_are_dead_because_they_were_silent_are_given_up(
     )
     bench.opened()
     assert bench.line.given_up() == frozenset({0})
+
+
+def test_a_spare_nodes_room_is_known_and_the_order_to_use_it_passed_on(bench: Bench) -> None:
+    """It has no process to report of."""
+    bench.next()
+    line = AgentLink("c0", "job", "spare", (), (), take=bench.orders.append, places=2)
+    stream = bench.next()
+    stream._line = line
+    stream.opens()
+    assert stream.sent[0] == AgentHello("spare", (), (), 2)
+    stream.brings(TakePlaces((2, 3), 7))
+    assert bench.orders == [TakePlaces((2, 3), 7)]
+    line.close()
 
 
 def test_orders_to_replace_a_process_and_the_end_of_a_fault_are_passed_on(bench: Bench) -> None:

@@ -23,7 +23,7 @@ from ttp.launch.attempts.replacements import Forker, Replacements
 from ttp.launch.attempts.signals import signal_name, signals_held_back
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.links.controller_shutdown import end_controllers, is_controller
-from ttp.launch.links.peer_agents import PeerAgents
+from ttp.launch.links.peer_agents import NODE_REPLACED, PeerAgents
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.report.exit_status import RankFailure, Recorded, first_failure, outcome_text
 from ttp.launch.report.incident import AtOnce, AttemptEnd
@@ -77,11 +77,11 @@ class Attempt:
         launching: LaunchContext,
         *, job_id: str, job_store: JobStore, start_id: str, attempt_dir: Path | None = None, pids: Mapping[int, int],
         nodes: int, hosts_rank_zero: bool, node: int = 0, begun_unix_s: float = 0.0, world_size: int = 0,
-        forker: Forker | None = None,
+        forker: Forker | None = None, vacant: int = 0,
     ) -> None:  # fmt: skip
         """`pids`: by global rank. `nodes`: how many nodes take part; this one is number `node`. `start_id`, `attempt_dir`: TTP_START_ID and
         TTP_ATTEMPT_DIR of these workers. `begun_unix_s`: before the first was started; older journal lines are another job's.
-        `forker`: has forked these workers; None: they were executed."""
+        `forker`: has forked these workers; None: they were executed. `vacant`: see Replacements."""
         self._launching = launching
         self._start_id = start_id
         self.pids = dict(pids)
@@ -115,20 +115,21 @@ class Attempt:
         self._watch = DeathWatch(
             pids, lambda death: self._replacements.report(death), poll_s=launching.poll_s, explain_kill=self._memory.explain
         )  # fmt: skip
-        self._peers = PeerAgents(job_store, node, nodes) if nodes > 1 else None
-        self._faults = Faults(launching.total_timeout_s, self._peers)
+        self.peers = PeerAgents(job_store, node, nodes, seated=start_id if vacant else "") if nodes > 1 else None
+        """The connection to the other nodes' agents; None: there is one node."""
+        self._faults = Faults(launching.total_timeout_s, self.peers)
         self._replacements = Replacements(
             self.pids, forker, nodes=nodes, watch=self._watch, controller=self._controller, faults=self._faults,
             memory=self._memory, behind_shells=self._behind_shells, identities=launching.identities, copies=launching.copies,
-            health=launching.health,
+            health=launching.health, vacant=vacant,
         )  # fmt: skip
         leftover = (self.pids, self._behind_shells, self._watch, self._controller, self._ended)
         self._leftovers = LeftoverRanks(*leftover, self._replacements.vacant)
         self._begun_monotonic_s = time.monotonic()
         self._watch.start()
         self._controller.start()
-        if self._peers is not None:
-            self._peers.start()
+        if self.peers is not None:
+            self.peers.start()
 
     def _follow(self, published: Mapping[int, str]) -> None:
         """Learn the ranks' own processes, on the client's thread: a worker may be a shell that has started its rank."""
@@ -161,22 +162,22 @@ class Attempt:
         return self.had_controller
 
     @property
-    def peers(self) -> PeerAgents | None:
-        """The connection to the other nodes' agents; None: there is one node."""
-        return self._peers
-
-    @property
     def lost_node(self) -> str:
         """Which node was lost while the ranks are still connecting: without it they would wait until torch's timeout. Empty: none, or a
         controller handles it, or the attempt is older than MEETING_S."""
-        if self._peers is None or self.had_controller or self.lasted_s() >= MEETING_S:
+        if self.peers is None or self.had_controller or self.lasted_s() >= MEETING_S:
             return ""
-        return self._peers.lost
+        return self.peers.lost
+
+    @property
+    def was_replaced(self) -> bool:
+        """Return whether this node was taken for lost, and another one has its place in this attempt."""
+        return self.peers is not None and self.peers.was_replaced
 
     @property
     def unreached_store(self) -> str:
         """Why the workers' store was never reached from this node; empty: it was, or the attempt has just begun."""
-        return "" if self._peers is None else self._peers.unreached
+        return "" if self.peers is None else self.peers.unreached
 
     def living(self) -> list[int]:
         """Return the ranks on this node whose processes have not ended."""
@@ -212,10 +213,7 @@ class Attempt:
         """Take over torch's exit statuses of workers that it reaped before the death watch saw them. `failed` is False: they succeeded."""
         if failed:
             self._watch.wait_all(ASK_AGAIN_S)  # torch has ended all workers
-        lost = [rank for rank, death in self.deaths().items() if death.lost]
-        for rank in lost:
-            if not failed or rank in statuses:
-                self._watch.learn(rank, 0 if not failed else statuses[rank])
+        lost = self._watch.learn_lost(statuses if failed else dict.fromkeys(self.pids, 0))
         if failed and lost:
             log.warning(
                 "torchelastic detected the exit of %s first and killed its peers; no emergency checkpoint was possible",
@@ -233,7 +231,7 @@ class Attempt:
         job has failed on another node and a fault's time has passed, those that are stopped."""
         if (sent_s := self._controller.sent_away_monotonic_s) is not None:
             self._leftovers.end_given_up(sent_s)
-        if self._peers is not None and self._peers.failed:
+        if self.peers is not None and self.peers.failed:
             self._leftovers.end_all_stopped(self._launching.total_timeout_s)
 
     def left_for_others(self) -> bool:
@@ -329,6 +327,8 @@ class Attempt:
             if replaceable and not self._failed(deaths):
                 return None
             saving_alone = self._drained_by is not None and self.had_controller and not self.failed()
+            if self.was_replaced:
+                return NODE_REPLACED
             if self.has_controller or saving_alone:
                 led_s = time.monotonic()
             elif time.monotonic() - led_s >= (unled_s := self._unled_s()):
@@ -466,8 +466,8 @@ class Attempt:
         self._watch.stop()
         self._memory.close()
         self._controller.close()
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
         self._end_controllers(patience_s)
 
     def _end_controllers(self, patience_s: float) -> None:
@@ -493,6 +493,6 @@ class Attempt:
 
     def _elsewhere(self) -> str | None:
         """Return what ended this attempt on another node; None: something has, and it is not known what."""
-        if self._peers is None:
+        if self.peers is None:
             return ""
-        return self._peers.failure or ("" if self._signal or self.succeeded() else None)
+        return self.peers.failure or ("" if self._signal or self.succeeded() else None)

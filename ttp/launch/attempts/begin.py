@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from ttp.launch.attempts.context import LaunchContext, set_variables
+from ttp.launch.attempts.replacements import VACANT
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 
 log = logging.getLogger("ttp.launch")
@@ -20,16 +21,18 @@ def begin_attempt(
     job_id: str,
     start_id: str,
     attempt_dir: Path | None,
+    vacant: str = "",
 ) -> None:
-    """Called after the rendezvous, when no process of the last attempt runs any more."""
+    """Called after the rendezvous, when no process of the last attempt runs any more. `vacant`: the workers' TTP_VACANT, where they take the places of
+    a lost node's ranks: what copies in memory that node had is lost with it, and none are made here in this attempt."""
     number = rendezvous.job_store.round_number
     ranks = [worker.global_rank for worker in worker_group.workers]
     identities, copies = launching.identities, launching.copies
     by_site = identities is None and launching.secret is not None  # its certificates name no keeper
-    sockets = {"TTP_IDENTITY": "", "TTP_COPIES": ""}
+    sockets = {"TTP_IDENTITY": "", "TTP_COPIES": "", VACANT: vacant}
     if identities is not None:
         sockets["TTP_IDENTITY"] = identities.begin(rendezvous.secret, job_id, number, ranks)
-    if copies is not None:
+    if copies is not None and not vacant:
         saved = copies.begin(
             job_id,
             number,

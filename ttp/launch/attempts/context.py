@@ -22,17 +22,21 @@ from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.links.controller_shutdown import START_VARIABLE, RequestShutdown
 from ttp.launch.rendezvous.job_secret import Read
 from ttp.launch.report.reporter import Reporter
-from ttp.proto.messages import Replace, Thaw
+from ttp.proto.messages import Replace, TakePlaces, Thaw
 
 
 class Workers(Protocol):
     """This node's workers, for the connection to a controller. No call blocks or raises."""
 
+    @property
+    def places(self) -> int:
+        """For how many ranks of a lost node there is room here: a spare node has no workers yet. 0: there is none."""
+
     def running(self) -> Mapping[int, int]:
         """Return those of their processes that run now, by rank."""
 
-    def take(self, order: Replace | Thaw) -> None:
-        """A process is to be replaced, or the ranks train on."""
+    def take(self, order: Replace | TakePlaces | Thaw) -> None:
+        """A process is to be replaced, a lost node's ranks are to be started here, or the ranks train on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

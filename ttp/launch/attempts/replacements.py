@@ -28,7 +28,7 @@ from ttp.launch.watch.death_watch import Death, DeathWatch
 from ttp.launch.watch.oom import OutOfMemory
 from ttp.launch.watch.processes import signal_workers, sweep_sessions
 from ttp.launch.watch.shell_ranks import ShellRanks
-from ttp.proto.messages import Replace, Thaw
+from ttp.proto.messages import Replace, TakePlaces, Thaw
 
 log = logging.getLogger("ttp.launch")
 
@@ -82,8 +82,10 @@ class Replacements:
         identities: Identities | None,
         copies: Copies | None,
         health: NodeHealth | None = None,
+        vacant: int = 0,
     ) -> None:
-        """`pids`: the workers, by rank, which are changed here. `forker`: None: they cannot be forked. `nodes`: how many take part. `health`: no
+        """`pids`: the workers, by rank, which are changed here. `vacant`: the number of the freeze in which they take the places of a lost node's
+        ranks; 0: they are the attempt's first. `forker`: None: they cannot be forked. `nodes`: how many take part. `health`: no
         process is started on a node whose check fails."""
         self._pids = pids
         self._forker = forker
@@ -100,7 +102,7 @@ class Replacements:
         self._first: list[ForkedChild] = []
         """Processes that were replaced, whose sessions are not swept yet."""
         self._changed = threading.Condition()  # guards all below
-        self._answered: dict[int, _Answered] = {}
+        self._answered = {rank: _Answered(vacant, pid) for rank, pid in pids.items() if vacant}
         self._ending: set[int] = set()
         self._busy = False
         self._stopped = ""
@@ -110,8 +112,15 @@ class Replacements:
     def running(self) -> Mapping[int, int]:
         return self._watch.running()
 
-    def take(self, order: Replace | Thaw) -> None:
+    @property
+    def places(self) -> int:
+        """A node with workers has no room for others."""
+        return 0
+
+    def take(self, order: Replace | TakePlaces | Thaw) -> None:
         """Carry out an order soon, or learn that the ranks train on."""
+        if isinstance(order, TakePlaces):
+            return  # of the node that was a spare one: its workers run
         if isinstance(order, Thaw):
             self._faults.over()
             with self._changed:

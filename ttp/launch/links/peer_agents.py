@@ -8,6 +8,7 @@
     ttp/nodes/failed         a node on which the job has failed for good, or that cannot restart
     ttp/nodes/succeeded/<node>   all workers there have succeeded
     ttp/nodes/seen/<node>        that node knows that the workers of all nodes have succeeded
+    ttp/nodes/seat/<node>        which agent has taken that node's place, after it was lost
 
 Each attempt has its own store, so that no key is another attempt's. Ages are published instead of times: the nodes' clocks may differ. Every
 key may be written twice: a call that failed is repeated over a new connection. The two counters have no seal (`sealed_store.py`). One that another
@@ -42,6 +43,8 @@ SILENT_S = 3.0
 READ_S = 3.0
 """How long the store's agent then waits for the others to read them."""
 
+NODE_REPLACED = "this node was lost, and another one has its place"
+
 _CHANGES = "ttp/nodes/changes"
 _FAULT = "ttp/nodes/fault"
 _LOST = "ttp/nodes/lost"
@@ -61,16 +64,20 @@ class PeerAgents:
         *,
         look_s: float | None = None,
         lost_s: float | None = None,
+        seated: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`node`: this agent's number (group rank) of so many; number 0 has the store. Times: see LOOK_S, LOST_S."""
+        """`node`: this agent's number (group rank) of so many; number 0 has the store. Times: see LOOK_S, LOST_S. `seated`: this agent has the place
+        of one that was lost, under this name; empty: it was there from the start."""
         self._clock = clock
         self._place = place
         self._node = node
         self._nodes = nodes
         self._look_s = LOOK_S if look_s is None else look_s
         self._lost_s = LOST_S if lost_s is None else lost_s
+        self._seated = seated
         self._lock = threading.Lock()  # guards all below
+        self._was_replaced = False
         self._unpublished: dict[str, str] = {}
         self._fault_begun_s: float | None = None
         self._published: dict[str, str] = {}
@@ -175,6 +182,12 @@ class PeerAgents:
             return self._published.get(_LOST, "") or ("" if self._store_gone else self._silent_store())
 
     @property
+    def was_replaced(self) -> bool:
+        """Whether another agent has taken this one's place: it was lost. It publishes nothing from then on."""
+        with self._lock:
+            return self._was_replaced
+
+    @property
     def unreached(self) -> str:
         """That node 0's store has never answered this node, and with what error; empty: it has, or the attempt has just begun."""
         with self._lock:
@@ -218,6 +231,9 @@ class PeerAgents:
 
     def _look(self, store: Store, presence: _Presence | None) -> None:
         known = None
+        if self._seated and not self._reached:  # once: another agent may have the place by now
+            store.set(_seat(self._node), self._seated)
+            store.add(_CHANGES, 1)
         while True:
             last = self._stopping.is_set()
             self._wake.clear()
@@ -228,6 +244,8 @@ class PeerAgents:
             if (changes := int(store.add(_CHANGES, 0))) != known:
                 known = changes
                 self._read(store)
+            if self.was_replaced:
+                return
             with self._lock:
                 self._answered_s, self._reached, self._trouble = self._clock(), True, ""
             if last:
@@ -235,6 +253,13 @@ class PeerAgents:
                     self._until_read(store)
                 return
             self._wake.wait(self._look_s)
+
+    def _has_lost_its_place(self, store: Store) -> bool:
+        key = _seat(self._node)
+        lost = store.check([key]) and store.get(key).decode() != self._seated
+        with self._lock:
+            self._was_replaced = lost
+        return lost
 
     def _until_read(self, store: Store) -> None:
         """Wait until the others have read the store, READ_S at most: it ends with this agent."""
@@ -252,6 +277,8 @@ class PeerAgents:
         """Write the unpublished keys; they count as unpublished until all are written."""
         with self._lock:
             unpublished, succeeded = dict(self._unpublished), self._has_succeeded
+        if (unpublished or succeeded) and self._has_lost_its_place(store):
+            return
         for key, text in unpublished.items():
             if key == _LOST:  # the only key that changes, written by node 0 only
                 store.set(key, text)
@@ -269,6 +296,8 @@ class PeerAgents:
 
     def _read(self, store: Store) -> None:
         """Read what all agents have published."""
+        if self._has_lost_its_place(store):
+            return
         published = {}
         for key in (_FAULT, _LOST, _RESTARTS, FAILED):
             if store.check([key]):
@@ -328,6 +357,10 @@ class _Presence:
             return None
         self._last = text
         return text
+
+
+def _seat(node: int) -> str:
+    return f"ttp/nodes/seat/{node}"
 
 
 def _alive(node: int) -> str:

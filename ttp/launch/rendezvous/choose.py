@@ -28,8 +28,8 @@ from ttp.launch.rendezvous.job_secret import NONE, UNSAFE, JobSecret, Read
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S, Endpoint, Stores, parse_endpoints, why_not_reached
 from ttp.launch.rendezvous.one_node import OneNode
 from ttp.launch.rendezvous.sealed_state import make_c10d
-from ttp.launch.rendezvous.spare_nodes import Health
 from ttp.launch.rendezvous.store_failover import FailoverRendezvous
+from ttp.launch.rendezvous.waiting_spare import Health
 
 log = logging.getLogger("ttp.launch")
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
@@ -27,17 +27,21 @@ from ttp.config import start_name
 from ttp.errors import ConfigError
 from ttp.exchange.sealed_store import attempts_seal, sealed
 from ttp.identity.secret import Secret
+from ttp.launch.hosts.listening import LOOPBACK, address_of, serve
 from ttp.launch.rendezvous import departures, static_join
 from ttp.launch.rendezvous.job_secret import JobSecret
-from ttp.launch.rendezvous.listening import LOOPBACK, address_of, serve
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S
+from ttp.launch.rendezvous.running_job import RunningJob, RunningNode
 from ttp.launch.rendezvous.spare_nodes import PlaceTaken
-from ttp.launch.rendezvous.store_failover import FailoverRendezvous
+from ttp.launch.rendezvous.store_failover import FailoverRendezvous, WasReplaced
+from ttp.launch.rendezvous.waiting_spare import Attached, PlaceGiven
 
 log = logging.getLogger("ttp.launch")
 
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEY = "ttp/job_store"
+_ASSIGNED = "torchelastic/assigned_ranks"
+"""Under which torch's agents find which ranks a node has."""
 LOOK_TIMEOUT = timedelta(seconds=5)
 """How long a read of another node's store may take: the node may be lost."""
 
@@ -147,6 +151,12 @@ class FreshStoreRendezvous(RendezvousHandler):
         self._next_round = 0
         self.places_taken: tuple[PlaceTaken, ...] = ()
         """On the node with rank 0, which spares take which places in this attempt."""
+        self.attached: Attached | None = None
+        """A spare node's connection to the job that runs; None: it takes no place while others train on."""
+        self.given: PlaceGiven | None = None
+        """The place in a running attempt that this node, a spare, was given; None: it has met the others."""
+        self._met: tuple[str, list[int]] = ("", [])
+        """On node 0: what it has answered the nodes of this attempt, and the numbers of their agents."""
         self._server: TCPStore | None = None
         self._job_store: JobStore | None = None
         self._job_secret = secret or JobSecret(inner.get_run_id())
@@ -187,13 +197,65 @@ class FreshStoreRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next rendezvous round; called by the agent before each attempt, after the last one's workers have ended. Raises
         RendezvousError when the nodes do not meet in time, or the job is over; ConfigError when they cannot in any attempt."""
+        while True:
+            self.given = self._wait_as_spare(self._inner) if isinstance(self._inner, FailoverRendezvous) else None
+            self._job_secret.read()
+            if self.given is not None:
+                return self._enter(self.given)
+            try:
+                with log_while_waiting(self._waits_for, self._trouble):
+                    return self._meet()
+            except WasReplaced as replaced:
+                log.warning("%s: it waits as a spare node", replaced)
+                self.become_spare()
+
+    def _wait_as_spare(self, inner: FailoverRendezvous) -> PlaceGiven | None:
+        given = None
+        try:
+            given = inner.wait_as_spare(self.attached)
+            return given
+        finally:
+            if given is None and self.attached is not None:
+                self.attached.close()  # else the caller does, once its workers run
+
+    def _enter(self, given: PlaceGiven) -> RendezvousInfo:
+        """Take a lost node's place in the attempt that runs: torch's agent finds in the store which ranks it has, as the lost node's did."""
+        self._meets_again, self.places_taken = False, ()
+        self._job_store, self._secret = self.decode(given.job)
+        self._next_round = given.job.start + 1
+        store, nodes = HashStore(), given.job.nodes
+        store.set(f"{_ASSIGNED}/{given.number}", json.dumps(nodes[given.number].assigned))
+        return RendezvousInfo(
+            store, given.number, len(nodes), RendezvousStoreInfo(self._job_store.host, self._job_store.port)
+        )
+
+    def become_spare(self) -> None:
+        """Another node has this one's place: wait as a spare node, and let torch's agent begin anew without counting."""
         if isinstance(self._inner, FailoverRendezvous):
-            self._inner.wait_as_spare()
-        self._job_secret.read()
-        with log_while_waiting(self._waits_for, self._trouble):
-            return self._meet()
+            self._inner.become_spare()
+            self._meets_again = True
+
+    def publish_running(self, store: Store, local_world_size: int) -> None:
+        """Publish what runs, for spare nodes, once torch's agents have assigned the ranks in this store. Node 0's does."""
+        answer, agents = self._met
+        if not agents or not isinstance(self._inner, FailoverRendezvous):
+            return
+        keys = [f"{_ASSIGNED}/{node}" for node in range(len(agents))]
+        if store.check(keys[:1]):
+            assigned = [tuple(json.loads(entry)) for entry in store.multi_get(keys)]
+        else:  # TORCH_ELASTIC_WORKER_IDENTICAL
+            size = local_world_size * len(agents)
+            assigned = [(local_world_size * node, size) * 2 for node in range(len(agents))]
+        nodes = tuple(map(RunningNode, agents, assigned))
+        self._inner.publish_running(RunningJob(answer, self.job_store.round_number, 0, nodes))
+
+    def decode(self, job: RunningJob) -> tuple[JobStore, Secret]:
+        """Return the store and the secret of an attempt that runs. Raises ValueError, ConfigError."""
+        job_store, secret = self._decode(job.answer)
+        return replace(job_store, job_id=start_name(self.get_run_id(), job_store.round_number)), secret
 
     def _meet(self) -> RendezvousInfo:
+        self._met = ("", [])
         joined = self._join()
         self._meets_again, self.places_taken = False, ()
         job_store, secret = self._agree(joined)
@@ -218,18 +280,23 @@ class FreshStoreRendezvous(RendezvousHandler):
         if self._collected is not None:
             return self._agree_by_ticket(store, joined, self._collected)
         self._server = None
-        taken = self._inner.took_place if isinstance(self._inner, FailoverRendezvous) else None
+        taken, agent = (
+            (self._inner.took_place, self._inner.agent_number)
+            if isinstance(self._inner, FailoverRendezvous)
+            else (None, 0)
+        )
         ticket = uuid.uuid4().hex
-        known = [ticket, self._next_round, *(astuple(taken) if taken is not None else ())]
+        known = [ticket, self._next_round, agent, *(astuple(taken) if taken is not None else ())]
         store.set(f"{_KEY}/next_round/{joined.rank}", json.dumps(known))
         if joined.rank != 0:
             return self._decode(store.get(f"{_KEY}/{ticket}").decode())
         # Rank 0 may be a node that has just joined: the others know the attempt's number.
         reported = [json.loads(store.get(f"{_KEY}/next_round/{node}")) for node in range(joined.world_size)]
-        self.places_taken = tuple(PlaceTaken(*names) for _, _, *names in reported if names)
+        self.places_taken = tuple(PlaceTaken(*names) for _, _, _, *names in reported if names)
         job_store, secret, answer = self._begin(max(number for _, number, *_ in reported), joined.world_size)
         for ticket, *_ in reported[1:]:
             store.set(f"{_KEY}/{ticket}", answer)
+        self._met = (answer, [number for _, _, number, *_ in reported])
         return job_store, secret
 
     def _agree_by_ticket(

@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ttp.errors import ConfigError
 from ttp.inputs.options import whole
+from ttp.launch.hosts.listening import LOOPBACK, address_of, serve
+from ttp.launch.hosts.rank_table import is_own_address
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.job_secret import JobSecret, OtherSecret
-from ttp.launch.rendezvous.listening import LOOPBACK, address_of, serve
-from ttp.launch.rendezvous.rank_table import is_own_address
 
 log = logging.getLogger("ttp.launch")
 

@@ -14,6 +14,9 @@ has reaped its workers, and renews its entry until then, so that a node whose pr
 Owns the entries and that decision. torch's handler does the rendezvous itself, under a new epoch (`multi_endpoint.py`): the lost node is still a
 participant of the old one. Calls to the store raise RuntimeError when it is lost.
 
+Before that, a spare may be given the place of a lost node by the job's controller, while the other nodes' processes keep theirs
+(`running_job.py`); the agent of that node learns it from `ttp/seated/<run id>/<n>` when it is back.
+
 A node whose health check fails has left as well. Where that is before the job's first attempt, its place is free too: no other node would come.
 """
 
@@ -22,19 +25,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import time
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from ttp.inputs import checked
-from ttp.launch.rendezvous import departures
-from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores
+from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores
 
 log = logging.getLogger("ttp.launch")
 
@@ -91,27 +90,48 @@ class Entry:
 
     def __init__(self, run_id: str, node: str, serves: Callable[[Endpoint], bool] = lambda place: False) -> None:
         """`serves(place)`: the store there is this agent's."""
+        self._lock = threading.Lock()  # a look of a spare node may still be under way when it has a place
         self.agent = Agent(node=node)
         self._serves = serves
+        self._run_id = run_id
         self._key = _key(run_id)
         self._numbers: dict[Endpoint, int] = {}
 
     def met(self, start: int, size: int, epoch: int) -> None:
         """Note the attempt that all nodes have joined."""
-        self.agent = replace(self.agent, start=start, size=size, epoch=epoch)
+        with self._lock:
+            self.agent = replace(self.agent, start=start, size=size, epoch=epoch)
 
     def took(self, place: int) -> None:
         """Note whose place this node, a spare, has taken."""
-        self.agent = replace(self.agent, place=place)
+        with self._lock:
+            self.agent = replace(self.agent, place=place)
+
+    def sits_down(self, store: Store, place: Endpoint, start: int, holders: Collection[int]) -> None:
+        """Note in the store that this agent has a lost node's place in attempt `start`, for the agents that have had it before, the first one's
+        number first."""
+        for number in holders:
+            store.set(_seated(self._run_id, number), str(start))
+        if number := self._numbers.get(place, 0):
+            store.set(_seated(self._run_id, number), "-1")  # it may have been one of them
+
+    def was_replaced(self, store: Store, place: Endpoint) -> bool:
+        """Return whether another agent has this one's place in the last attempt in which it took part."""
+        number = self._numbers.get(place, 0)
+        key = _seated(self._run_id, number)
+        return bool(number) and store.check([key]) and int(store.get(key)) >= max(0, self.agent.start)
 
     def renew(self, store: Store, place: Endpoint, state: str) -> None:
         """Write the entry; in a store that has none of this agent's, under the next number."""
         number = self._numbers.get(place, 0)
         if not number or int(store.add(self._key, 0)) < number:  # the store may have been restarted
             number = self._numbers[place] = int(store.add(self._key, 1))
-        beat, serves = self.agent.beat + 1, int(self._serves(place))
-        self.agent = replace(self.agent, state=state, number=number, beat=beat, serves=serves)
-        store.set(f"{self._key}/{number}", json.dumps(asdict(self.agent)))
+        serves = int(self._serves(place))
+        with self._lock:
+            agent = self.agent = replace(
+                self.agent, state=state, number=number, beat=self.agent.beat + 1, serves=serves
+            )
+        store.set(f"{self._key}/{number}", json.dumps(asdict(agent)))
 
 
 def read_agents(store: Store, run_id: str) -> list[Agent]:
@@ -138,6 +158,10 @@ def _decoded(entry: bytes) -> Agent | None:
 
 def _key(run_id: str) -> str:
     return f"ttp/agents/{run_id}"
+
+
+def _seated(run_id: str, number: int) -> str:
+    return f"ttp/seated/{run_id}/{number}"
 
 
 class Silence:
@@ -306,96 +330,3 @@ class MeetingAnew:
             return False
         self._stores.begin_anew(place, epoch, " ".join(map(str, numbers)))
         return self._stores.epoch > epoch
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    agents: list[Agent]
-    over: str
-    succeeded: bool
-
-
-class Health(Protocol):
-    """This node's health check."""
-
-    def begin(self, since_monotonic_s: float) -> None:
-        """Have the node checked, unless a check has begun since then. Returns at once."""
-
-    def verdict(self) -> str | None:
-        """Return why this node is sick, empty: it is not; None: not known yet."""
-
-
-class UnfitSpare(Exception):
-    """This spare's health check has failed when the job needed it; its text is the reason."""
-
-
-def wait_for_place(
-    stores: Stores,
-    run_id: str,
-    entry: Entry,
-    silence_s: float,
-    health: Health | None = None,
-    max_nodes: int = MOST_AGENTS,
-) -> PlaceTaken:
-    """Wait until the job, of `max_nodes` at most, needs this node; return whose place it takes. `health`: it is checked anew before it takes one,
-    which no other spare takes meanwhile.
-
-    Raises UnfitSpare, RendezvousGracefulExitError when the job has succeeded, RendezvousClosedError when it has failed, RendezvousTimeoutError when a job that
-    was there has not been seen for `silence_s`. Before, there is no time limit.
-    """
-    where = ", ".join(map(str, stores.endpoints))
-    log.info("waiting as a spare node for job %r at %s, without a time limit", run_id, where)
-    silence, seen_s, moved_s, needed_s = Silence(LOST_S), 0.0, 0.0, 0.0
-    before: Endpoint | None = None
-    left: Endpoint | None = None
-    served_by = gone_with = ""
-    while True:
-        place = stores.find_in_use()
-        view = None
-        if place is not None:
-            view = stores.ask(place, functools.partial(_look, run_id=run_id, entry=entry, place=place))
-        now_s = time.monotonic()
-        if view is not None and place is not None:
-            if view.over:
-                raise RendezvousClosedError(f"the job {run_id!r} is over: {view.over}")
-            if view.succeeded:
-                log.info("the job %r has succeeded without this spare node", run_id)
-                raise RendezvousGracefulExitError(f"the job {run_id!r} has succeeded")
-            if place != before:
-                left, before, moved_s, silence, gone_with = before, place, now_s, Silence(LOST_S), served_by
-            lost = silence.of(view.agents, now_s)
-            served_by = next((agent.node for agent in reversed(view.agents) if agent.serves), "")
-            if any(agent.state != SPARE and agent.number not in lost for agent in view.agents):
-                seen_s = now_s
-            # After a move the agents come to the new store one by one. Who has moved may be wrong: this agent has looked at the old one itself.
-            gone = "" if left is None or stores.accepts_connections(left) else gone_with
-            unsettled = gone if now_s - moved_s < LOST_S else None
-            taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes, unsettled)
-            needed_s = (needed_s or now_s) if taken is not None else 0.0
-            if taken is not None and _is_fit(health, needed_s):
-                log.warning("%s", PlaceTaken(entry.agent.node, taken.node))
-                entry.took(taken.number)
-                if taken.start >= 0:  # else they have not met: there is nothing to begin anew
-                    stores.begin_anew(place, taken.epoch)
-                return PlaceTaken(entry.agent.node, taken.node)
-        if seen_s and now_s - seen_s > silence_s:
-            raise RendezvousTimeoutError(
-                f"no node of the job {run_id!r} was seen at {where} for {silence_s:.0f} s (--rdzv-conf join_timeout)"
-            )
-        time.sleep(ROUND_S)
-
-
-def _is_fit(health: Health | None, needed_s: float) -> bool:
-    """Return whether this node has passed a check since it is needed. Raises UnfitSpare."""
-    if health is None:
-        return True
-    health.begin(needed_s)
-    sick = health.verdict()
-    if sick:
-        raise UnfitSpare(sick)
-    return sick is not None
-
-
-def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint) -> _View:
-    entry.renew(store, place, SPARE)
-    return _View(read_agents(store, run_id), departures.over(store, run_id), departures.succeeded(store, run_id))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -22,11 +22,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ttp.launch.rendezvous import departures
+from ttp.launch.rendezvous import departures, running_job
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.departures import Excluded
 from ttp.launch.rendezvous.job_secret import OtherSecret
-from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores, Window
+from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores
+from ttp.launch.rendezvous.node_polls import LOST_LOOKS, NodePolls
+from ttp.launch.rendezvous.running_job import RunningJob
 from ttp.launch.rendezvous.sealed_state import StateRefused
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
@@ -36,17 +38,14 @@ from ttp.launch.rendezvous.spare_nodes import (
     SICK,
     SPARE,
     Entry,
-    Health,
     MeetingAnew,
     PlaceTaken,
     read_agents,
-    wait_for_place,
 )
+from ttp.launch.rendezvous.waiting_spare import Attached, Health, PlaceGiven, wait_for_place
 
 log = logging.getLogger("ttp.launch")
 
-LOST_LOOKS = 3
-"""After so many reads in a row without an answer an endpoint is lost."""
 FIRST_PATIENCE_S = 30.0
 """How long a new job waits for the first endpoint of the list before it opens another one."""
 CLOSE_S = 10.0
@@ -60,6 +59,10 @@ _FAILURES = (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutE
 
 class TooFewNodes(RendezvousTimeoutError):
     """A job that ran, or that has excluded sick nodes, has too few nodes left: it asks to be started again, with others."""
+
+
+class WasReplaced(Exception):
+    """This node was lost while the others trained on, and another one has its place."""
 
 
 class FailoverRendezvous(RendezvousHandler):
@@ -102,7 +105,7 @@ class FailoverRendezvous(RendezvousHandler):
         """The last join ended because the nodes meet under another epoch: at once."""
         self._suspended: tuple[Endpoint, int, BoundedCall[tuple[RendezvousHandler, RendezvousInfo]]] | None = None
         """The call that joins at an endpoint, under an epoch, whose store seemed to be lost: a second one there would be counted as another node."""
-        self._waiting: _Waiting | None = None
+        self._waiting: NodePolls | None = None
         self._departed: dict[Endpoint, int] = {}
         """By endpoint, how many departures this node has read there, those before its own time included."""
         self._departed_before = 0
@@ -115,14 +118,68 @@ class FailoverRendezvous(RendezvousHandler):
         self._not_taken = 0
         """From which on they have not been returned."""
 
-    def wait_as_spare(self) -> None:
-        """On a spare node, wait until the job has lost another node; then this one is as any other. Raises RendezvousError and UnfitSpare, see
-        `wait_for_place`."""
-        if self._spare_node:
-            self.took_place = wait_for_place(
-                self._stores, self._run_id, self._entry, self._join_timeout_s, self._health, self._max_nodes
-            )
-            self._spare_node = False
+    def wait_as_spare(self, attached: Attached | None = None) -> PlaceGiven | None:
+        """On a spare node, wait until the job has lost another node; then this one is as any other. Return its place in the attempt that runs, None
+        where it meets the others. Raises RendezvousError and UnfitSpare, see `wait_for_place`."""
+        if not self._spare_node:
+            return None
+        taken = wait_for_place(
+            self._stores, self._run_id, self._entry, self._join_timeout_s, self._health, self._max_nodes, attached
+        )
+        self._spare_node = False
+        if isinstance(taken, PlaceTaken):
+            self.took_place = taken
+            return None
+        self._enter(taken)
+        return taken
+
+    def become_spare(self) -> None:
+        """Wait as a spare node before the next meeting: another node has this one's place."""
+        self._stop_polling()
+        self._spare_node, self._inner, self._place = True, None, None
+        self._entry.took(0)
+
+    def publish_running(self, job: RunningJob) -> None:
+        """Publish what runs, for spare nodes; on node 0, once all have met."""
+        if self._place is not None:
+            job = replace(job, epoch=self._epoch)
+            self._stores.ask(self._place, functools.partial(running_job.publish, run_id=self._run_id, job=job), CLOSE_S)
+
+    @property
+    def agent_number(self) -> int:
+        """This agent's number among the entries of the store in use."""
+        return self._entry.agent.number
+
+    def _enter(self, given: PlaceGiven) -> None:
+        """Be one of the nodes that have met for the attempt that runs, without a meeting."""
+        self._place, self._epoch, self._inner = given.at, given.job.epoch, None
+        self._secret.met = True
+        self._entry.met(given.job.start, len(given.job.nodes), self._epoch)
+        self._anew_meeting.met(given.at, given.number)
+        self._entry.took(given.holders[0])
+        self._departed_before = self._departed[given.at] = given.departed
+        self._poll(given.at, given)
+
+    def _poll(self, place: Endpoint, given: PlaceGiven | None = None) -> None:
+        """Begin to poll the store, over another connection. `given`: this agent is seated there first."""
+
+        def renew(store: Store) -> None:
+            nonlocal given
+            if given is not None:
+                self._entry.sits_down(store, place, given.job.start, given.holders)
+                given = None
+            self._entry.renew(store, place, RUNNING)
+
+        self._waiting = NodePolls(
+            self._inner,
+            self._stores.window(place),
+            self._run_id,
+            self._departed_before,
+            self._drop,
+            epoch=self._epoch,
+            renew=renew,
+            drain=self._asked_to_leave,
+        )
 
     def met(self, start: int, size: int) -> None:
         """Note the attempt that this node and the others have joined."""
@@ -131,7 +188,7 @@ class FailoverRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round at the endpoint in use. Raises RendezvousTimeoutError (TooFewNodes where another allocation may help),
-        RendezvousClosedError (why the job is over), OtherSecret."""
+        RendezvousClosedError (why the job is over), OtherSecret, WasReplaced."""
         waiting = self._waiting
         self._stop_polling()
         if waiting is not None and waiting.over:
@@ -156,22 +213,17 @@ class FailoverRendezvous(RendezvousHandler):
                 )
             first, self._anew = self._stores.epoch == 0, False
             place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
+            if place is not None and self._stores.ask(
+                place, functools.partial(self._entry.was_replaced, place=place), left_s
+            ):
+                raise WasReplaced(f"another node has the place of {self._entry.agent.node}")
             joined = self._join(place, left_s) if place is not None else None
             if joined is not None:
                 assert self._inner is not None
                 assert place is not None
                 self._secret.met = True
                 self._anew_meeting.met(place, joined.rank)
-                self._waiting = _Waiting(
-                    self._inner,
-                    self._stores.window(place),
-                    self._run_id,
-                    self._departed_before,
-                    self._drop,
-                    epoch=self._epoch,
-                    renew=functools.partial(self._entry.renew, place=place, state=RUNNING),
-                    drain=self._asked_to_leave,
-                )
+                self._poll(place)
                 return joined
             if not self._anew:
                 time.sleep(ROUND_S)
@@ -409,92 +461,3 @@ class FailoverRendezvous(RendezvousHandler):
 def _log_departures(reasons: Sequence[str]) -> None:
     for why in reasons:
         log.warning("a node has left: %s", why)
-
-
-class _Waiting:
-    """Polls how many nodes wait to join or have left, in a thread, so that the agent never waits for a lost store."""
-
-    def __init__(
-        self,
-        inner: RendezvousHandler,
-        window: Window,
-        run_id: str,
-        departed: int,
-        give_up: Callable[[RendezvousHandler], None],
-        *,
-        epoch: int,
-        renew: Callable[[Store], None],
-        drain: Callable[[Store], str] = lambda store: "",
-    ) -> None:
-        """`departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
-        this rendezvous. renew: renews this agent's entry. drain: returns why it shall leave; empty: it stays."""
-        self.count = 0
-        self.unanswered = 0
-        """How many calls in a row the store has not answered."""
-        self.drain = ""
-        """Why this agent shall leave at a step boundary, once it was asked to."""
-        self.over = ""
-        """Why the job is over, once another node has published it."""
-        self._window = window
-        self._run_id = run_id
-        self._departed = departed
-        self._epoch = epoch
-        self._renew = renew
-        self._drain = drain
-        self._inner: RendezvousHandler | None = inner
-        self._give_up = give_up
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
-        self._thread.start()
-
-    @property
-    def connected(self) -> bool:
-        """Whether the endpoint accepted a connection in the last poll."""
-        return self._window.connected
-
-    def stop(self) -> None:
-        """Stop polling: only one thread at a time may use the handler. A call that hangs is abandoned."""
-        self._stopping.set()
-        self._thread.join(ROUND_S)
-
-    def _run(self) -> None:
-        """Poll until stopped. The handler never reconnects, and torch logs a backtrace for each call on a broken connection: the window, which
-        checks the port first, is asked before it, and a loss ends the handler."""
-        while not self._stopping.wait(ROUND_S):
-            left = self._left()
-            self.unanswered = 0 if left is not None else self.unanswered + 1
-            count = left or 0
-            if self._inner is not None and self.unanswered == LOST_LOOKS:
-                self._lose(f"no store has answered {LOST_LOOKS} times")
-            elif self._inner is not None and left is not None:
-                try:
-                    count = self._inner.num_nodes_waiting() or left
-                except (RendezvousError, RuntimeError) as error:
-                    self._lose(str(error))
-            self.count = count
-        self._inner = None
-
-    def _lose(self, why: str) -> None:
-        """Drop the handler, and its heartbeats with it."""
-        inner, self._inner = self._inner, None
-        if inner is not None and not self._stopping.is_set():
-            log.warning(
-                "the rendezvous store is lost (%s); training continues, the next attempt uses another store", why
-            )
-            self._give_up(inner)
-
-    def _left(self) -> int | None:
-        """Return how many nodes have left since the rendezvous (without their ranks the attempt cannot run), one more if the nodes meet anew, and
-        read whether the job is over. None: no store answers."""
-        found = self._window.ask(self._ask)
-        if found is None:
-            return None
-        reasons, over, epoch = found
-        self.over = self.over or over
-        return len(reasons) + int(epoch > self._epoch)
-
-    def _ask(self, store: Store) -> tuple[tuple[str, ...], str, int]:
-        self._renew(store)
-        self.drain = self.drain or self._drain(store)
-        reasons = departures.departures_after(store, self._run_id, self._departed)
-        return reasons, departures.over(store, self._run_id), self._window.epoch_in(store)

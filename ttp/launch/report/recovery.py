@@ -25,6 +25,8 @@ class Recovery:
     """All ranks had finished it, and hold its state."""
     replaced: Mapping[int, int]
     """Rank -> its process from then on, of those that have another one; 0: not known."""
+    seated: Mapping[str, str]
+    """Spare node -> the lost one whose place it has from then on."""
 
 
 def recoveries(start: int, lines: Sequence[Line]) -> list[Recovery]:
@@ -49,13 +51,16 @@ def _recovery(start: int, lines: Sequence[Line]) -> Recovery:
     began_unix_s = float(lines[-1]["unix_s"]) - (incident.took_ms or {}).get("total", 0.0) / 1e3
     report = Report(start=start, began_unix_s=began_unix_s, incident=replace(incident, culprits=culprits))
     replaced = {rank: came.get(rank, 0) for rank in regrouped["replaced"]}
-    return Recovery(report=report, step=regrouped["step"], replaced=replaced)
+    sent = [line["fields"] for line in lines if line["event"] == "take_places_sent"]
+    seated = {each["host"]: each["lost"] for each in sent if each["freeze_id"] == regrouped["freeze_id"]}
+    return Recovery(report=report, step=regrouped["step"], replaced=replaced, seated=seated)
 
 
 def recovery_fields(recovery: Recovery) -> dict[str, Any]:
-    """Return it as the fields of a `recovered` line of `story.jsonl`: those of a `fault` line, `step` and `replaced`."""
+    """Return it as the fields of a `recovered` line of `story.jsonl`: those of a `fault` line, `step`, `replaced` and `seated`."""
     replaced = {str(rank): pid for rank, pid in recovery.replaced.items()}
-    return {**report_fields(recovery.report), "step": recovery.step, "replaced": replaced}
+    fields = {"step": recovery.step, "replaced": replaced, "seated": dict(recovery.seated)}
+    return {**report_fields(recovery.report), **fields}
 
 
 def recovery_lines(recovery: Recovery) -> list[str]:
@@ -63,11 +68,11 @@ def recovery_lines(recovery: Recovery) -> list[str]:
     incident = recovery.report.incident
     if incident.saved is None:
         incident = replace(incident, not_saved=f"not needed: all ranks hold step {recovery.step}")
-    known = replace(
-        recovery.report,
-        incident=incident,
-        next=f"no restart: training continues with step {recovery.step + 1}{_replaced_text(recovery.replaced)}",
+    seated = "".join(f"; {spare}, a spare, has the place of {lost}" for spare, lost in recovery.seated.items())
+    following = (
+        f"no restart: training continues with step {recovery.step + 1}{_replaced_text(recovery.replaced)}{seated}"
     )
+    known = replace(recovery.report, incident=incident, next=following)
     heading, *lines = fault_lines(known)
     return [heading.replace("--- fault", "--- recovered fault", 1), *lines]
 

@@ -299,6 +299,13 @@ class DeathWatch:
                 self._deaths[rank] = replace(death, status=status, text=status_text(status))
                 self._changed.notify_all()
 
+    def learn_lost(self, statuses: Mapping[int, int]) -> list[int]:
+        """Set those of these statuses that are not known here; return the ranks whose status was not known before."""
+        lost = [rank for rank, death in self.deaths().items() if death.lost]
+        for rank in statuses.keys() & set(lost):
+            self.learn(rank, statuses[rank])
+        return lost
+
     def wait(self, timeout_s: float, until: Callable[[dict[int, Death]], bool]) -> bool:
         """Wait until `until(deaths)` is true; return whether it is. Called again at every change."""
         with self._changed:

@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
-from ttp.launch.rendezvous.rank_table import RankTable, is_own_address, read_rank_table
+from ttp.launch.hosts.rank_table import RankTable, is_own_address, read_rank_table
 
 log = logging.getLogger("ttp.launch")
 

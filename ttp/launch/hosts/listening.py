@@ -10,7 +10,7 @@ import socket
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ttp.launch.rendezvous.rank_table import is_own_address
+from ttp.launch.hosts.rank_table import is_own_address
 
 LOOPBACK = "127.0.0.1"
 

@@ -1,0 +1,80 @@
+"""What a job that runs is, as node 0's agent publishes it for the spare nodes: the attempt's store, and which ranks each of its nodes has.
+
+    ttp/running/<run id>   the newest attempt, as JSON; written once its nodes have met
+
+Owns that entry. A spare node that reads an older one waits for a controller that has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ttp.inputs import checked
+
+log = logging.getLogger("ttp.launch")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningNode:
+    """One node of the attempt, at the place of its number in the group."""
+
+    agent: int
+    """The number of its agent's entry (`spare_nodes.py`)."""
+    assigned: tuple[int, ...]
+    """What torch's agents have under `torchelastic/assigned_ranks/<node>`: its first rank, the world's size, and both of its role."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """The newest attempt."""
+
+    answer: str
+    """What node 0 has answered each node: the workers' store, the attempt's number, and what is published of the secret (`fresh_store.py`)."""
+    start: int
+    """The attempt's number."""
+    epoch: int
+    """The epoch of the rendezvous store under which they have met."""
+    nodes: tuple[RunningNode, ...]
+
+    def number_of(self, ranks: Sequence[int]) -> int | None:
+        """Return the number in the group of the node that has these ranks; None: none has."""
+        return next(
+            (number for number, node in enumerate(self.nodes) if ranks and node.assigned[0] == min(ranks)), None
+        )
+
+
+def publish(store: Store, run_id: str, job: RunningJob) -> None:
+    nodes = [[node.agent, *node.assigned] for node in job.nodes]
+    store.set(_key(run_id), json.dumps({"answer": job.answer, "start": job.start, "epoch": job.epoch, "nodes": nodes}))
+
+
+def read(store: Store, run_id: str) -> RunningJob | None:
+    """Return the newest attempt; None: none is published, or another program has written there."""
+    key = _key(run_id)
+    return _decoded(store.get(key)) if store.check([key]) else None
+
+
+def _decoded(entry: bytes) -> RunningJob | None:
+    try:
+        fields = checked.mapping(json.loads(entry), "entry")
+        nodes = []
+        for value, path in checked.items(*checked.field(fields, "nodes", "")):
+            agent, *assigned = checked.integers(value, path)
+            if len(assigned) != 4:
+                raise ValueError(f"{path}: got {len(assigned)} numbers of a node, expected 4")
+            nodes.append(RunningNode(agent, tuple(assigned)))
+        answer = checked.string(*checked.field(fields, "answer", ""))
+        start, epoch = (checked.integer(*checked.field(fields, name, "")) for name in ("start", "epoch"))
+        return RunningJob(answer, start, epoch, tuple(nodes))
+    except (ValueError, RecursionError) as error:
+        log.debug("the entry of the running job in the rendezvous store cannot be read: %s", error)
+        return None
+
+
+def _key(run_id: str) -> str:
+    return f"ttp/running/{run_id}"
