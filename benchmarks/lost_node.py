@@ -35,9 +35,9 @@ STEPS = (15, 30)
 LINE = re.compile(r"\[ttprun (\d+):(\d+):(\d+\.\d+)\] (.*)")
 STAGES = {
     "death_seen": "the loss is found",
-    "take_places_sent": "the spare is ordered to take the place",
-    "replacement_came": "its processes have imported, and registered",
-    "regrouped": "all have made their groups again, and have the state",
+    "take_places_sent": "the spare is ordered to take it",
+    "replacement_came": "the spare's processes have registered",
+    "regrouped": "groups made again, states filled",
     "published": "the step is saved",
     "restarting": "its agents begin to restart",
     "taken": "a spare takes the place",

@@ -344,6 +344,7 @@ TESTED |= {
         ".false_alarms",
         ".lost_node",
         ".lost_node --cases in-place spare",
+        ".lost_node --times 7 --cases in-place spare",
         ".lost_node --against TREE",
         ".stragglers",
         ".step_time",
