@@ -180,3 +180,34 @@ def test_the_store_in_which_the_nodes_have_met_is_lost_with_the_node(
         train_a_little(job, 1, 10)
         assert set(job.wait(kept, spare, timeout_s=240).values()) == {0}, job.console_tail(60)
     assert_whole(job, whole_job(4, STEPS))
+
+
+def test_a_node_that_was_cut_off_for_long_goes_back_to_where_the_job_is(
+    tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
+) -> None:
+    """Its ranks have left behind the broken cable, and its agent has opened another endpoint. When it is back, it waits as a spare node; and it has a
+    place by a restart when the node that had its place is lost, and a rank of the other one is stopped."""
+    a, b, spare = nodes(3)
+    with start(tmp_path / "job", (a, b, spare), (spare,), 2, stores=(a, b)) as job:
+        train_with_all_agents(job)
+        lost, kept = lost_and_kept(job, (a, b))
+        kept.throttle(2)
+        lost.unplug()
+        job.wait_for(lambda: bool(lines_of(job, 0, "regrouped")), "a recovery", 60)
+        job.wait_for(lambda: "moving the rendezvous" in job.console(lost), "another endpoint", 120)
+        lost.plug()
+        job.wait_for(lambda: job.console(lost).count("waiting as a spare node") == 1, "its wait", 60)
+        train_a_little(job, 0, 10)
+        assert len(job.starts()) == 1 and "takes the place" not in job.console(lost)
+        kept.clear()
+        spare.power_off()
+        os.kill(job.pids()[1], signal.SIGSTOP)
+        wait_for_verdict(job, 0)
+        train_a_little(job, 1, 10)
+        assert len(job.ranks_on(lost)) == len(job.ranks_on(kept)) == 2
+        assert set(job.wait(kept, lost, timeout_s=240).values()) == {0}, job.console_tail(60)
+    assert len(job.starts()) == 2
+    assert "lost    0 steps" not in job.console(kept), (
+        "what the lost side has saved is older than what was trained since"
+    )
+    assert_whole(job, whole_job(4, STEPS))

@@ -114,8 +114,7 @@ class HoldAgent(LocalElasticAgent):
         while True:
             try:
                 super()._rendezvous(worker_group)
-                if (store := worker_group.store) is not None:
-                    self._rendezvous_handler.publish_running(store, worker_group.spec.local_world_size)
+                self._rendezvous_handler.publish_running(worker_group.store, worker_group.spec.local_world_size)
                 return
             except UnfitSpare as unfit:
                 self.seat.give_up(str(unfit))
@@ -181,6 +180,8 @@ class HoldAgent(LocalElasticAgent):
         except BaseException:
             # torch does not end workers that it started before one failed to start. A signal may come before all are watched.
             end_workers(set(children_leading_sessions()) - before, signal.SIGKILL, 0.0)
+            self._spare.refuse("its processes could not be started")
+            self._spare.close()
             self._attempt_directory.remove()
             raise
         log.info(
@@ -316,6 +317,8 @@ class HoldAgent(LocalElasticAgent):
         static = self._rendezvous_handler.get_backend() == "static"
         begun_s, logged, why = time.monotonic(), False, ""
         while not (why or peers.all_have_succeeded):
+            if attempt.was_replaced:
+                return self._wait_as_spare(attempt)
             if over := peers.over:
                 why = over
             elif peers.restarts and (static or self._rendezvous_handler.num_nodes_waiting() > 0):

@@ -124,6 +124,24 @@ def test_a_takeover_is_reported_by_the_standby_that_led() -> None:
     assert leading_lines([idle]) == [] and report_of(0, [idle], NOTHING) is None
 
 
+@pytest.mark.parametrize(("hosts", "leads"), [(("b",), False), (("b", "a"), True), ((), True)])
+def test_a_standby_behind_a_broken_network_leads_nothing_that_counts(hosts: tuple[str, ...], leads: bool) -> None:
+    """Another node has the place of the only one whose processes have come to it. What it has saved is not what the job goes on from."""
+    lines: list[Line] = []
+
+    def write(controller: int, event: str, **fields: object) -> None:
+        lines.append({"unix_s": float(len(lines)), "controller": controller, "event": event, "fields": fields})
+
+    write(0, "take_places_sent", host="c", lost="b", ranks=[2, 3], freeze_id=1)
+    write(1, "takeover_began")
+    for rank, host in enumerate(hosts):
+        write(1, "registered", rank=rank, host=host, pid=5)
+    write(1, "published", step=25)
+    write(0, "exit_sent", code=75)
+    found = [each["event"] for each in leading_lines(lines) if each["event"] in ("published", "exit_sent")]
+    assert found == ["published"] * leads + ["exit_sent"]
+
+
 CALM = [line(1.0, "assembled"), line(9.0, "finished", ranks=1)]
 ALARM = [
     line(2.0, "suspect", rank=0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from tests.unit.launch.attempts import LineToController
 from tests.unit.launch.test_fresh_store import FixedNodes
-from tests.unit.launch.test_multi_endpoint import Bench, agent, quick
+from tests.unit.launch.test_multi_endpoint import agent, free_place, quick, serve
 from tests.unit.launch.test_sick_nodes import Check
 from tests.unit.launch.test_spare_nodes import job
 from tests.waiting import until
@@ -24,13 +23,19 @@ from ttp.launch.attempts.attached_spare import AttachedSpare
 from ttp.launch.attempts.context import LaunchContext, Workers
 from ttp.launch.attempts.replacements import Replacements
 from ttp.launch.links.controller_client import ControllerLink
-from ttp.launch.links.peer_agents import PeerAgents
 from ttp.launch.rendezvous import departures, running_job, waiting_spare
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, JobStore
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores, epoch_key
-from ttp.launch.rendezvous.running_job import RunningJob, RunningNode
-from ttp.launch.rendezvous.spare_nodes import RUNNING, SPARE, Entry, PlaceTaken, read_agents
-from ttp.launch.rendezvous.store_failover import FailoverRendezvous, WasReplaced
+from ttp.launch.rendezvous.running_job import RunningJob, RunningNode, WasReplaced
+from ttp.launch.rendezvous.spare_nodes import (
+    JOINING,
+    RUNNING,
+    SPARE,
+    Entry,
+    PlaceTaken,
+    read_agents,
+)
+from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 from ttp.launch.rendezvous.waiting_spare import PlaceGiven, UnfitSpare, wait_for_place
 from ttp.launch.watch.death_watch import Death
 from ttp.proto.messages import Replace, TakePlaces, Thaw
@@ -75,6 +80,7 @@ class Given:
         self.followed: list[RunningJob] = []
         self.refused: list[str] = []
         self.closed = 0
+        self.job_runs = False
         self._order: TakePlaces | None = None
         self._came = threading.Condition()
 
@@ -102,13 +108,13 @@ class Given:
 class Spare:
     """A spare node that waits."""
 
-    def __init__(self, stores: Stores, health: Check | None = None) -> None:
+    def __init__(self, stores: Stores, health: Check | None = None, silence_s: float = 60.0) -> None:
         self.attached, self.entry = Given(), Entry("job", "node-c")
         self.came: list[PlaceTaken | PlaceGiven | Exception] = []
 
         def run() -> None:
             try:
-                self.came.append(wait_for_place(stores, "job", self.entry, 60.0, health, attached=self.attached))
+                self.came.append(wait_for_place(stores, "job", self.entry, silence_s, health, attached=self.attached))
             except Exception as error:
                 self.came.append(error)
 
@@ -133,7 +139,7 @@ def test_a_spare_takes_the_place_that_the_controller_gives_it(job: Job) -> None:
     running_job.publish(server, "job", RUNS)
     until(lambda: RUNS in spare.attached.followed)
     spare.attached.orders(ORDER)
-    assert spare.ended() == PlaceGiven(RUNS, 1, ORDER, place, 0, (2,)) and not spare.attached.refused
+    assert spare.ended() == PlaceGiven(RUNS, 1, ORDER, place) and not spare.attached.refused
     assert server.get(epoch_key("")) == b"1"
 
 
@@ -155,7 +161,7 @@ def test_an_order_is_obeyed_while_the_store_does_not_answer(job: Job, monkeypatc
     spare = Spare(agent(place))
     assert hangs.wait(30)
     spare.attached.orders(ORDER)
-    assert spare.ended() == PlaceGiven(RUNS, 1, ORDER, place, 0, (2,)) and not free.is_set()
+    assert spare.ended() == PlaceGiven(RUNS, 1, ORDER, place) and not free.is_set()
     free.set()
 
 
@@ -190,125 +196,33 @@ def test_a_spares_health_is_checked_before_it_sits_down(job: Job, sick: str) -> 
         assert isinstance(came, PlaceGiven) and not spare.attached.refused
 
 
-# --- the lost node's agent ---
-
-
-def seated(server: TCPStore, place: Endpoint, *starts: int) -> None:
-    """Another agent takes node-b's place in these attempts."""
-    for start in starts:
-        entry = Entry("job", "node-c")
-        entry.renew(server, place, SPARE)
-        entry.met(start, 2, 1)
-        entry.sits_down(server, place, start, (2,))
-        entry.took(2)
-        entry.renew(server, place, RUNNING)
-
-
-@pytest.mark.parametrize(
-    ("own", "taken", "replaced"), [(0, (), False), (0, (0,), True), (0, (1,), True), (1, (0,), False), (-1, (), False)]
-)
-def test_an_agent_reads_that_its_place_was_taken(job: Job, own: int, taken: tuple[int, ...], replaced: bool) -> None:
-    """In its last attempt, or a later one; not in one before it sat down again."""
-    place, server, _, entry = job
-    seated(server, place, *taken)
-    entry.met(own, 2, 1)
-    assert entry.was_replaced(server, place) is replaced
-    assert not entry.was_replaced(server, Endpoint("elsewhere", 1)), "its number there is another one"
-
-
-def test_one_that_sits_down_again_in_the_same_attempt_has_a_place_of_its_own(job: Job) -> None:
-    place, server, _, entry = job
-    seated(server, place, 0)
-    assert entry.was_replaced(server, place)
-    other = read_agents(server, "job")[-1]
-    assert (other.node, other.place) == ("node-c", 2) and server.get(f"ttp/seated/job/{other.number}") == b"-1"
-    entry.sits_down(server, place, 0, (2, other.number))
-    assert not entry.was_replaced(server, place)
-    assert server.get(f"ttp/seated/job/{other.number}") == b"0", "the one that has had it meanwhile learns it, too"
-
-
-def test_a_node_whose_place_was_taken_does_not_join(job: Job) -> None:
-    """The others would make room for it. It waits as a spare node, and joins as one."""
-    place, server, *_ = job
-    bench = Bench(place)
-    failover = bench.store_failover
-    failover._entry = Entry("job", "node-b")
-    failover._entry._numbers[place] = 2
-    failover._entry.met(0, 2, 1)
-    seated(server, place, 0)
-    with pytest.raises(WasReplaced, match="another node has the place of node-b"):
-        failover.next_rendezvous()
-    assert not bench.made
-    failover.become_spare()
-    given, came = Given(), []
-    thread = threading.Thread(target=lambda: came.append(failover.wait_as_spare(given)))
-    thread.start()
-    until(lambda: any(each.state == SPARE and each.number == 2 for each in read_agents(server, "job")))
+def test_a_spare_looks_at_no_other_endpoint_while_the_job_runs(job: Job) -> None:
+    """And takes no place by a meeting then: whoever waits there is cut off. A job that it has seen so is there, whatever its store does."""
+    place, server, first, _ = job
     running_job.publish(server, "job", RUNS)
-    given.orders(ORDER)
-    thread.join(30)
-    assert came == [PlaceGiven(RUNS, 1, ORDER, place, 0, (2, 3))], "its own, which node-c has had"
-    until(lambda: any(each.state == RUNNING and each.number == 2 for each in read_agents(server, "job")))
-    assert failover.num_nodes_waiting() == 0
-    failover.shutdown()
+    other = free_place()
+    spare = Spare(agent(place, other), silence_s=0.5)
+    spare.attached.job_runs = True
+    until(lambda: bool(spare.attached.followed))
+    elsewhere = serve(other)
+    elsewhere.set(epoch_key(""), "7")
 
+    def looks_on(state: str) -> None:
+        beat = read_agents(server, "job")[-1].beat
 
-class Peers:
-    """The agents of an attempt's two nodes, and another one that has the place of the second."""
+        def looked() -> bool:
+            first.renew(server, place, state)
+            return read_agents(server, "job")[-1].beat > beat + 20
 
-    def __init__(self) -> None:
-        self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = JobStore("127.0.0.1", self.server.port, 0)
-        make = functools.partial(PeerAgents, place, nodes=2, look_s=0.02, lost_s=60.0)
-        self.first, self.lost, self.seated = make(node=0), make(node=1), make(node=1, seated="c")
+        until(looked)
 
-    def close(self) -> None:
-        for each in (self.first, self.lost, self.seated):
-            each.close()
-
-
-@pytest.mark.parametrize("cut_off", [False, True])
-def test_an_agent_whose_place_was_taken_publishes_nothing(cut_off: bool) -> None:
-    """The next fault would have its deadline, and the job's end would wait for its restart. Also what it could not publish while it was cut off."""
-    peers = Peers()
-    peers.first.start()
-    if not cut_off:
-        peers.lost.start()
-        until(lambda: peers.lost._reached, "its first answer")
-    peers.seated.start()
-    until(lambda: peers.seated._reached and peers.server.check(["ttp/nodes/seat/1"]), "the other's answer")
-    peers.lost.publish_fault(0.0)
-    peers.lost.publish_restart("b starts again")
-    peers.lost.publish_succeeded()
-    if cut_off:
-        peers.lost.start()
-    until(lambda: peers.lost.was_replaced, "its own end")
-    peers.lost._thread.join(30)
-    assert not peers.server.check(["ttp/nodes/restarts"]) and not peers.server.check(["ttp/nodes/fault"])
-    assert not peers.server.check(["ttp/nodes/succeeded/1"])
-    assert not peers.seated.was_replaced and not peers.first.was_replaced
-    for each in (peers.first, peers.seated):
-        each.publish_succeeded()
-    until(lambda: peers.first.all_have_succeeded, "word of all successes")
-    peers.close()
-
-
-def test_one_that_took_a_place_and_lost_it_does_not_take_it_back() -> None:
-    """Its connection breaks, and a third has the place by the time it has another one."""
-    peers = Peers()
-    peers.seated.start()
-    until(lambda: peers.seated._reached, "its first answer")
-    peers.server.set("ttp/nodes/seat/1", "d")
-    peers.server.add("ttp/nodes/changes", 1)
-    until(lambda: peers.seated.was_replaced, "its own end")
-    assert peers.server.get("ttp/nodes/seat/1") == b"d"
-    again = PeerAgents(JobStore("127.0.0.1", peers.server.port, 0), 1, 2, look_s=0.02, seated="c")
-    again._reached = True  # before
-    again.start()
-    until(lambda: again.was_replaced, "its own end")
-    assert peers.server.get("ttp/nodes/seat/1") == b"d"
-    again.close()
-    peers.close()
+    looks_on(JOINING)
+    assert not spare.came and not read_agents(elsewhere, "job")
+    looks_on(RUNNING)
+    spare.attached.job_runs = False
+    until(lambda: bool(read_agents(elsewhere, "job")))
+    departures.publish_success(elsewhere, "job", "node-a")
+    spare.ended()
 
 
 # --- what node 0 publishes, and what torch's agent is given ---
@@ -325,6 +239,10 @@ class Meeting(FailoverRendezvous):
         self.spare: PlaceGiven | None = None
         self.replaced = 0
         self.number = rank + 11
+
+    @property
+    def epoch(self) -> int:
+        return 1
 
     def wait_as_spare(self, attached: object = None) -> PlaceGiven | None:
         return self.spare

@@ -59,6 +59,12 @@ class AttachedSpare:
         """The address of the controller that has sent the order, as far as is known."""
         return self._client.leader if self._client is not None else ""
 
+    @property
+    def job_runs(self) -> bool:
+        """Whether the job's controller is connected, and has not ordered its ranks to exit."""
+        client = self._client
+        return client is not None and client.connected and client.sent_away_monotonic_s is None
+
     def follow(self, job: RunningJob) -> None:
         """Attach to this attempt's controller, once there is one, in place of an earlier attempt's."""
         if job == self._job:

@@ -29,11 +29,12 @@ from ttp.exchange.sealed_store import attempts_seal, sealed
 from ttp.identity.secret import Secret
 from ttp.launch.hosts.listening import LOOPBACK, address_of, serve
 from ttp.launch.rendezvous import departures, static_join
+from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.job_secret import JobSecret
 from ttp.launch.rendezvous.multi_endpoint import CONNECT_S
-from ttp.launch.rendezvous.running_job import RunningJob, RunningNode
+from ttp.launch.rendezvous.running_job import RunningJob, RunningNode, WasReplaced
 from ttp.launch.rendezvous.spare_nodes import PlaceTaken
-from ttp.launch.rendezvous.store_failover import FailoverRendezvous, WasReplaced
+from ttp.launch.rendezvous.store_failover import CLOSE_S, FailoverRendezvous
 from ttp.launch.rendezvous.waiting_spare import Attached, PlaceGiven
 
 log = logging.getLogger("ttp.launch")
@@ -199,9 +200,9 @@ class FreshStoreRendezvous(RendezvousHandler):
         RendezvousError when the nodes do not meet in time, or the job is over; ConfigError when they cannot in any attempt."""
         while True:
             self.given = self._wait_as_spare(self._inner) if isinstance(self._inner, FailoverRendezvous) else None
-            self._job_secret.read()
             if self.given is not None:
                 return self._enter(self.given)
+            self._job_secret.read()
             try:
                 with log_while_waiting(self._waits_for, self._trouble):
                     return self._meet()
@@ -235,19 +236,27 @@ class FreshStoreRendezvous(RendezvousHandler):
             self._inner.become_spare()
             self._meets_again = True
 
-    def publish_running(self, store: Store, local_world_size: int) -> None:
+    def publish_running(self, store: Store | None, local_world_size: int) -> None:
         """Publish what runs, for spare nodes, once torch's agents have assigned the ranks in this store. Node 0's does."""
         answer, agents = self._met
-        if not agents or not isinstance(self._inner, FailoverRendezvous):
+        if store is None or not agents or not isinstance(self._inner, FailoverRendezvous):
             return
         keys = [f"{_ASSIGNED}/{node}" for node in range(len(agents))]
-        if store.check(keys[:1]):
-            assigned = [tuple(json.loads(entry)) for entry in store.multi_get(keys)]
-        else:  # TORCH_ELASTIC_WORKER_IDENTICAL
-            size = local_world_size * len(agents)
-            assigned = [(local_world_size * node, size) * 2 for node in range(len(agents))]
-        nodes = tuple(map(RunningNode, agents, assigned))
-        self._inner.publish_running(RunningJob(answer, self.job_store.round_number, 0, nodes))
+
+        def read() -> list[tuple[int, ...]]:
+            if store.check(keys[:1]):
+                return [tuple(json.loads(entry)) for entry in store.multi_get(keys)]
+            size = local_world_size * len(agents)  # TORCH_ELASTIC_WORKER_IDENTICAL
+            return [(local_world_size * node, size) * 2 for node in range(len(agents))]
+
+        reading = BoundedCall(read)
+        if not (reading.wait(CLOSE_S) and reading.succeeded):
+            log.warning(
+                "a lost node of this attempt is replaced by a restart only: the rendezvous store does not answer"
+            )
+            return
+        nodes = tuple(map(RunningNode, agents, reading.result()))
+        self._inner.publish_running(RunningJob(answer, self.job_store.round_number, self._inner.epoch, nodes))
 
     def decode(self, job: RunningJob) -> tuple[JobStore, Secret]:
         """Return the store and the secret of an attempt that runs. Raises ValueError, ConfigError."""

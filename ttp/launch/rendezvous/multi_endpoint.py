@@ -220,6 +220,13 @@ class Stores:
                 return other
         return None
 
+    def go_back(self, place: Endpoint, epoch: int) -> None:
+        """Use the store in which the job is under way again: this agent was cut off. What it has opened elsewhere meanwhile would draw others there."""
+        for other in [other for other in self._servers if other != place]:
+            del self._servers[other]
+        self._serve()
+        self.epoch, self._used = epoch, place
+
     def close(self) -> None:
         self._servers.clear()
 

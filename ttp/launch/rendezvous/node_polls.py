@@ -35,8 +35,9 @@ class NodePolls:
         epoch: int,
         renew: Callable[[Store], None],
         drain: Callable[[Store], str] = lambda store: "",
+        make: Callable[[], RendezvousHandler] | None = None,
     ) -> None:
-        """`inner`: None on a node that has taken a lost one's place without a meeting. `departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
+        """`inner`: None on a node that has taken a lost one's place without a meeting; `make()` returns one that has not joined, once the store answers. `departed`: how many had left before this rendezvous. give_up: called once, when the handler's store is lost. epoch: the store's, of
         this rendezvous. renew: renews this agent's entry. drain: returns why it shall leave; empty: it stays."""
         self.count = 0
         self.unanswered = 0
@@ -53,6 +54,7 @@ class NodePolls:
         self._drain = drain
         self._inner: RendezvousHandler | None = inner
         self._give_up = give_up
+        self._make = make
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-waiting-nodes", daemon=True)
         self._thread.start()
@@ -74,6 +76,8 @@ class NodePolls:
             left = self._left()
             self.unanswered = 0 if left is not None else self.unanswered + 1
             count = left or 0
+            if left is not None and self._make is not None:
+                self._inner = self._made()
             if self._inner is not None and self.unanswered == LOST_LOOKS:
                 self._lose(f"no store has answered {LOST_LOOKS} times")
             elif self._inner is not None and left is not None:
@@ -83,6 +87,14 @@ class NodePolls:
                     self._lose(str(error))
             self.count = count
         self._inner = None
+
+    def _made(self) -> RendezvousHandler | None:
+        make, self._make = self._make, None
+        try:
+            return make() if make is not None else None
+        except (RendezvousError, RuntimeError, ValueError) as error:
+            log.warning("which nodes wait to join is not known here: %s", error)
+            return None
 
     def _lose(self, why: str) -> None:
         """Drop the handler, and its heartbeats with it."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.inputs import checked
+from ttp.launch.rendezvous.spare_nodes import RUNNING, Silence, read_agents
 
 log = logging.getLogger("ttp.launch")
 
@@ -46,6 +48,23 @@ class RunningJob:
         return next(
             (number for number, node in enumerate(self.nodes) if ranks and node.assigned[0] == min(ranks)), None
         )
+
+
+class WasReplaced(Exception):
+    """This node was lost while the others trained on, and another one has its place."""
+
+
+def has_all_nodes(store: Store, run_id: str, silence: Silence, most: int) -> bool:
+    """Return whether a job runs with `most` nodes. torch's rendezvous may lack one whose place another has, and let a newcomer in, for which the others
+    would make room. `silence`: the caller's own."""
+    if (job := read(store, run_id)) is None:
+        return False
+    agents = read_agents(store, run_id)
+    lost = silence.of(agents, time.monotonic())
+    here = [
+        agent for agent in agents if agent.number not in lost and (agent.state, agent.start) == (RUNNING, job.start)
+    ]
+    return len(here) >= most
 
 
 def publish(store: Store, run_id: str, job: RunningJob) -> None:

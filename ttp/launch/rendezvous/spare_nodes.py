@@ -15,7 +15,7 @@ Owns the entries and that decision. torch's handler does the rendezvous itself, 
 participant of the old one. Calls to the store raise RuntimeError when it is lost.
 
 Before that, a spare may be given the place of a lost node by the job's controller, while the other nodes' processes keep theirs
-(`running_job.py`); the agent of that node learns it from `ttp/seated/<run id>/<n>` when it is back.
+(`running_job.py`); the agent of that node learns it from `ttp/seated/<run id>/<attempt>/<number in the group>` when it is back.
 
 A node whose health check fails has left as well. Where that is before the job's first attempt, its place is free too: no other node would come.
 """
@@ -93,7 +93,6 @@ class Entry:
         self._lock = threading.Lock()  # a look of a spare node may still be under way when it has a place
         self.agent = Agent(node=node)
         self._serves = serves
-        self._run_id = run_id
         self._key = _key(run_id)
         self._numbers: dict[Endpoint, int] = {}
 
@@ -107,19 +106,9 @@ class Entry:
         with self._lock:
             self.agent = replace(self.agent, place=place)
 
-    def sits_down(self, store: Store, place: Endpoint, start: int, holders: Collection[int]) -> None:
-        """Note in the store that this agent has a lost node's place in attempt `start`, for the agents that have had it before, the first one's
-        number first."""
-        for number in holders:
-            store.set(_seated(self._run_id, number), str(start))
-        if number := self._numbers.get(place, 0):
-            store.set(_seated(self._run_id, number), "-1")  # it may have been one of them
-
-    def was_replaced(self, store: Store, place: Endpoint) -> bool:
-        """Return whether another agent has this one's place in the last attempt in which it took part."""
-        number = self._numbers.get(place, 0)
-        key = _seated(self._run_id, number)
-        return bool(number) and store.check([key]) and int(store.get(key)) >= max(0, self.agent.start)
+    def number_at(self, place: Endpoint) -> int:
+        """Return the number of this agent's entry in the store there; 0: it has none."""
+        return self._numbers.get(place, 0)
 
     def renew(self, store: Store, place: Endpoint, state: str) -> None:
         """Write the entry; in a store that has none of this agent's, under the next number."""
@@ -160,8 +149,19 @@ def _key(run_id: str) -> str:
     return f"ttp/agents/{run_id}"
 
 
-def _seated(run_id: str, number: int) -> str:
-    return f"ttp/seated/{run_id}/{number}"
+def seated(store: Store, run_id: str, start: int, number: int) -> str:
+    """Return the number of the agent's entry that has a lost node's place in an attempt; empty: none has. `number`: the node's, in the group."""
+    key = _seat(run_id, start, number)
+    return str(store.get(key).decode(errors="replace")) if store.check([key]) else ""
+
+
+def sit_down(store: Store, run_id: str, start: int, number: int, before: str, own: int) -> None:
+    """Note who has that place now, unless another agent has taken it since `before` was read."""
+    store.compare_set(_seat(run_id, start, number), before, str(own))
+
+
+def _seat(run_id: str, start: int, number: int) -> str:
+    return f"ttp/seated/{run_id}/{start}/{number}"
 
 
 class Silence:

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -28,11 +27,12 @@ from ttp.launch.rendezvous.departures import Excluded
 from ttp.launch.rendezvous.job_secret import OtherSecret
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S, Endpoint, Stores
 from ttp.launch.rendezvous.node_polls import LOST_LOOKS, NodePolls
-from ttp.launch.rendezvous.running_job import RunningJob
+from ttp.launch.rendezvous.running_job import RunningJob, WasReplaced
 from ttp.launch.rendezvous.sealed_state import StateRefused
 from ttp.launch.rendezvous.spare_nodes import (
     JOINING,
     LEFT,
+    LOST_S,
     MOST_AGENTS,
     RUNNING,
     SICK,
@@ -40,7 +40,10 @@ from ttp.launch.rendezvous.spare_nodes import (
     Entry,
     MeetingAnew,
     PlaceTaken,
+    Silence,
     read_agents,
+    seated,
+    sit_down,
 )
 from ttp.launch.rendezvous.waiting_spare import Attached, Health, PlaceGiven, wait_for_place
 
@@ -59,10 +62,6 @@ _FAILURES = (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutE
 
 class TooFewNodes(RendezvousTimeoutError):
     """A job that ran, or that has excluded sick nodes, has too few nodes left: it asks to be started again, with others."""
-
-
-class WasReplaced(Exception):
-    """This node was lost while the others trained on, and another one has its place."""
 
 
 class FailoverRendezvous(RendezvousHandler):
@@ -106,6 +105,9 @@ class FailoverRendezvous(RendezvousHandler):
         self._suspended: tuple[Endpoint, int, BoundedCall[tuple[RendezvousHandler, RendezvousInfo]]] | None = None
         """The call that joins at an endpoint, under an epoch, whose store seemed to be lost: a second one there would be counted as another node."""
         self._waiting: NodePolls | None = None
+        self._met_at: tuple[Endpoint, int] | None = None
+        """Where this agent has met the others last, and its number among them."""
+        self._silence, self._waits_for_place = Silence(LOST_S), False
         self._departed: dict[Endpoint, int] = {}
         """By endpoint, how many departures this node has read there, those before its own time included."""
         self._departed_before = 0
@@ -136,13 +138,23 @@ class FailoverRendezvous(RendezvousHandler):
     def become_spare(self) -> None:
         """Wait as a spare node before the next meeting: another node has this one's place."""
         self._stop_polling()
-        self._spare_node, self._inner, self._place = True, None, None
+        if self._met_at is not None:
+            self._stores.go_back(self._met_at[0], self._entry.agent.epoch)
+        self._spare_node, self._inner, self._place, self._met_at = True, None, None, None
+        self._entry.met(-1, 0, 0)
         self._entry.took(0)
+
+    def _was_replaced(self) -> bool:
+        """Return whether another agent has this one's place in the attempt for which it has met the others, as far as the store there answers."""
+        if self._met_at is None or not self._stores.accepts_connections(self._met_at[0]):
+            return False
+        (place, number), start = self._met_at, self._entry.agent.start
+        found = self._stores.ask(place, lambda store: seated(store, self._run_id, start, number), CLOSE_S)
+        return bool(found) and found != str(self._entry.number_at(place))
 
     def publish_running(self, job: RunningJob) -> None:
         """Publish what runs, for spare nodes; on node 0, once all have met."""
         if self._place is not None:
-            job = replace(job, epoch=self._epoch)
             self._stores.ask(self._place, functools.partial(running_job.publish, run_id=self._run_id, job=job), CLOSE_S)
 
     @property
@@ -150,13 +162,19 @@ class FailoverRendezvous(RendezvousHandler):
         """This agent's number among the entries of the store in use."""
         return self._entry.agent.number
 
+    @property
+    def epoch(self) -> int:
+        """Under which epoch the nodes have met."""
+        return self._epoch
+
     def _enter(self, given: PlaceGiven) -> None:
         """Be one of the nodes that have met for the attempt that runs, without a meeting."""
         self._place, self._epoch, self._inner = given.at, given.job.epoch, None
         self._secret.met = True
         self._entry.met(given.job.start, len(given.job.nodes), self._epoch)
         self._anew_meeting.met(given.at, given.number)
-        self._entry.took(given.holders[0])
+        self._met_at = given.at, given.number
+        self._entry.took(given.job.nodes[given.number].agent)
         self._departed_before = self._departed[given.at] = given.departed
         self._poll(given.at, given)
 
@@ -165,10 +183,11 @@ class FailoverRendezvous(RendezvousHandler):
 
         def renew(store: Store) -> None:
             nonlocal given
-            if given is not None:
-                self._entry.sits_down(store, place, given.job.start, given.holders)
-                given = None
             self._entry.renew(store, place, RUNNING)
+            if given is not None:
+                own = self._entry.number_at(place)
+                sit_down(store, self._run_id, given.job.start, given.number, given.before, own)
+                given = None
 
         self._waiting = NodePolls(
             self._inner,
@@ -176,6 +195,7 @@ class FailoverRendezvous(RendezvousHandler):
             self._run_id,
             self._departed_before,
             self._drop,
+            make=functools.partial(self._make, place, self._epoch, 0, False) if self._inner is None else None,
             epoch=self._epoch,
             renew=renew,
             drain=self._asked_to_leave,
@@ -213,23 +233,37 @@ class FailoverRendezvous(RendezvousHandler):
                 )
             first, self._anew = self._stores.epoch == 0, False
             place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
-            if place is not None and self._stores.ask(
-                place, functools.partial(self._entry.was_replaced, place=place), left_s
-            ):
-                raise WasReplaced(f"another node has the place of {self._entry.agent.node}")
-            joined = self._join(place, left_s) if place is not None else None
+            joined = None
+            if place is not None:
+                if self._was_replaced():
+                    raise WasReplaced(f"another node has the place of {self._entry.agent.node}")
+                joined = self._join(place, left_s) if not self._has_all_nodes(place, left_s) else None
             if joined is not None:
                 assert self._inner is not None
                 assert place is not None
                 self._secret.met = True
                 self._anew_meeting.met(place, joined.rank)
+                self._met_at = place, joined.rank
                 self._poll(place)
                 return joined
             if not self._anew:
                 time.sleep(ROUND_S)
 
+    def _has_all_nodes(self, place: Endpoint, within_s: float) -> bool:
+        """Return whether a job runs there that has no place for this node, which was never of it."""
+        if self._entry.agent.start >= 0:
+            return False
+        look = functools.partial(
+            running_job.has_all_nodes, run_id=self._run_id, silence=self._silence, most=self._max_nodes
+        )
+        full = bool(self._stores.ask(place, look, within_s))
+        if full and not self._waits_for_place:
+            self._waits_for_place = True
+            log.warning("the job has all its %d nodes: this one waits until a place is free", self._max_nodes)
+        return full
+
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
-        """Try to join at one endpoint; None: it is lost, or the job uses another one."""
+        """Try to join at one endpoint; None: it is lost, or the job uses another one. Raises WasReplaced."""
         epoch = self._stores.epoch
         if (place, epoch) != (self._place, self._epoch) or self._inner is None:
             if self._place not in (None, place):
@@ -266,6 +300,8 @@ class FailoverRendezvous(RendezvousHandler):
                 why, self._suspended = f"is lost ({self._stores.trouble()})", (place, epoch, call)
             elif (other := self._stores.newer_than(place, left_s)) is not None:
                 why = f"is out of use: the job meets at {other}"
+            elif self._was_replaced():
+                raise WasReplaced(f"another node has the place of {self._entry.agent.node}")
             elif (now is not None and now > epoch) or self._anew_meeting.look(place, epoch, time.monotonic()):
                 why, self._anew = "has begun anew, without nodes that are lost", True
             elif self._secret.read():
@@ -384,7 +420,7 @@ class FailoverRendezvous(RendezvousHandler):
 
     def announce_leave(self, why: str) -> None:
         """Publish why this node will leave, before its ranks have ended: the others' save the same step, and meet anew. `leave` must follow."""
-        if self._place is not None and not self._announced:
+        if self._place is not None and not self._announced and not self._was_replaced():
             published = self._stores.ask(
                 self._place, lambda store: departures.publish_departure(store, self._run_id, why), CLOSE_S
             )
@@ -394,10 +430,10 @@ class FailoverRendezvous(RendezvousHandler):
         """Publish why this node leaves, if the store is reachable, and keep the rendezvous open for the others."""
         self._stop_polling()
         if self._place is not None and not self._stores.hangs(self._place):
-            place = self._place
+            place, replaced = self._place, self._was_replaced()
 
             def publish(store: Store) -> None:
-                if not self._announced:
+                if not self._announced and not replaced:
                     departures.publish_departure(store, self._run_id, why)
                 self._entry.renew(store, place, LEFT)
 
@@ -439,7 +475,8 @@ class FailoverRendezvous(RendezvousHandler):
         inner, self._inner = self._inner, None
         closed = False
         place = self._place
-        if place is not None and not self._stores.hangs(place) and self._stores.look(place, CLOSE_S) is not None:
+        ours = place is not None and not self._stores.hangs(place) and not self._was_replaced()
+        if place is not None and ours and self._stores.look(place, CLOSE_S) is not None:
             spares = self._stores.ask(place, lambda store: self._publish_end(store, why), CLOSE_S)
             if inner is not None:
                 closing = BoundedCall(inner.shutdown)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ttp.launch.rendezvous.spare_nodes import (
     Silence,
     place_to_take,
     read_agents,
+    seated,
 )
 from ttp.proto.messages import TakePlaces
 
@@ -47,6 +49,8 @@ class _View:
     succeeded: bool
     running: RunningJob | None
     departed: int
+    seats: tuple[str, ...]
+    """By its number in the group, which agent has a lost node's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,16 @@ class PlaceGiven:
     """Where the job's nodes have met."""
     departed: int = 0
     """So many nodes had left by then."""
-    holders: tuple[int, ...] = ()
-    """The numbers of the agents that have had this place."""
+    before: str = ""
+    """Which agent had this place before, if it was a spare one's."""
 
 
 class Attached(Protocol):
     """This node's connection to the job that runs."""
+
+    @property
+    def job_runs(self) -> bool:
+        """Return whether the controller of the job is connected, and has not ordered its ranks to exit."""
 
     def follow(self, job: RunningJob) -> None:
         """Attach to this attempt's controller."""
@@ -103,6 +111,13 @@ class _Orders:
         self._ordered_s = 0.0
         self._view: _View | None = None
 
+    @property
+    def job_at(self) -> Endpoint | None:
+        """Where the nodes of a job have met that runs now; None: none does, as far as its controller is connected. No other endpoint is looked at then: a
+        node that is cut off may have opened one."""
+        runs = self._attached is not None and self._attached.job_runs
+        return self._view.place if runs and self._view is not None else None
+
     def follow(self, view: _View) -> None:
         if self._attached is not None and view.running is not None:
             self._view = view
@@ -129,9 +144,7 @@ class _Orders:
         except UnfitSpare as unfit:
             attached.refuse(f"this node is sick: {unfit}")
             raise
-        first = job.nodes[number].agent
-        holders = (first, *(agent.number for agent in view.agents if agent.place == first))
-        return PlaceGiven(job, number, order, view.place, view.departed, holders)
+        return PlaceGiven(job, number, order, view.place, view.departed, view.seats[number])
 
     def wait(self, within_s: float, over: Callable[[float], bool] | None = None) -> PlaceGiven | None:
         """Wait so long, and no longer than until `over(seconds)`, which waits too, returns True; return at once the place that is given."""
@@ -174,10 +187,14 @@ def wait_for_place(
     served_by = gone_with = ""
     orders = _Orders(attached, health)
     while True:
-        looking = BoundedCall(functools.partial(_find_and_look, stores, run_id, entry))
+        given_up = threading.Event()
+        looking = BoundedCall(functools.partial(_find_and_look, stores, run_id, entry, orders.job_at, given_up))
         if (given := orders.wait(float("inf"), looking.wait)) is not None:
+            given_up.set()
             return given
         view, now_s = looking.result(), time.monotonic()
+        if orders.job_at is not None:
+            seen_s = now_s
         if view is not None:
             if view.over:
                 raise RendezvousClosedError(f"the job {run_id!r} is over: {view.over}")
@@ -194,7 +211,9 @@ def wait_for_place(
             # After a move the agents come to the new store one by one. Who has moved may be wrong: this agent has looked at the old one itself.
             gone = "" if left is None or stores.accepts_connections(left) else gone_with
             unsettled = gone if now_s - moved_s < LOST_S else None
-            taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes, unsettled)
+            taken = None
+            if orders.job_at is None:
+                taken = place_to_take(view.agents, lost, entry.agent.number, max_nodes, unsettled)
             needed_s = (needed_s or now_s) if taken is not None else 0.0
             if taken is not None and _is_fit(health, needed_s):
                 log.warning("%s", PlaceTaken(entry.agent.node, taken.node))
@@ -221,20 +240,27 @@ def _is_fit(health: Health | None, needed_s: float) -> bool:
     return sick is not None
 
 
-def _find_and_look(stores: Stores, run_id: str, entry: Entry) -> _View | None:
-    place = stores.find_in_use()
-    return (
-        None if place is None else stores.ask(place, functools.partial(_look, run_id=run_id, entry=entry, place=place))
-    )
+def _find_and_look(
+    stores: Stores, run_id: str, entry: Entry, job_at: Endpoint | None, given_up: threading.Event
+) -> _View | None:
+    """Look at the job where it runs, else where its nodes meet. `given_up`: this node has a place, and renews its entry as any other."""
+    place = job_at if job_at is not None else stores.find_in_use()
+    if place is None:
+        return None
+    return stores.ask(place, functools.partial(_look, run_id=run_id, entry=entry, place=place, given_up=given_up))
 
 
-def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint) -> _View:
-    entry.renew(store, place, SPARE)
+def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint, given_up: threading.Event) -> _View:
+    if not given_up.is_set():
+        entry.renew(store, place, SPARE)
+    running = running_job.read(store, run_id)
+    seats = range(len(running.nodes)) if running is not None else ()
     return _View(
         place,
         read_agents(store, run_id),
         departures.over(store, run_id),
         departures.succeeded(store, run_id),
-        running_job.read(store, run_id),
+        running,
         len(departures.departures_after(store, run_id, 0)),
+        tuple(seated(store, run_id, running.start, number) for number in seats) if running is not None else (),
     )

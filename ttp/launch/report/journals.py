@@ -45,11 +45,19 @@ def _journals(log_dir: Path, start: int) -> Iterator[Path]:
 
 
 def leading_lines(lines: Sequence[Line]) -> list[Line]:
-    """Return an attempt's lines in order of time without those of standbys that did not lead it."""
+    """Return an attempt's lines in order of time without those of standbys that did not lead it. One to which only processes on lost nodes have come
+    leads nothing that counts: others have their places, and train on."""
     led_from: dict[int, float] = {}
+    came: dict[int, set[str]] = {}
+    lost: set[str] = set()
     for line in lines:
         if line["event"] in ("takeover_began", "took_over"):
             led_from.setdefault(line["controller"], line["unix_s"])
+        elif line["event"] == "registered":
+            came.setdefault(line["controller"], set()).add(line["fields"].get("host", ""))
+        elif line["event"] == "take_places_sent":
+            lost.add(line["fields"]["lost"])
+    led_from = {standby: since_s for standby, since_s in led_from.items() if not came.get(standby, {""}) <= lost}
     led_from[0] = float("-inf")
     kept = [line for line in lines if line["unix_s"] >= led_from.get(line["controller"], float("inf"))]
     return sorted(kept, key=lambda line: float(line["unix_s"]))
