@@ -202,6 +202,7 @@ def test_an_agent_whose_place_was_taken_publishes_nothing(cut_off: bool) -> None
         peers.lost.start()
     until(lambda: peers.lost.was_replaced, "its own end")
     peers.lost._thread.join(30)
+    assert not peers.lost._thread.is_alive()
     assert not peers.server.check(["ttp/nodes/restarts"]) and not peers.server.check(["ttp/nodes/fault"])
     assert not peers.server.check(["ttp/nodes/succeeded/1"])
     assert not peers.seated.was_replaced and not peers.first.was_replaced
