@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -375,6 +376,7 @@ def test_a_spare_attaches_with_its_room_and_keeps_the_newest_order(caplog: pytes
     assert bench.lines[0].refusals == [(2, 7, "this node is sick"), (3, 7, "this node is sick")]
     assert spare.order(0.0) is None
     spare.take(ORDER)
+    assert spare._client is not None and spare._client._lost_store_level == logging.DEBUG, "no news there"
     bench.lines[0].sent_away_monotonic_s = 5.0
     assert spare.order(0.0) is None, "the ranks leave: the recovery has failed"
     bench.lines[0].sent_away_monotonic_s = None

@@ -82,6 +82,7 @@ class AttachedSpare:
             job_store,
             {},
             lambda address, pids: self._launching.open_link(address, job_store.job_id, pids, self),
+            lost_store_level=logging.DEBUG,
         )
         self._client.start()
 

@@ -116,8 +116,10 @@ class ControllerClient:
         processes_known: ProcessesKnown = lambda pids: None,
         search_s: float = SEARCH_S,
         recheck_s: float = RECHECK_S,
+        lost_store_level: int = logging.WARNING,
     ) -> None:
-        """`attempt_dir`: where the first rank on this node writes the controllers' file; None: there is only the store."""
+        """`attempt_dir`: where the first rank on this node writes the controllers' file; None: there is only the store. `lost_store_level`: of the
+        log line which says that the workers' store is lost: on a spare node that is the end of an attempt, as a rule."""
         self._job_store = job_store
         self._attempt_dir = attempt_dir
         self._pids = dict(pids)
@@ -126,6 +128,7 @@ class ControllerClient:
         self._processes_known: ProcessesKnown | None = processes_known
         self._search_s = search_s
         self._recheck_s = recheck_s
+        self._lost_store_level = lost_store_level
         self._lock = threading.Condition()  # guards all below
         self._link: ControllerLink | None = None
         self._entry: ControllerEntry | None = None
@@ -304,8 +307,8 @@ class ControllerClient:
             self._lock.notify_all()
         if new:
             what = "a new controller will not be found" if gone else "reconnecting"
-            log.warning("lost the workers' store at %s:%d (%s); %s", self._job_store.host, self._job_store.port, text,
-                        what)  # fmt: skip
+            where = f"{self._job_store.host}:{self._job_store.port}"
+            log.log(self._lost_store_level, "lost the workers' store at %s (%s); %s", where, text, what)
 
     def _connect(self) -> Store:
         return self._job_store.connect(CALL)
