@@ -148,6 +148,29 @@ def test_one_that_is_no_longer_node_0_publishes_nothing() -> None:
     assert not inner[0].published and len(inner[1].published) == 1
 
 
+def test_a_store_that_fails_as_what_runs_is_published_costs_that_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Node 0 would meet anew, and the others be in an attempt without rank 0."""
+    inner = Meeting(HashStore(), 0)
+    inner._inner_handler = FixedNodes(HashStore(), 0, 1)
+    node = handler(inner)
+    node.next_rendezvous()
+    node.publish_running(mock.Mock(check=mock.Mock(side_effect=RuntimeError("connection reset"))), 3)
+    assert not inner.published and "is replaced by a restart only" in caplog.text
+
+
+def test_a_place_is_taken_with_the_secret_with_which_the_job_was_followed() -> None:
+    """A file that was replaced meanwhile is the next attempt's."""
+    inner = Meeting(HashStore(), 0)
+    inner.become_spare()
+    node = handler(inner)
+    node._job_secret.read = read = mock.Mock(return_value=False)  # type: ignore[method-assign]
+    node.next_rendezvous()
+    assert node.given is not None and not read.called
+    inner.spare, inner._inner_handler = None, FixedNodes(HashStore(), 0, 1)
+    node.next_rendezvous()
+    assert read.called
+
+
 # --- its connection and its workers ---
 
 
