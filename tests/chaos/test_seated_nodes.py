@@ -105,7 +105,7 @@ def test_a_node_that_is_cut_off_and_comes_back_waits_as_a_spare_and_takes_the_ne
         job.wait_for(lambda: bool(lines_of(job, 0, "regrouped")), "a recovery", 60)
         train_a_little(job, 0, 10)
         lost.plug()
-        job.wait_for(lambda: "waits as a spare node" in job.console(lost), "end of its ranks", 60)
+        job.wait_for(lambda: "waits as a spare one" in job.console(lost), "end of its ranks", 60)
         job.wait_for(lambda: job.console(lost).count("waiting as a spare node") == 1, "its wait", 60)
         train_a_little(job, 0, 10)
         spare.power_off()

@@ -275,7 +275,7 @@ class HoldAgent(LocalElasticAgent):
 
     def _wait_as_spare(self, attempt: Attempt) -> RunResult:
         """End what runs on this node, which was lost: others train on in its ranks' places. torch then begins anew without counting."""
-        log.warning("%s: ending %s; it waits as a spare node", NODE_REPLACED, ranks_text(attempt.living()))
+        log.warning("%s: ending %s; this node waits as a spare one", NODE_REPLACED, ranks_text(attempt.living()))
         attempt.next = NODE_REPLACED
         attempt.end_workers(signal.SIGKILL, 0.0)
         self._rendezvous_handler.become_spare()

@@ -40,7 +40,8 @@ def bench_of(place: Endpoint, server: TCPStore, met: int = 0) -> FailoverRendezv
     failover._entry = Entry("job", "node-b")
     failover._entry._numbers[place] = 2
     failover._entry.met(met, 2, 1)
-    failover._met_at, failover._place = (place, 1), place
+    failover._anew_meeting.met(place, 1)
+    failover._place = place
     assert failover._stores.find_in_use() == place and server
     return failover
 

@@ -63,7 +63,7 @@ def test_a_seated_node_is_one_that_has_met_the_others(job: Job) -> None:
     failover = enter(place, server)
     entry = own(server)
     assert (entry.start, entry.size, entry.epoch, entry.place) == (0, 2, 1, 2) and failover._secret.met
-    assert failover._anew_meeting.moved(Endpoint("elsewhere", 1)) and failover._anew_meeting._rank == 1
+    assert failover._anew_meeting.moved(Endpoint("elsewhere", 1)) and failover._anew_meeting.number == 1
     renewed(server)
     assert failover.num_nodes_waiting() == 0, "who left before does not count"
     assert failover.wait_as_spare(Given()) is None, "it is as any other"

@@ -17,6 +17,7 @@ from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.rendezvous.fresh_store import JobStore
 from ttp.launch.rendezvous.running_job import RunningJob
 from ttp.proto.messages import Replace, TakePlaces, Thaw
+from ttp.text.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
 
@@ -47,7 +48,7 @@ class AttachedSpare:
 
     def take(self, order: Replace | TakePlaces | Thaw) -> None:
         if isinstance(order, TakePlaces):
-            log.warning("controller: take the places of ranks %s, whose node is lost", ", ".join(map(str, order.ranks)))
+            log.warning("controller: take the places of %s, whose node is lost", ranks_text(order.ranks))
             with self._came:
                 self._order = order
                 self._came.notify_all()

@@ -207,7 +207,7 @@ class FreshStoreRendezvous(RendezvousHandler):
                 with log_while_waiting(self._waits_for, self._trouble):
                     return self._meet()
             except WasReplaced as replaced:
-                log.warning("%s: it waits as a spare node", replaced)
+                log.warning("%s, which waits as a spare node", replaced)
                 self.become_spare()
 
     def _wait_as_spare(self, inner: FailoverRendezvous) -> PlaceGiven | None:

@@ -265,9 +265,9 @@ class MeetingAnew:
         self._min_nodes = min_nodes
         self._max_nodes = max_nodes
         self._waits_for_more = waits_for_more
-        self._met_at: Endpoint | None = None
+        self.met_at: Endpoint | None = None
         """Where this agent has met the others for the last attempt, and its number among them."""
-        self._rank = 0
+        self.number = 0
         self._for_some = 0
         """The last epoch that was for some agents."""
         self._meeting: set[str] = set()
@@ -277,15 +277,15 @@ class MeetingAnew:
 
     def met(self, place: Endpoint, rank: int) -> None:
         """Note where this agent has met the others, and its number among them."""
-        self._met_at, self._rank, self._place = place, rank, None
+        self.met_at, self.number, self._place = place, rank, None
 
     def moved(self, place: Endpoint) -> bool:
         """Return whether the last attempt's nodes have met elsewhere."""
-        return self._met_at not in (None, place)
+        return self.met_at not in (None, place)
 
     def is_over(self, place: Endpoint, epoch: int) -> bool:
         """Return whether this agent has met others there under an epoch that was for them only."""
-        return self._place is None and (place, epoch) == (self._met_at, self._for_some)
+        return self._place is None and (place, epoch) == (self.met_at, self._for_some)
 
     def begin(self, place: Endpoint, epoch: int, now_s: float) -> int:
         """Begin to join at an endpoint; return how many agents meet under its epoch, this one included, 0: all that the job may have. An agent for
@@ -311,13 +311,13 @@ class MeetingAnew:
     def look(self, place: Endpoint, epoch: int, now_s: float) -> bool:
         """Begin a new epoch for those that are here, if no other comes; return whether one has begun. Of many agents a few look, as each reads the
         entries of all."""
-        if self._entry.agent.start < 0 or (self._rank >= LOOKERS and not self._stores.serves(place)):
+        if self._entry.agent.start < 0 or (self.number >= LOOKERS and not self._stores.serves(place)):
             return False
         agents = self._stores.ask(place, functools.partial(read_agents, run_id=self._run_id))
         if agents is None:
             return False
         self._since_s = min(self._since_s, now_s)
-        lost, moved = self._silence.of(agents, now_s), place != self._met_at
+        lost, moved = self._silence.of(agents, now_s), place != self.met_at
         if moved and now_s - self._since_s < LOST_S:
             return False  # the others come here one by one
         if self._meeting and not self._meeting.intersection(map(str, lost)):

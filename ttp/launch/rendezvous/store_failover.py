@@ -105,8 +105,6 @@ class FailoverRendezvous(RendezvousHandler):
         self._suspended: tuple[Endpoint, int, BoundedCall[tuple[RendezvousHandler, RendezvousInfo]]] | None = None
         """The call that joins at an endpoint, under an epoch, whose store seemed to be lost: a second one there would be counted as another node."""
         self._waiting: NodePolls | None = None
-        self._met_at: tuple[Endpoint, int] | None = None
-        """Where this agent has met the others last, and its number among them."""
         self._silence, self._waits_for_place = Silence(LOST_S), False
         self._departed: dict[Endpoint, int] = {}
         """By endpoint, how many departures this node has read there, those before its own time included."""
@@ -138,17 +136,17 @@ class FailoverRendezvous(RendezvousHandler):
     def become_spare(self) -> None:
         """Wait as a spare node before the next meeting: another node has this one's place."""
         self._stop_polling()
-        if self._met_at is not None:
-            self._stores.go_back(self._met_at[0], self._entry.agent.epoch)
-        self._spare_node, self._inner, self._place, self._met_at = True, None, None, None
+        if self._anew_meeting.met_at is not None:
+            self._stores.go_back(self._anew_meeting.met_at, self._entry.agent.epoch)
+        self._spare_node, self._inner, self._place = True, None, None
         self._entry.met(-1, 0, 0)
         self._entry.took(0)
 
     def _was_replaced(self) -> bool:
         """Return whether another agent has this one's place in the attempt for which it has met the others, as far as the store there answers."""
-        if self._met_at is None or not self._stores.accepts_connections(self._met_at[0]):
+        place, number, start = self._anew_meeting.met_at, self._anew_meeting.number, self._entry.agent.start
+        if place is None or start < 0 or not self._stores.accepts_connections(place):
             return False
-        (place, number), start = self._met_at, self._entry.agent.start
         found = self._stores.ask(place, lambda store: seated(store, self._run_id, start, number), CLOSE_S)
         return bool(found) and found != str(self._entry.number_at(place))
 
@@ -173,7 +171,6 @@ class FailoverRendezvous(RendezvousHandler):
         self._secret.met = True
         self._entry.met(given.job.start, len(given.job.nodes), self._epoch)
         self._anew_meeting.met(given.at, given.number)
-        self._met_at = given.at, given.number
         self._entry.took(given.job.nodes[given.number].agent)
         self._departed_before = self._departed[given.at] = given.departed
         self._poll(given.at, given)
@@ -243,7 +240,6 @@ class FailoverRendezvous(RendezvousHandler):
                 assert place is not None
                 self._secret.met = True
                 self._anew_meeting.met(place, joined.rank)
-                self._met_at = place, joined.rank
                 self._poll(place)
                 return joined
             if not self._anew:
@@ -259,7 +255,10 @@ class FailoverRendezvous(RendezvousHandler):
         full = bool(self._stores.ask(place, look, within_s))
         if full and not self._waits_for_place:
             self._waits_for_place = True
-            log.warning("the job has all its %d nodes: this one waits until a place is free", self._max_nodes)
+            log.warning(
+                "the job has all its %d nodes: this one waits until a place is free. Start it with --spare-node to take a lost node's at once",
+                self._max_nodes,
+            )
         return full
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
