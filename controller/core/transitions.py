@@ -112,7 +112,8 @@ TABLES.update({
     ),
     Gathering: StageTable(
         on={
-            **_COMING, **_ANSWERS_LATE, WorkerExit: takeover.note_exit, Heartbeat: noted, HeartbeatBatch: noted, FaultReport: takeover.note_fault,
+            **_COMING, **_ANSWERS_LATE, Registration: takeover.another_rank_came, WorkerExit: takeover.note_exit, FaultReport: takeover.note_fault,
+            Heartbeat: noted, HeartbeatBatch: noted,
         },
         deadline=stages.gathering_deadline,
         advance=takeover.gather_ranks,

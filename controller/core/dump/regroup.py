@@ -218,8 +218,13 @@ def _move(
 
 
 def agent_of(state: State, rank: int) -> str:
-    """Return the host of the attached agent that starts this rank's process; empty: none is attached."""
-    return next((agent.host for agent in state.agents if rank in agent.ranks), "")
+    """Return the host of the attached agent that starts this rank's process; empty: none is attached. A controller that has taken over may have two
+    that name the rank, one of them on a node that was given up: it is the one on the host of the process that has the place."""
+    named = [agent.host for agent in state.agents if rank in agent.ranks]
+    process = state.members.table[rank].registration
+    if process is not None and process.host in named:
+        return process.host
+    return named[0] if named else ""
 
 
 def open_order(state: StateAt[Faulted], rank: int) -> tuple[Regroup, ...]:

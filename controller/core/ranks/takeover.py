@@ -31,14 +31,27 @@ def first_rank_came(state: StateAt[Standby], message: Registration, now: float, 
     A controller that was only slow or cut off from some ranks would otherwise keep the others, and neither side could
     be sure of a holder of every shard.
     """
-    earlier = _earlier(state.settings.address, message.controllers)
-    fields: Fields = {"term": state.settings.term, "rank": message.rank, "earlier": earlier}
+    settings, generation = state.settings, begun(message)
+    earlier = _earlier(settings.address, message.controllers)
+    fields: Fields = {"term": settings.term, "rank": message.rank, "earlier": earlier}
     out.append(Journal("takeover_began", fields))
     if earlier:
-        out.append(Supersede(earlier, begun(message)))
-    settings = state.settings
-    gathering = goto(state, Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s))
-    return register(began(gathering, now), message, now, out)
+        out.append(Supersede(earlier, generation))
+    at = Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s, asked=generation)
+    return register(began(goto(state, at), now), message, now, out)
+
+
+def another_rank_came(
+    state: StateAt[Gathering], message: Registration, now: float, out: list[Effect]
+) -> ControllerState:
+    """One more has given up its controller. If it is of a later generation than those before, earlier controllers are asked again: one that leads that
+    generation has led on."""
+    earlier, generation = _earlier(state.settings.address, message.controllers), begun(message)
+    if generation > state.at.asked:
+        state = replace(state, at=replace(state.at, asked=generation))
+        if earlier:
+            out.append(Supersede(earlier, generation))
+    return register(state, message, now, out)
 
 
 def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:

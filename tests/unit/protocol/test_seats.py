@@ -10,6 +10,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, ProcessorBench, registration, report
 from ttp.controller.core import machine
 from ttp.controller.core.dump import lost_nodes
+from ttp.controller.core.dump.regroup import agent_of
 from ttp.controller.core.facts.events import Supersede
 from ttp.controller.core.facts.state import Stage, Work
 from ttp.errors import ProtocolError
@@ -213,8 +214,36 @@ def test_a_controller_to_which_earlier_processes_have_come_first_forgets_them() 
 
 
 def only_supersede(bench: ControllerBench) -> Supersede:
-    (found,) = [effect for effect in bench.effects if isinstance(effect, Supersede)]
+    (found,) = superseded(bench)
     return found
+
+
+def superseded(bench: ControllerBench) -> list[Supersede]:
+    return [effect for effect in bench.effects if isinstance(effect, Supersede)]
+
+
+def test_earlier_controllers_are_asked_again_with_a_later_generation() -> None:
+    """The one that leads it has led on when only an earlier process had come."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
+    bench.say(able(3, controllers=("s0", "s1"), job_groups=2))
+    assert not superseded(bench)
+    bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1))
+    assert only_supersede(bench) == Supersede(("s0",), 1)
+    bench.say(able(1, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
+    assert not superseded(bench)
+
+
+@pytest.mark.parametrize("first", ["b", "c"])
+def test_a_new_controller_asks_the_agent_on_the_host_of_a_ranks_process(first: str) -> None:
+    """The agent of a node that was given up names its ranks too."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, in_place_s=20.0, lease_s=LEASE_S, address="s1")
+    bench.say(*(AgentHello(host, (2, 3), (0, 0)) for host in (first, "b" if first == "c" else "c")))
+    bench.say(AgentHello("a", (0, 1), (100, 101)))
+    now = {"controllers": ("s1",), "job_groups": 2, "generation": 1, "regrouped": 1}
+    bench.say(*(able(rank, "c" if rank > 1 else "", **now) for rank in range(4)))
+    assert agent_of(bench.state, 2) == "c"
+    assert agent_of(bench.state, 0) == "a"
 
 
 def test_the_word_of_an_earlier_processs_end_is_not_held_against_another() -> None:
