@@ -331,7 +331,7 @@ def _lost_steps(job: Job) -> list[str]:
     if not decided or not of_last_fault(job, "published"):
         return []
     last = decided[-1]
-    newest = last.newest(job, sound(job) - _unheard(job, last.at_s))
+    newest = last.newest(job, sound(job) & sound(job, last.at_s) - _unheard(job, last.at_s))
     published = max(int(str(fields["step"])) for fields in of_last_fault(job, "published"))
     if published >= newest or _kept_apart(job, last.at_s):
         return []
