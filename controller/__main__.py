@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,9 @@ from ttp.proto.address import join_address
 from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES
 from ttp.proto.transport import grpc
 
-from .agent_link import request_shutdown
-from .core.facts.events import ControllerSettings
+from .agent_link import look_for_controller, request_shutdown
+from .core.facts.events import ControllerSettings, EarlierLives
+from .core.ranks.takeover import SUPERSEDE_PART
 from .driver import Driver
 from .handler import StopIfNeverUsed, StopWhenUnused
 from .journal import Journal
@@ -57,8 +59,8 @@ _SECONDS = above_zero("seconds", 1e12)
 _TIMES = {name: value for name, value in ControllerSettings("", 1, 1).flat().items() if type(value) is float}
 """What can be set, with its default: `--lease-s` for `lease_s`."""
 PORT_RETRY_S = 0.25
-SUPERSEDE_TIMEOUT_S = 30.0
-"""A stopped controller learns of its successor when it continues, if that is not longer after."""
+LOOK_TIMEOUT_S = 30.0
+"""A stopped controller, or one that is cut off, learns of its successor when it continues, if that is not longer after."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -172,7 +174,13 @@ async def serve(
         print(f"ttp-controller: ending: {reason}", file=sys.stderr, flush=True)
         loop.call_soon_threadsafe(over.set)
 
-    driver = Driver(settings, journal, on_finish, supersede=partial(supersede, settings))
+    driver = Driver(
+        settings,
+        journal,
+        on_finish,
+        look_for=lambda address: look_for(settings, address, driver.put),
+        supersede=partial(supersede, settings),
+    )
     service = ControlService(settings, driver)
     add_service(server, service)
     watched = guardians or Guardians(())
@@ -217,22 +225,39 @@ async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: flo
         driver.put(StopIfNeverUsed("the processes that it was started for are gone"))
 
 
+def look_for(settings: ControllerSettings, address: str, found: Callable[[EarlierLives], None]) -> None:
+    """Have `found` called once the controller at `address` answers; on a thread of its own, because it may well be stopped."""
+
+    def look() -> None:
+        look_for_controller(address, job_id=settings.job_id, term=settings.term, timeout_s=LOOK_TIMEOUT_S)
+        found(EarlierLives(address))
+
+    _in_thread(look)
+
+
 def supersede(settings: ControllerSettings, address: str, generation: int) -> None:
-    """Tell the controller at `address`, if there is one, to end; on a thread of its own, because it may well be stopped."""
+    """Tell the controller at `address`, which has just answered, to end."""
+    reason = f"the controller of term {settings.term} has taken over"
 
     def ask() -> None:
-        reason = f"the controller of term {settings.term} has taken over"
-        with contextlib.suppress(ControllerError):  # it is gone, as it should be
-            request_shutdown(
-                address,
-                job_id=settings.job_id,
-                reason=reason,
-                term=settings.term,
-                generation=generation,
-                timeout_s=SUPERSEDE_TIMEOUT_S,
-            )
+        request_shutdown(
+            address,
+            job_id=settings.job_id,
+            reason=reason,
+            term=settings.term,
+            generation=generation,
+            timeout_s=SUPERSEDE_PART * settings.lease_s,
+        )
 
-    threading.Thread(target=ask, name="ttp-supersede", daemon=True).start()
+    _in_thread(ask)
+
+
+def _in_thread(ask: Callable[[], None]) -> None:
+    def run() -> None:
+        with contextlib.suppress(ControllerError):  # it is gone, as it should be
+            ask()
+
+    threading.Thread(target=run, name="ttp-supersede", daemon=True).start()
 
 
 def _announce(line: str) -> None:

@@ -327,9 +327,18 @@ def request_shutdown(
 
     Raises ControllerError (it cannot be reached, so that it has ended or must be killed; or its term is not lower).
     """
+    _shutdown(address, pb.ShutdownRequest(job_id=job_id, reason=reason, term=term, generation=generation), timeout_s)
+
+
+def look_for_controller(address: str, *, job_id: str, term: int, timeout_s: float) -> None:
+    """Return when a controller answers at this address; it leads on. `term`: of the one that takes over from it. Raises ControllerError as
+    `request_shutdown` does."""
+    _shutdown(address, pb.ShutdownRequest(job_id=job_id, term=term, looks=True), timeout_s)
+
+
+def _shutdown(address: str, request: pb.ShutdownRequest, timeout_s: float) -> None:
     with open_channel(address) as channel:
         try:
-            request = pb.ShutdownRequest(job_id=job_id, reason=reason, term=term, generation=generation)
             ControlStub(channel).Shutdown(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise _unreachable(address, "shutdown", error) from error

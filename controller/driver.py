@@ -29,16 +29,19 @@ class Driver:
         journal: Journal,
         on_finish: Callable[[str], None],
         *,
+        look_for: Callable[[str], None] = lambda address: None,
         supersede: Callable[[str, int], None] = lambda address, generation: None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`supersede(address, generation)`: tell the controller there, if there is one, that this one takes over, with a rank of that generation; must
-        not block."""
+        """`look_for(address)`: put `EarlierLives` once the controller there answers, if there is one. `supersede(address, generation)`: tell it that this
+        one takes over, with a rank of that generation. Neither may block."""
         self._journal = journal
         self._on_finish = on_finish
         self._clock = clock
-        self._handler = Handler(settings, journal, supersede=supersede, clock=clock, unix_clock=unix_clock)
+        self._handler = Handler(
+            settings, journal, look_for=look_for, supersede=supersede, clock=clock, unix_clock=unix_clock
+        )
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-controller", daemon=True)
 

@@ -43,10 +43,12 @@ from ttp.proto.status import JobStatus, PublishedCheckpoint
 
 from .core.facts.events import (
     ControllerSettings,
+    EarlierLives,
     Effect,
     Event,
     Finish,
     HeartbeatBatch,
+    LookFor,
     Received,
     Send,
     StreamClosed,
@@ -130,7 +132,9 @@ class NotAllowed:
     text: str
 
 
-Item = StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed
+Item = (
+    StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed | EarlierLives
+)
 
 
 class EventLog(Protocol):
@@ -154,12 +158,14 @@ class Handler:
         settings: ControllerSettings,
         journal: EventLog,
         *,
+        look_for: Callable[[str], None],
         supersede: Callable[[str, int], None],
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._journal = journal
+        self._look_for = look_for
         self._supersede = supersede
         self._clock = clock
         self._unix_clock = unix_clock
@@ -241,6 +247,8 @@ class Handler:
                     )
                 else:
                     self._stop(reason)
+            case EarlierLives():
+                self._step(item, self._clock())
             case NotAllowed(text):
                 self._count_refusal(text)
             case StopIfNeverUsed(reason):
@@ -422,9 +430,11 @@ class Handler:
             case Tell(hosts, message):
                 for link in [self._agents[host] for host in hosts if host in self._agents]:
                     self._outgoing.setdefault(link, []).append(((), message))
-            case Supersede(addresses, generation):
+            case LookFor(addresses):
                 for address in addresses:
-                    self._supersede(address, generation)
+                    self._look_for(address)
+            case Supersede(address, generation):
+                self._supersede(address, generation)
             case JournalEffect(name, fields):
                 self._log_event(name, dict(fields))
                 match event:

@@ -216,7 +216,8 @@ class ControlService(ControlServicer):
             text = f"this controller has term {term}: one of term {request.term} cannot take over from it"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         generation = request.generation if request.term else None
-        self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}", generation))
+        if not request.looks:
+            self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}", generation))
         return pb.ShutdownReply()
 
     async def _peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:

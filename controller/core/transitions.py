@@ -32,7 +32,7 @@ from . import stages
 from .dump import publishing, reassign, regroup, roll_forward, writing
 from .dump.finish import over
 from .dump.freeze import count_again, extend_update_deadline, take_report
-from .facts.events import Effect, HeartbeatBatch, StreamClosed, Tick
+from .facts.events import EarlierLives, Effect, HeartbeatBatch, StreamClosed, Tick
 from .facts.stage_table import TABLES, Handler, StageTable
 from .facts.state import (
     Assembling,
@@ -97,7 +97,9 @@ _COMING: _Handlers = {
     **_ALWAYS, Registration: liveness.register, Finished: liveness.finished, StandbyReport: standby_report,
 }  # fmt: skip
 _STARTED: _Handlers = {**_COMING, WorkerExit: liveness.worker_exit}
-_LED: _Handlers = {**_STARTED, Heartbeat: heartbeat, HeartbeatBatch: heartbeats, FaultReport: liveness.fault_report}
+_LED: _Handlers = {
+    **_STARTED, Heartbeat: heartbeat, HeartbeatBatch: heartbeats, FaultReport: liveness.fault_report, EarlierLives: takeover.end_earlier,
+}  # fmt: skip
 _FAULT: _Handlers = {**_LED, **_ANSWERS_LATE, StateReport: state_report}
 _ORDERS: _Handlers = {**_FAULT, Progress: roll_forward.note_progress}
 
@@ -113,7 +115,7 @@ TABLES.update({
     Gathering: StageTable(
         on={
             **_COMING, **_ANSWERS_LATE, Registration: takeover.another_rank_came, WorkerExit: takeover.note_exit, FaultReport: takeover.note_fault,
-            Heartbeat: noted, HeartbeatBatch: noted,
+            Heartbeat: noted, HeartbeatBatch: noted, EarlierLives: takeover.earlier_lives,
         },
         deadline=stages.gathering_deadline,
         advance=takeover.gather_ranks,
@@ -169,7 +171,7 @@ TABLES.update({
         slow=reassign.slow_publishers,
     ),
     Exiting: StageTable(
-        on={**_LED, **_ANSWERS_LATE, FaultReport: late},
+        on={**_LED, **_ANSWERS_LATE, FaultReport: late, EarlierLives: late},
         deadline=lambda state: state.at.deadline,
         expire=lambda state, now, out: over(state, state.at.reason, out),
         advance=stages.exit_after_ranks,

@@ -16,7 +16,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Replace, Upward
 
 Out = tuple[str, object]
-"""("send", (ranks, message)), ("replace", the order to an agent), ("supersede", addresses), ("over", reason)."""
+"""("send", (ranks, message)), ("replace", the order to an agent), ("look for", addresses), ("supersede", address), ("over", reason)."""
 
 _A_CAUSE = Cause(CauseKind.EXITED, (), "")
 _ENDED_BY_OTHERS = ("killed", "superseded", "left alone")
@@ -113,8 +113,10 @@ class Turn:
                     self.out.append(("send", (ranks, _without_texts(message))))
                 case ev.Journal(event_name, fields):
                     self._note(event_name, dict(fields))
-                case ev.Supersede(addresses):
-                    self.out.append(("supersede", addresses))
+                case ev.LookFor(addresses):
+                    self.out.append(("look for", addresses))
+                case ev.Supersede(address):
+                    self.out.append(("supersede", address))
                 case ev.Finish(reason):
                     self.controller = replace(self.controller, ended=reason or "over")
                     self.out.append(("over", reason))
@@ -181,6 +183,16 @@ def receive_from_agent(shape: Shape, controller: Controller, message: Upward) ->
     turn = Turn(controller)
     turn.take(ev.Received(message))
     return turn.ended()
+
+
+def earlier_lives(shape: Shape, controller: Controller, place: int) -> tuple[Controller, tuple[Out, ...]]:
+    turn = Turn(controller)
+    turn.take(ev.EarlierLives(f"c{place}"))
+    return turn.ended()
+
+
+def place_of(address: str) -> int:
+    return int(address.removeprefix("c"))
 
 
 def close_seen(shape: Shape, controller: Controller, rank: int) -> tuple[Controller, tuple[Out, ...]]:

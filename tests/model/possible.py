@@ -9,7 +9,7 @@ from tests.model.controller import Controller
 from tests.model.disk import Disk
 from tests.model.rank import Rank
 from tests.model.shape import Shape
-from tests.model.situation import SUPERSEDED, Action, Draft, Numbers, Situation, View, view
+from tests.model.situation import LOOKED_FOR, Action, Draft, Numbers, Situation, View, view
 from ttp.controller.core.facts.state import ControllerState, Stage
 from ttp.proto.messages import Regroup
 
@@ -134,7 +134,9 @@ class Possibilities:
         ]
         attached = not any(self.controller(situation, earlier).running for earlier in range(place))
         found += [
-            ("exit", to, rank) for to, rank in situation.exits if to == place and (attached or rank == SUPERSEDED)
+            ("exit", to, rank)
+            for to, rank in situation.exits
+            if to == place and (self.controller(situation, LOOKED_FOR - rank).running if rank < 0 else attached)
         ]
         return found
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.model.claims import judge
-from tests.model.situation import CLOSED, SUPERSEDED, Action, Situation, is_stale
+from tests.model.situation import CLOSED, Action, Situation, is_stale
 from tests.model.world import World
 from tests.simulation.garbage import seldom_collected
 from ttp.controller.core.dump.freeze import has_culprit
@@ -155,7 +155,7 @@ class Search:
         if action[0] != "controller resume" or self.world.shape.in_place_s:
             return False
         place, views = action[1], map(self.world.views.__getitem__, situation.ranks)
-        if any(to > place and rank != SUPERSEDED for to, rank in situation.exits):
+        if any(to > place and rank >= 0 for to, rank in situation.exits):
             return False
         return not any(view.running and view.link in (place, -1) for view in views)
 

@@ -13,8 +13,8 @@ CLOSED = 0
 """In a channel: the stream has ended here."""
 HELLO = 1
 """In a channel up: a rank asks a controller that does not run for a stream."""
-SUPERSEDED = -1
-"""Among the news for a controller: a newer one orders it to end."""
+LOOKED_FOR = -1
+"""Among the news for a controller, less the newer one's place: that one looks for it."""
 GREETING = 2
 """In a channel down: the answer to that."""
 
@@ -31,7 +31,7 @@ class Situation(NamedTuple):
     """Index rank * controllers + controller."""
     down: tuple[tuple[int, ...], ...]
     exits: tuple[tuple[int, int], ...]
-    """(controller, rank): an agent will tell that controller of that rank's end; or SUPERSEDED."""
+    """(controller, rank): an agent will tell that controller of that rank's end. Below zero: see LOOKED_FOR."""
     replaces: tuple[tuple[int, int, int, int], ...]
     """(controller, rank, process, freeze): that controller has ordered an agent to replace that process."""
     disk: int

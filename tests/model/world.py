@@ -15,7 +15,7 @@ from tests.model import in_place
 from tests.model import rank as ranks
 from tests.model.disk import Disk
 from tests.model.possible import Possibilities
-from tests.model.situation import CLOSED, GREETING, HELLO, SUPERSEDED, Action, Draft, Situation, is_stale
+from tests.model.situation import CLOSED, GREETING, HELLO, LOOKED_FOR, Action, Draft, Situation, is_stale
 from ttp.proto.messages import (
     CauseKind,
     KeepAlive,
@@ -191,11 +191,16 @@ class World(Possibilities):
         if it.alive and current and rank in controller.streams:
             self._append(draft.down, index, number)
 
-    def _supersede(self, draft: Draft, place: int, addresses: Any) -> None:
+    def _look_for(self, draft: Draft, place: int, addresses: Any) -> None:
         for address in addresses:
-            older = int(address.removeprefix("c"))
+            older = controllers.place_of(address)
             if not self.controller(draft, older).gone:
-                draft.exits.add((older, SUPERSEDED))
+                draft.exits.add((older, LOOKED_FOR - place))
+
+    def _supersede(self, draft: Draft, place: int, address: Any) -> None:
+        """One that has just answered receives it at once, or never does."""
+        if self.controller(draft, (older := controllers.place_of(address))).running:
+            self._on_controller(draft, older, controllers.killed, "superseded")
 
     def _controller_over(self, draft: Draft, place: int, reason: Any) -> None:
         """There is no reader any more; what it had sent still arrives."""
@@ -206,7 +211,7 @@ class World(Possibilities):
             it = self.rank(draft, rank)
             if it.alive and it.link == place and CLOSED not in draft.down[index]:
                 self._append(draft.down, index, CLOSED)
-        draft.exits = {(to, rank) for to, rank in draft.exits if to != place}
+        draft.exits = {(to, rank) for to, rank in draft.exits if to != place and rank != LOOKED_FOR - place}
 
     # ordinary actions
 
@@ -238,8 +243,8 @@ class World(Possibilities):
 
     def _exit(self, draft: Draft, place: int, rank: int) -> None:
         draft.exits.discard((place, rank))
-        if rank == SUPERSEDED:
-            self._on_controller(draft, place, controllers.killed, "superseded")
+        if rank <= LOOKED_FOR:
+            self._on_controller(draft, LOOKED_FOR - rank, controllers.earlier_lives, place)
             return
         it = self.rank(draft, rank)
         if it.began_in:
@@ -400,6 +405,7 @@ _FROM_RANKS: dict[str, Callable[..., None]] = {
 _FROM_CONTROLLERS: dict[str, Callable[..., None]] = {
     "send": World._send_down,
     "replace": in_place.order_replacement,
+    "look for": World._look_for,
     "supersede": World._supersede,
     "over": World._controller_over,
 }

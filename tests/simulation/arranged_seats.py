@@ -150,6 +150,24 @@ def standby_is_on_its_side(seed: int) -> Scenario:
     return scenario
 
 
+def network_is_back_as_the_others_are_given_up(seed: int) -> Scenario:
+    """A node is cut off with the standby, which waits there for the ranks of the others, while these write their step with their own controller. There is
+    no spare node."""
+    scenario = _calm(seed, ring(3), harmless=False, standbys=1, spares=0)
+    job = scenario.job
+    _at(
+        job,
+        _phase(seed),
+        0.0005 * (seed % 7),
+        partial(cut_off, job, 2, LEASE_S * (2.5 + 0.01 * (seed // 2 % 100)), (1,)),
+    )
+    for process in job.ranks:
+        process.slow_compute[STEPS - 1] = 6 * LEASE_S if seed % 2 else 0.0
+    for process in job.ranks[:2]:
+        process.slow_work["write"] = 4 * LEASE_S
+    return scenario
+
+
 def rank_0s_node_is_lost(seed: int) -> Scenario:
     """Rank 0's node is lost, or cut off and back."""
     scenario = _calm(seed, harmless=False)
@@ -190,6 +208,6 @@ def lost_again_as_it_sits_down(seed: int) -> Scenario:
 
 
 ARRANGED = (
-    node_is_lost, node_is_back_at_once, node_is_back_later, controller_dies_when_it_is_back, those_in_its_place_die_with_the_controller, controller_dies_meanwhile, standby_is_on_its_side,
+    node_is_lost, node_is_back_at_once, node_is_back_later, controller_dies_when_it_is_back, those_in_its_place_die_with_the_controller, controller_dies_meanwhile, standby_is_on_its_side, network_is_back_as_the_others_are_given_up,
     a_node_that_is_back_is_a_spare, rank_0s_node_is_lost, two_nodes_and_one_spare, two_nodes_one_after_the_other, lost_again_as_it_sits_down,
 )  # fmt: skip

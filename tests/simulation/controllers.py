@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.network import DOWN, UP, RankStream, Route, Stream
 from tests.simulation.truth import Snapshot
 from ttp.controller.core.facts import events as ev
+from ttp.controller.core.facts.events import EarlierLives
 from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.ranks.takeover import SUPERSEDE_PART
 from ttp.controller.handler import Addressed, Handler, StopAsked, StreamEnded
 from ttp.controller.handler import RankLink as ServersEnd
 from ttp.hang_limits import HangLimits
@@ -113,6 +115,7 @@ class Controller:
         self.handler = Handler(
             settings,
             Journal(self),
+            look_for=lambda address: self._look_for(job.controller_at(address)),
             supersede=lambda address, generation: self._supersede(job.controller_at(address), generation),
             clock=self.clock,
             unix_clock=self.clock,
@@ -366,12 +369,33 @@ class Controller:
             self.job.standbys.ended(self)
         self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
 
+    def _look_for(self, older: Controller) -> None:
+        """It answers once it runs and the network carries the question, and its answer."""
+
+        def answer() -> None:
+            if not older.gone and not (self.gone and self.parted_until):  # else the question was never on its way
+                self.job.scheduler.at(
+                    self._carried(older), lambda: self.when_running(lambda: self._answered(f"c{older.place}"))
+                )
+
+        self.job.scheduler.at(self._carried(older), lambda: older.when_running(answer))
+
+    def _answered(self, address: str) -> None:
+        self.handler.take(EarlierLives(address))
+        self._go_on()
+
+    def _carried(self, older: Controller) -> float:
+        """Return when something arrives that is sent now by one of them to the other."""
+        held = max(older.cut_until, self.cut_until, older.route.held_until[UP], older.parted_until, self.parted_until)
+        return max(self.job.scheduler.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
+
     def _supersede(self, older: Controller, generation: int) -> None:
-        """The request reaches it once it runs and the network carries it."""
+        """The request reaches it at once, or is withdrawn."""
+        until_s = self.job.scheduler.now + SUPERSEDE_PART * self.job.times.lease_s
 
         def end() -> None:
-            if self.gone and self.parted_until:
-                return  # the request was never on its way
+            if self.job.scheduler.now > until_s or older.gone:
+                return
             older.handler.take(StopAsked(f"superseded by c{self.place}", generation))
             older._go_on()
             if not older.gone:
@@ -382,9 +406,7 @@ class Controller:
                 )
             older.close_all()
 
-        held = max(older.cut_until, self.cut_until, older.route.held_until[UP], self.parted_until)
-        moment = max(self.job.scheduler.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
-        self.job.scheduler.at(moment, lambda: older.when_running(end))
+        self.job.scheduler.at(self._carried(older), lambda: older.when_running(end))
 
     def close_all(self) -> None:
         """All its streams end, those without a registration included."""

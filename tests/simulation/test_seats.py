@@ -89,8 +89,20 @@ def test_a_controller_of_ranks_that_count_is_not_ended_by_one_that_others_have_c
     assert stays
 
 
+def test_an_earlier_controller_ends_in_time_for_its_ranks_to_come_or_leads_on() -> None:
+    """It is not ended as the later one gives its ranks up."""
+    ends = []
+    for seed in range(100):
+        job = _run(arranged.network_is_back_as_the_others_are_given_up, seed)
+        lines = {line.event: line for _, line in job.journal}
+        ends.append(("stopped" in lines, "refused" in lines))
+        assert "finished" in lines or "published" in lines, f"seed {seed}"
+    assert {(True, False), (False, True)} == set(ends)
+
+
 def test_every_arrangement_is_tried() -> None:
-    assert {*CONTINUED, *WRITTEN, *EITHER, arranged.a_node_that_is_back_is_a_spare} == set(arranged.ARRANGED)
+    alone = (arranged.a_node_that_is_back_is_a_spare, arranged.network_is_back_as_the_others_are_given_up)
+    assert {*CONTINUED, *WRITTEN, *EITHER, *alone} == set(arranged.ARRANGED)
 
 
 def test_random_jobs_give_the_places_of_lost_nodes_away() -> None:

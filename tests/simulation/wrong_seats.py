@@ -9,7 +9,9 @@ import pytest
 from tests.simulation.wrong_controllers import _with_advance
 from ttp.controller.core import machine
 from ttp.controller.core.dump import lost_nodes, regroup
-from ttp.controller.core.facts.state import Regrouping, Running
+from ttp.controller.core.facts.events import EarlierLives, Effect, Supersede
+from ttp.controller.core.facts.stage_table import TABLES
+from ttp.controller.core.facts.state import ControllerState, Exiting, Freezing, Gathering, Regrouping, Running
 from ttp.controller.core.ranks import liveness, takeover
 from ttp.controller.handler import Handler, StopAsked
 from ttp.proto.frozen import replace
@@ -105,3 +107,19 @@ def any_controller_of_a_later_term_takes_over(patch: Patch) -> None:
         take(self, StopAsked(item.reason) if isinstance(item, StopAsked) else item)
 
     patch.setattr(Handler, "take", wrong)
+
+
+def ranks_of_an_earlier_controller_have_no_time_to_come(patch: Patch) -> None:
+    """It is ended, and its ranks are given up a moment later."""
+    patch.setitem(TABLES[Gathering].on, EarlierLives, _ends_it)
+
+
+def one_that_cannot_save_ends_an_earlier_controller(patch: Patch) -> None:
+    """Its own ranks do not cover, and it has refused."""
+    for stage in (Freezing, Exiting):
+        patch.setitem(TABLES[stage].on, EarlierLives, _ends_it)
+
+
+def _ends_it(state: ControllerState, event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
+    out.append(Supersede(event.address, takeover.newest_begun(state)))
+    return state

@@ -103,7 +103,14 @@ class Tick:
     """Time passed; the machine compares `now` with its deadlines."""
 
 
-Event = Received | HeartbeatBatch | StreamClosed | Tick
+@dataclass(frozen=True, slots=True)
+class EarlierLives:
+    """The controller at this address, whose term is lower, has answered: it is there, and leads on."""
+
+    address: str
+
+
+Event = Received | HeartbeatBatch | StreamClosed | EarlierLives | Tick
 
 # --- out ---
 
@@ -125,10 +132,18 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Supersede:
-    """Tell the controllers at these addresses, whose terms are lower, to end: this one takes over. They may be long gone."""
+class LookFor:
+    """Look whether the controllers at these addresses live, whose terms are lower: `EarlierLives` for each that answers. They may be long gone, or answer
+    once they are not stopped or cut off any more."""
 
     addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """Tell the controller at this address, which has just answered, to end: this one takes over. In vain if it does not receive that at once."""
+
+    address: str
     generation: int = 0
     """Of the rank that has come here: a controller that leads a later one leads on."""
 
@@ -151,4 +166,4 @@ class Finish:
     reason: str
 
 
-Effect = Send | Tell | Supersede | Journal | Finish
+Effect = Send | Tell | LookFor | Supersede | Journal | Finish

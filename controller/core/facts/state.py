@@ -256,8 +256,8 @@ class Gathering(AnyStage):
     """Faults that ranks reported before the takeover."""
     waited_longer: bool = False
     """The ranks that came did not cover, and the others had a lease more."""
-    asked: int = 0
-    """The generation with which earlier controllers were asked to end."""
+    looked: int = 0
+    """The newest generation for which earlier controllers were looked for."""
 
 
 @dataclass(frozen=True)

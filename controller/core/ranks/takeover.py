@@ -17,41 +17,64 @@ from ttp.proto.messages import Cause, CauseKind, Downward, FaultReport, Registra
 from ..dump.finish import finish_job, leave, over
 from ..dump.freeze import add_cause, begin_fault
 from ..facts.coverage import coverage_of, named, survives, warnings
-from ..facts.events import Effect, Fields, Journal, Send, Supersede
+from ..facts.events import EarlierLives, Effect, Fields, Journal, LookFor, Send, Supersede
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
 from ..facts.membership import SUSPECT_AFTER, Member, mark_dead, renew_all_leases, update
 from ..facts.state import ControllerState, Freezing, Gathering, Standby, StateAt, goto
 from .generations import begun
 from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more, welcome
 
+SUPERSEDE_PART = 1 / 3
+"""The part of a lease in which a controller that has just answered must receive that it is to end: its ranks have the rest to come."""
+
 
 def first_rank_came(state: StateAt[Standby], message: Registration, now: float, out: list[Effect]) -> ControllerState:
-    """A rank has given up its controller: gather all of them, and tell the earlier controllers, should one live, to end.
-
-    A controller that was only slow or cut off from some ranks would otherwise keep the others, and neither side could
-    be sure of a holder of every shard.
-    """
+    """A rank has given up its controller: gather all of them, and look for the earlier controllers, should one live."""
     settings, generation = state.settings, begun(message)
     earlier = _earlier(settings.address, message.controllers)
     fields: Fields = {"term": settings.term, "rank": message.rank, "earlier": earlier}
     out.append(Journal("takeover_began", fields))
     if earlier:
-        out.append(Supersede(earlier, generation))
-    at = Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s, asked=generation)
+        out.append(LookFor(earlier))
+    at = Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s, looked=generation)
     return register(began(goto(state, at), now), message, now, out)
 
 
 def another_rank_came(
     state: StateAt[Gathering], message: Registration, now: float, out: list[Effect]
 ) -> ControllerState:
-    """One more has given up its controller. If it is of a later generation than those before, earlier controllers are asked again: one that leads that
-    generation has led on."""
+    """One more has given up its controller. If it is of a later generation than those before, earlier controllers are looked for again: one that leads
+    that generation has led on."""
     earlier, generation = _earlier(state.settings.address, message.controllers), begun(message)
-    if generation > state.at.asked:
-        state = replace(state, at=replace(state.at, asked=generation))
+    if generation > state.at.looked:
+        state = replace(state, at=replace(state.at, looked=generation))
         if earlier:
-            out.append(Supersede(earlier, generation))
+            out.append(LookFor(earlier))
     return register(state, message, now, out)
+
+
+def earlier_lives(state: StateAt[Gathering], event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
+    """An earlier controller was only slow, stopped or cut off: it is to end, and its ranks have a lease to come here.
+
+    It would otherwise keep them, and neither side could be sure of a holder of every shard. That it is there is known first: ended just before
+    this controller gave its ranks up, it would have nothing written, nor would this one.
+    """
+    out.append(Supersede(event.address, newest_begun(state)))
+    deadline = max(state.at.deadline, now + state.settings.lease_s)
+    return replace(state, at=replace(state.at, deadline=deadline))
+
+
+def end_earlier(state: ControllerState, event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
+    """The same of a controller that answers after the takeover. Where those that came here do not cover all shards, it leads on: what is to be saved it
+    may have, with ranks that count as dead here."""
+    if _covers(state):
+        out.append(Supersede(event.address, newest_begun(state)))
+    return state
+
+
+def newest_begun(state: ControllerState) -> int:
+    """Return the newest generation that a process has begun which has come here. O(world), and rare."""
+    return max((begun(member.registration) for member in state.members.table), default=0)
 
 
 def _earlier(own: str, controllers: tuple[str, ...]) -> tuple[str, ...]:
@@ -166,7 +189,7 @@ def _covers(state: ControllerState) -> bool:
     """True when those that came, and live, hold every shard that any of them knows of."""
     came = (member for member in state.members.table if member.dead is None)
     registrations = [member.registration for member in came if member.registration is not None]
-    known = max(registration.job_groups for registration in registrations)
+    known = max((registration.job_groups for registration in registrations), default=inf)
     return len(coverage_of(registrations, state.settings.world_size).groups) >= known
 
 

@@ -28,11 +28,11 @@ COMPUTE, READY, DONE = Phase.COMPUTE, Phase.READY, Phase.DONE
 # --- who comes ---
 
 
-def test_a_standby_that_the_ranks_do_not_list_supersedes_no_controller() -> None:
+def test_a_standby_that_the_ranks_do_not_list_looks_for_no_controller() -> None:
     """It cannot tell who comes before it."""
     job = standby()
     job.say(registration(2))
-    assert not only(job.effects, ev.Supersede) and job.logged("takeover_began")[0]["earlier"] == ()
+    assert not only(job.effects, ev.LookFor) and job.logged("takeover_began")[0]["earlier"] == ()
 
 
 def test_a_rank_that_came_and_went_again_does_not_count_as_absent() -> None:

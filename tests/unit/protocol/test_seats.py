@@ -11,7 +11,7 @@ from tests.unit.protocol.bench import ControllerBench, ProcessorBench, registrat
 from ttp.controller.core import machine
 from ttp.controller.core.dump import lost_nodes
 from ttp.controller.core.dump.regroup import agent_of
-from ttp.controller.core.facts.events import Supersede
+from ttp.controller.core.facts.events import EarlierLives, LookFor, Supersede
 from ttp.controller.core.facts.state import Stage, Work
 from ttp.errors import ProtocolError
 from ttp.processor.core.events import Connected, Send
@@ -204,7 +204,7 @@ def test_what_an_earlier_stream_leaves_behind_ends_nothing_here() -> None:
 def test_a_controller_to_which_earlier_processes_have_come_first_forgets_them() -> None:
     bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
     bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
-    assert bench.at(Stage.GATHERING) and only_supersede(bench) == Supersede(("s0",), 0)
+    assert bench.at(Stage.GATHERING) and looked_for(bench) == [LookFor(("s0",))]
     bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
     assert bench.logged("earlier_process") == [{"rank": 2, "host": "b", "pid": 102}]
     table = bench.state.members.table
@@ -213,25 +213,22 @@ def test_a_controller_to_which_earlier_processes_have_come_first_forgets_them() 
     assert table[2].dead is None and bench.state.members.attached == 2
 
 
-def only_supersede(bench: ControllerBench) -> Supersede:
-    (found,) = superseded(bench)
-    return found
+def looked_for(bench: ControllerBench) -> list[LookFor]:
+    return [effect for effect in bench.effects if isinstance(effect, LookFor)]
 
 
-def superseded(bench: ControllerBench) -> list[Supersede]:
-    return [effect for effect in bench.effects if isinstance(effect, Supersede)]
-
-
-def test_earlier_controllers_are_asked_again_with_a_later_generation() -> None:
+def test_earlier_controllers_are_looked_for_again_with_a_later_generation() -> None:
     """The one that leads it has led on when only an earlier process had come."""
     bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
     bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
     bench.say(able(3, controllers=("s0", "s1"), job_groups=2))
-    assert not superseded(bench)
+    assert not looked_for(bench)
     bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1))
-    assert only_supersede(bench) == Supersede(("s0",), 1)
+    assert looked_for(bench) == [LookFor(("s0",))]
+    bench.take(EarlierLives("s0"))
+    assert Supersede("s0", 1) in bench.effects
     bench.say(able(1, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
-    assert not superseded(bench)
+    assert not looked_for(bench)
 
 
 @pytest.mark.parametrize("first", ["b", "c"])

@@ -95,7 +95,13 @@ class Bench:
             write_event=lambda unix_s, monotonic_s, event, fields: self.logged.append(event),
         )  # fmt: skip
         settings = ControllerSettings("job", 1, 4, heartbeat_s=1.0, lease_s=3.0)
-        self.handler = Handler(settings, journal, supersede=lambda address, generation: None, clock=lambda: self.now)
+        self.handler = Handler(
+            settings,
+            journal,
+            look_for=lambda address: None,
+            supersede=lambda address, generation: None,
+            clock=lambda: self.now,
+        )
 
     def initial(self, settings: ControllerSettings, now: float) -> Any:
         return SimpleNamespace(stage=self.stage, generation=self.generation)
