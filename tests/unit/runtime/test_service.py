@@ -120,6 +120,16 @@ def test_a_controller_is_ended_by_its_launcher_and_by_a_later_term_only(job_id: 
     called(act)
 
 
+def test_a_controller_that_is_looked_for_answers_and_leads_on() -> None:
+    async def act(caller: Caller) -> None:
+        await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=TERM + 1, looks=True), caller.context)
+        with pytest.raises(Refused):
+            await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=TERM, looks=True), caller.context)
+        assert not caller.items
+
+    called(act)
+
+
 def test_who_asks_a_controller_to_end_without_a_reason_is_named() -> None:
     async def act(caller: Caller) -> None:
         await caller.service.Shutdown(pb.ShutdownRequest(), caller.context)
