@@ -111,15 +111,14 @@ def test_text_is_prepared_once_and_trained_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_checkpoints_can_be_looked_at(tmp_path: Path) -> None:
+def test_checkpoints_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """list, inspect and verify of a real run's, and a broken one is reported by exit status 1; diff, export and prune take them as well."""
     output = tmp_path / "run"
     arguments = ("--training_config.output_dir", str(output), "--training_config.training_iters=4")
     done = run("-m", "ttp.trainer", "--config", "gpt_tiny", *SMALL, *arguments, "--training_config.save_interval=2")
     assert done.returncode == 0, done.stdout + done.stderr
     for what in ("list", "inspect", "verify"):
-        looked = run("-m", "ttp.checkpoint", str(output / "checkpoints"), what)
-        assert looked.returncode == 0 and "4" in looked.stdout, looked.stdout + looked.stderr
+        assert ckpt([what, str(output / "checkpoints")]) == 0 and "4" in capsys.readouterr().out
     at_2, at_4 = (output / "checkpoints" / f"iter_000000{step}" for step in (2, 4))
     assert [ckpt(["diff", str(at_4), str(other)]) for other in (output, at_2)] == [0, 1]
     assert ckpt(["export", str(output), str(tmp_path / "hf"), "--to", "hf"]) == 0

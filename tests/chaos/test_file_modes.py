@@ -32,9 +32,10 @@ def temporary() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("mask", "given", "private"),
-    [pytest.param(0, "", (0o600, 0o700), marks=pytest.mark.long), (0o077, "0640", (0o640, 0o750))],
+    [(0, "", (0o600, 0o700)), (0o077, "0640", (0o640, 0o750))],
     ids=["umask 0", "umask 077"],
 )
+@pytest.mark.long
 def test_a_job_leaves_private_files_and_checkpoints_by_the_umask(
     mask: int, given: str, private: tuple[int, int], tmp_path: Path, temporary: Path
 ) -> None:

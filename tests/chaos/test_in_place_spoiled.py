@@ -47,6 +47,7 @@ def events_of(job: TrainingJob) -> list[dict[str, Any]]:
     return [line for journal in job.journals() for line in journal]
 
 
+@pytest.mark.long
 def test_a_bit_that_is_altered_on_its_way_is_found_and_the_step_is_written(tmp_path: Path, whole_job: RunJob) -> None:
     """By the comparison that follows the transfer: the rank that stays still has the state, and is what is written."""
     script = tmp_path / "spoiling.py"

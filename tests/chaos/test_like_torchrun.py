@@ -115,7 +115,7 @@ CASES = {
 }
 
 
-LONG = tuple(name for name in CASES if "c10d" in name)
+LONG = tuple(name for name in CASES if "c10d" in name or "@record" in name)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])

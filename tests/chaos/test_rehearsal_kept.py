@@ -72,6 +72,7 @@ def run(
     return text
 
 
+@pytest.mark.long
 def test_a_rehearsal_allows_recoveries_from_the_next_attempt_on(tmp_path: Path) -> None:
     """In one job: its first attempt is the one that rehearses, and a death in it costs a restart; one in the second does not."""
     text = run(tmp_path / "job", deaths="0:5,1:8", every="every:2")

@@ -106,6 +106,7 @@ class Checked(NodesJob):
         return read_jsonl(self.output_dir / "log" / "story.jsonl")
 
 
+@pytest.mark.long
 def test_a_node_that_is_sick_after_a_fault_gives_its_place_to_the_spare(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:

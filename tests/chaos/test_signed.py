@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.launching import Launch
 from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.signing import fix_checksums, make_keys
@@ -62,6 +64,7 @@ def run(out: Path, *options: str, last: int, dies_at: int = 0, name: str = "laun
         return launch.text
 
 
+@pytest.mark.long
 def test_a_killed_job_resumes_what_it_has_signed_and_nothing_else(tmp_path: Path) -> None:
     """The periodic checkpoint, that of the fault and the last one are signed; the run without keys has the same bits."""
     keys, out, whole = make_keys(tmp_path), tmp_path / "signed", tmp_path / "whole"

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_forked_worker_starts_processes_of_its_own(tmp_path: Path) -> None:
     """Data loaders by every method, and functions of the script in new interpreters."""
     with Launch(tmp_path, LOADERS, "--nproc-per-node", "2", environ=WARM) as job:

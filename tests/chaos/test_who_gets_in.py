@@ -112,6 +112,7 @@ def shown_of(launches: list[Launch]) -> bytes:
     return found
 
 
+@pytest.mark.long
 def test_two_nodes_with_a_secret_file_survive_a_kill_and_show_the_secret_nowhere(tmp_path: Path) -> None:
     text = secrets.token_hex(32)
     secret = tmp_path / "job.secret"

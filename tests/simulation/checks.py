@@ -345,7 +345,7 @@ def _vetoed(job: Job) -> list[str]:
     been lost to a directory: that costs no step."""
     said = next((at for at, line in job.journal if line.event == "published"), inf)
     decided = [snapshot for snapshot in job.snapshots if snapshot.verdict == "decided" and snapshot.at_s <= said]
-    if said == inf or not decided or job.own is not None:
+    if said == inf or not decided or job.own is not None or job.comparing.disputed:
         return []
     if _kept_apart(job, decided[-1].at_s) or _kept_apart(job, said) or _start_failed(job):
         return []

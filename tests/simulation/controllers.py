@@ -346,7 +346,13 @@ class Controller:
             for rank, link in routes
             if isinstance(link, Link) and members[rank].attached
         ]
-        generations = {process.rank: process.generation for process in behind if process.alive}
+        generations = {
+            process.rank: process.generation
+            for process in behind
+            if process.alive
+            and process.stream is not None
+            and process.stream.controller is self  # others do not receive it
+        }
         if len(set(generations.values())) > 1:
             self.job.broken(
                 f"I22: c{self.place} opens the gates of processes of several generations, by rank {generations}"

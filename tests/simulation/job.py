@@ -28,7 +28,7 @@ from tests.simulation.standbys import Standbys
 from tests.simulation.training import Training
 from tests.simulation.truth import Snapshot
 from ttp.controller.core.facts import events as ev
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import Regrouping, Stage
 from ttp.proto.messages import CommitRecord, Thaw, Upward, WorkerExit
 
 if TYPE_CHECKING:
@@ -242,8 +242,13 @@ class Job:
         alive. Of a disk that is just gone it cannot know."""
         if not isinstance(self.disk, OwnDisks):
             return
-        members = controller.state.members.table
-        believed = {host for host, member in zip(self.hosts, members, strict=True) if member.dead is None}
+        members, at = controller.state.members.table, controller.state.at
+        ended = at.awaited if isinstance(at, Regrouping) else ()  # counted when it published, and are replaced only now
+        believed = {
+            host
+            for process, host, member in zip(self.ranks, self.hosts, members, strict=True)
+            if member.dead is None or (process.rank in ended and process.alive)
+        }
         step = int(str(controller.journal[-1][1].fields["step"]))
         attempts = {key: names for key, names in self.disk.lacking(believed).items() if key.step == step}
         whole = [key for key, names in attempts.items() if not names]

@@ -57,7 +57,8 @@ def test_gradients_that_accumulate_in_shards_at_other_sizes(world: int, run_rank
     run_ranks(world, *ACCUMULATION[:3])
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 5, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [2, 5, 8])
+@pytest.mark.long
 def test_replicas_are_identical_at_other_sizes(world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(world, *EVERYWHERE, "parameters_of_16_bits_are_rounded_masters", "the_wire_carries_what_theory_says")
 

@@ -17,7 +17,6 @@ from tests.unit.trainer.layouts import (
     Axes,
     Result,
     Training,
-    assert_same_bits,
     assert_same_curve,
     assert_state_of,
     assert_trains_in_precision,
@@ -40,13 +39,6 @@ IN_SHARDS = {"training_config.gradient_accumulation_shard": "true", "parallel_co
 """With one replica, so that two data-parallel ranks hold two shards."""
 
 PRECISE = [in_precision("fp16 by autocast", TENSOR), in_precision("bf16 by autocast", PIPELINE)]
-RECOMPUTED = {
-    (axes, way): Training(f"{way} {axes}", axes, {**DROPOUT, "training_config.recompute": way}, 8)
-    for axes, way in (
-        (SEQUENCE, "none"),
-        (SEQUENCE, "full"),
-    )
-}
 IN_FP16 = {
     **PRECISIONS["fp16 by autocast"],
     "model_config.fp16_lm_cross_entropy": "true",
@@ -59,7 +51,7 @@ EVALUATED = [
         "training_config.training_iters": 1, "optimizer_config.learning_rate": 0,
         "optimizer_config.learning_rate_scheduler_kwargs": None,
     }, sequences)
-    for axes, sequences in ((Axes(data=4), 8), (TENSOR, 12), (INTERLEAVED, 8))
+    for axes, sequences in ((TENSOR, 12), (INTERLEAVED, 8))
 ]  # fmt: skip
 """Batches of other sizes; nothing is learned, so that all have the same weights."""
 MOVES: list[tuple[str, Axes, dict[str, Any]]] = [
@@ -89,7 +81,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Training("loss in fp16", TENSOR, IN_FP16),
         *PRECISE,
         *EVALUATED,
-        *RECOMPUTED.values(),
         *(
             loaded(f"{source} under {axes}", Result(folder / source).checkpoint(LAST), axes, keys)
             for source, axes, keys in MOVES
@@ -132,12 +123,6 @@ def test_the_validation_loss_is_of_the_same_sequences_under_every_layout(done: d
     assert [[line["sequences"] for line in each] for each in lines] == [[7]] * len(EVALUATED)
     losses = [each[0]["loss_value"] for each in lines]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
-
-
-def test_recomputed_activations_change_no_bit(done: dict[str, Result]) -> None:
-    """Under sequence parallelism, with dropout everywhere; under every axis: test_layouts_in_full.py."""
-    for (axes, _), training in RECOMPUTED.items():
-        assert_same_bits(done[training.name], done[RECOMPUTED[axes, "none"].name])
 
 
 def test_weights_and_moments_move_to_other_layouts_bit_for_bit(done: dict[str, Result]) -> None:
