@@ -44,6 +44,8 @@ class Comparing:
         """Some rank has reported to its gate that replicas differ."""
         self.known = False
         """Some rank has learned in a collective that they do."""
+        self.published_knowing = False
+        """Some process that counts has published a step since then."""
         self.known_of: set[str] = set()
         """Of which shard groups."""
         self._read: dict[tuple[str, int, int], dict[str, int]] = {}
@@ -162,6 +164,10 @@ class Comparing:
         if not process.gate.torn and not (self.repairs and self.proven(process.rank)):
             self._job.broken(f"I19: rank {process.rank} is replaced, whose replica is not proven wrong")
 
+    def publishes(self, process: Rank) -> None:
+        """A process does, one on a node that was given up perhaps: what it has is of an earlier generation."""
+        self.published_knowing |= self.known and process not in self._job.in_place.former
+
     def wrong_part(self, group: str) -> str:
         """Say what it means that a published part is not that of a fault-free run; empty: no rank could know."""
         if not any(group == altered for _, altered in self.altered):
@@ -170,7 +176,7 @@ class Comparing:
 
     def violations(self) -> list[str]:
         """I19: a step is written, of which replicas differ, only where the ranks have asked for it and each wrong one is proven."""
-        if not self.known or not self._job.disk.published:
+        if not self.published_knowing:
             return []
         proven = all(self._has_majority(group) for _, group in self.altered if group in self.known_of)
         return [] if self.repairs and proven else [f"I19: a step was published, replicas differed in {self.altered}"]
