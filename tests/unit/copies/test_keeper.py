@@ -21,7 +21,7 @@ import ttp
 from tests.unit.copies.conftest import HOST, SECRET
 from tests.unit.copies.material import described
 from tests.waiting import LONG_S, until
-from ttp.copies.copy_memory import CopyMemory
+from ttp.copies.copy_memory import START_S, CopyMemory
 from ttp.copies.keeper import NICE, listen
 from ttp.copies.memory import Limit
 from ttp.errors import ConfigError
@@ -61,7 +61,7 @@ class Node:
 
         asking = threading.Thread(target=ask)
         asking.start()
-        until(lambda: self.look() or found)
+        until(lambda: self.look() or found, "memory of a keeper, which imports torch first", START_S)
         asking.join()
         if isinstance(found[0], BaseException):
             raise found[0]
