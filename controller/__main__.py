@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ttp.config import host_name, identity_socket, status_port, tls, tls_files
@@ -61,6 +60,7 @@ _TIMES = {name: value for name, value in ControllerSettings("", 1, 1).flat().ite
 PORT_RETRY_S = 0.25
 LOOK_TIMEOUT_S = 30.0
 """A stopped controller, or one that is cut off, learns of its successor when it continues, if that is not longer after."""
+LOOK_AGAIN_S = 0.5
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -174,13 +174,8 @@ async def serve(
         print(f"ttp-controller: ending: {reason}", file=sys.stderr, flush=True)
         loop.call_soon_threadsafe(over.set)
 
-    driver = Driver(
-        settings,
-        journal,
-        on_finish,
-        look_for=lambda address: look_for(settings, address, driver.put),
-        supersede=partial(supersede, settings),
-    )
+    earlier = Predecessors(settings, lambda found: driver.put(found))
+    driver = Driver(settings, journal, on_finish, look_for=earlier.look_for, supersede=earlier.supersede)
     service = ControlService(settings, driver)
     add_service(server, service)
     watched = guardians or Guardians(())
@@ -225,39 +220,45 @@ async def leave_when_alone(driver: Driver, guardians: Guardians, patience_s: flo
         driver.put(StopIfNeverUsed("the processes that it was started for are gone"))
 
 
-def look_for(settings: ControllerSettings, address: str, found: Callable[[EarlierLives], None]) -> None:
-    """Have `found` called once the controller at `address` answers; on a thread of its own, because it may well be stopped."""
+class Predecessors:
+    """The controllers from which this one takes over. Each request is on a thread of its own: the other side may well be stopped."""
 
-    def look() -> None:
-        look_for_controller(address, job_id=settings.job_id, term=settings.term, timeout_s=LOOK_TIMEOUT_S)
-        found(EarlierLives(address))
+    def __init__(self, settings: ControllerSettings, found: Callable[[EarlierLives], None]) -> None:
+        """`found`: is called when one answers, on any thread."""
+        self._settings = settings
+        self._found = found
 
-    _in_thread(look)
+    def look_for(self, address: str) -> None:
+        """Ask the controller at `address` whether it is alive."""
+        threading.Thread(target=self._look, args=(address,), name="ttp-look-for", daemon=True).start()
 
+    def supersede(self, address: str, generation: int) -> None:
+        """Order it to end, as it has just answered. If it does not take the order, it is asked again."""
+        threading.Thread(target=self._order, args=(address, generation), name="ttp-supersede", daemon=True).start()
 
-def supersede(settings: ControllerSettings, address: str, generation: int) -> None:
-    """Tell the controller at `address`, which has just answered, to end."""
-    reason = f"the controller of term {settings.term} has taken over"
+    def _look(self, address: str) -> None:
+        settings, until = self._settings, time.monotonic() + LOOK_TIMEOUT_S
+        while (left_s := until - time.monotonic()) > 0:
+            try:
+                generation = look_for_controller(address, job_id=settings.job_id, term=settings.term, timeout_s=left_s)
+            except ControllerError:  # it is gone, or gRPC gave up a connection to one that is stopped
+                time.sleep(LOOK_AGAIN_S)
+            else:
+                return self._found(EarlierLives(address, generation))
 
-    def ask() -> None:
-        request_shutdown(
-            address,
-            job_id=settings.job_id,
-            reason=reason,
-            term=settings.term,
-            generation=generation,
-            timeout_s=SUPERSEDE_PART * settings.lease_s,
-        )
-
-    _in_thread(ask)
-
-
-def _in_thread(ask: Callable[[], None]) -> None:
-    def run() -> None:
-        with contextlib.suppress(ControllerError):  # it is gone, as it should be
-            ask()
-
-    threading.Thread(target=run, name="ttp-supersede", daemon=True).start()
+    def _order(self, address: str, generation: int) -> None:
+        settings = self._settings
+        try:
+            request_shutdown(
+                address,
+                job_id=settings.job_id,
+                reason=f"the controller of term {settings.term} has taken over",
+                term=settings.term,
+                generation=generation,
+                timeout_s=SUPERSEDE_PART * settings.lease_s,
+            )
+        except ControllerError:
+            self._look(address)
 
 
 def _announce(line: str) -> None:

@@ -330,16 +330,16 @@ def request_shutdown(
     _shutdown(address, pb.ShutdownRequest(job_id=job_id, reason=reason, term=term, generation=generation), timeout_s)
 
 
-def look_for_controller(address: str, *, job_id: str, term: int, timeout_s: float) -> None:
-    """Return when a controller answers at this address; it leads on. `term`: of the one that takes over from it. Raises ControllerError as
-    `request_shutdown` does."""
-    _shutdown(address, pb.ShutdownRequest(job_id=job_id, term=term, looks=True), timeout_s)
+def look_for_controller(address: str, *, job_id: str, term: int, timeout_s: float) -> int:
+    """Return, once a controller answers at this address, the newest generation that is whole as far as it knows. `term`: of the one that takes over from
+    it. Raises ControllerError as `request_shutdown` does."""
+    return _shutdown(address, pb.ShutdownRequest(job_id=job_id, term=term, looks=True), timeout_s).generation
 
 
-def _shutdown(address: str, request: pb.ShutdownRequest, timeout_s: float) -> None:
+def _shutdown(address: str, request: pb.ShutdownRequest, timeout_s: float) -> pb.ShutdownReply:
     with open_channel(address) as channel:
         try:
-            ControlStub(channel).Shutdown(request, timeout=timeout_s)
+            return ControlStub(channel).Shutdown(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise _unreachable(address, "shutdown", error) from error
 

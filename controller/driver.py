@@ -56,6 +56,11 @@ class Driver:
         """Whether this controller leads ranks, or waits for the first ones of its attempt."""
         return self._handler.state is not None and self._handler.state.stage not in (Stage.STANDBY, Stage.GATHERING)
 
+    @property
+    def generation(self) -> int:
+        """The newest generation that is whole, as far as this controller knows."""
+        return self._handler.state.generation if self._handler.state is not None else 0
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 

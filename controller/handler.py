@@ -102,10 +102,11 @@ class StatusAsked:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """`generation`: of the rank with which another controller takes over; None: none does."""
+    """`generation`: of the newest rank with which another controller takes over; None: none does. `until_s`: it is not obeyed later, by this one's clock."""
 
     reason: str
     generation: int | None = None
+    until_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,16 +238,11 @@ class Handler:
                 reply(job_status(self.state, seen, self._published, os.getpid(), self._clock()))
             case StopWhenUnused():
                 self._leave_if_alone(item)
-            case StopAsked(reason, generation):
-                if generation is not None and generation < self.state.generation:
-                    self._log_event(
-                        "stays",
-                        {
-                            "reason": f"{reason}, with ranks of generation {generation}, and these are in {self.state.generation}"
-                        },
-                    )
+            case StopAsked():
+                if why := self._why_it_stays(item):
+                    self._log_event("stays", {"reason": f"{item.reason}, {why}"})
                 else:
-                    self._stop(reason)
+                    self._stop(item.reason)
             case EarlierLives():
                 self._step(item, self._clock())
             case NotAllowed(text):
@@ -257,6 +253,11 @@ class Handler:
                     self._finish(reason)
             case _:
                 assert_never(item)
+
+    def _why_it_stays(self, order: StopAsked) -> str:
+        if order.generation is not None and order.generation < self.state.generation:
+            return f"with ranks of generation {order.generation}, and these are in {self.state.generation}"
+        return "which came too late" if self._clock() > order.until_s else ""
 
     def _count_refusal(self, text: str) -> None:
         """Log it at its first time, its tenth, its hundredth, and so on; of so many different ones only."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from math import inf
 from typing import Any, NoReturn, TypeAlias
 
 import grpc.aio
@@ -33,6 +34,7 @@ from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, certified, grpc, server_credentials
 
 from .core.facts.events import ControllerSettings
+from .core.ranks.takeover import SUPERSEDE_PART
 from .driver import Driver
 from .handler import Addressed, NotAllowed, StatusAsked, StopAsked, StreamEnded, StreamMessage
 from .permissions import Sender, shutdown_refusal, stream_refusal
@@ -115,6 +117,8 @@ class ControlService(ControlServicer):
         self._loop = asyncio.get_running_loop()
         self._mailroom = Outbox(self._loop)
         self._links: set[StreamLink] = set()
+        self._answered: dict[int, float] = {}
+        """When the controller of each later term last got the answer that this one is alive."""
         shown = own.credentials()
         self._roles = shown is not None and not shown.site_host
 
@@ -215,10 +219,17 @@ class ControlService(ControlServicer):
         if request.term and request.term <= term:
             text = f"this controller has term {term}: one of term {request.term} cannot take over from it"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-        generation = request.generation if request.term else None
-        if not request.looks:
-            self._driver.put(StopAsked(request.reason or f"asked to end by {context.peer()}", generation))
-        return pb.ShutdownReply()
+        reason = request.reason or f"asked to end by {context.peer()}"
+        if request.looks:
+            self._answered[request.term] = time.monotonic()
+        elif not request.term:
+            self._driver.put(StopAsked(reason))
+        else:
+            until_s = self._answered.get(request.term, -inf) + SUPERSEDE_PART * self._settings.lease_s
+            if time.monotonic() > until_s:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}: this one did not answer just now")
+            self._driver.put(StopAsked(reason, request.generation, until_s))
+        return pb.ShutdownReply(generation=self._driver.generation)
 
     async def _peer(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
         """Return which process is on the other side; None: connections are plain, or certificates name no roles. Refuses one whose

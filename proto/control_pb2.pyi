@@ -779,5 +779,7 @@ class ShutdownRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ..., generation: _Optional[int] = ..., looks: bool = ...) -> None: ...
 
 class ShutdownReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...

@@ -108,7 +108,10 @@ _ordered_table = partial(_faulted_table, deadline=stages.ordered_deadline, repea
 
 TABLES.update({
     Standby: StageTable(
-        on={**_ALWAYS, WorkerExit: takeover.note_exit, Registration: takeover.first_rank_came},
+        on={
+            **_ALWAYS, WorkerExit: takeover.note_exit, Registration: takeover.first_rank_came,
+            **dict.fromkeys((Heartbeat, HeartbeatBatch, FaultReport, Finished, StandbyReport, EarlierLives, *_ANSWERS_LATE), late),  # of ranks that exit
+        },
         deadline=stages.orphan_deadline,
         advance=takeover.stand_by,
     ),

@@ -30,6 +30,9 @@ _STANDBY = Stage.STANDBY  # found faster than an attribute of an enumeration
 TOGETHER_S = 0.02
 """Heartbeats that come within so short a time are relayed in one envelope."""
 
+LOST_ORDERS = 0.1
+"""The part of the orders to end that do not arrive in time."""
+
 ROUNDING_S = 1e-6
 """A clock that is ahead is read a little late, so that a deadline has passed then for certain."""
 
@@ -130,6 +133,8 @@ class Controller:
         self.cut_until = 0.0
         self.parted_until = 0.0
         """Until then it reaches no other controller."""
+        self.answered: dict[int, float] = {}
+        """When, by its own clock, it last answered each later controller that it is alive."""
         self.ranks_came = False
         """A rank has registered here, ever."""
         self.known_checkpoints: list[tuple[float, str]] = []
@@ -333,6 +338,8 @@ class Controller:
         self.job.happened(line.event, -1)
         if line.event in ("thawed", "regrouped"):
             self._thaws_one_generation()
+        if line.event == "take_places_sent":
+            self.job.in_place.given_up_s[str(line.fields["lost"])] = self.job.scheduler.now
         if line.event == "published":
             self.job.said_published(self)
         elif line.event in ("decided", "refused"):
@@ -380,14 +387,15 @@ class Controller:
 
         def answer() -> None:
             if not older.gone and not (self.gone and self.parted_until):  # else the question was never on its way
-                self.job.scheduler.at(
-                    self._carried(older), lambda: self.when_running(lambda: self._answered(f"c{older.place}"))
-                )
+                older.answered[self.place] = older.clock()
+                event = EarlierLives(f"c{older.place}", older.state.generation)
+                self.job.scheduler.at(self._carried(older), lambda: self.when_running(lambda: self._answered(event)))
 
         self.job.scheduler.at(self._carried(older), lambda: older.when_running(answer))
 
-    def _answered(self, address: str) -> None:
-        self.handler.take(EarlierLives(address))
+    def _answered(self, event: EarlierLives) -> None:
+        self.handler.take(event)
+        self.job.happened("an earlier controller has answered", -1)
         self._go_on()
 
     def _carried(self, older: Controller) -> float:
@@ -396,13 +404,17 @@ class Controller:
         return max(self.job.scheduler.now, held) + self.job.rng.uniform(0.001, self.job.slowest_s)
 
     def _supersede(self, older: Controller, generation: int) -> None:
-        """The request reaches it at once, or is withdrawn."""
-        until_s = self.job.scheduler.now + SUPERSEDE_PART * self.job.times.lease_s
+        """The order reaches it at once, or is given up, and it is looked for again."""
+        patience_s = SUPERSEDE_PART * self.job.times.lease_s
+        given_up_s, until_s = self.job.scheduler.now + patience_s, older.answered[self.place] + patience_s
 
         def end() -> None:
-            if self.job.scheduler.now > until_s or older.gone:
+            if older.gone:
                 return
-            older.handler.take(StopAsked(f"superseded by c{self.place}", generation))
+            if older.clock() > until_s:
+                self._look_for(older)
+                return
+            older.handler.take(StopAsked(f"superseded by c{self.place}", generation, until_s))
             older._go_on()
             if not older.gone:
                 return
@@ -412,7 +424,11 @@ class Controller:
                 )
             older.close_all()
 
-        self.job.scheduler.at(self._carried(older), lambda: older.when_running(end))
+        moment = self._carried(older)
+        if moment > given_up_s or self.job.rng.random() < LOST_ORDERS:
+            self.job.scheduler.at(given_up_s, lambda: self.when_running(lambda: self._look_for(older)))
+        else:
+            self.job.scheduler.at(moment, lambda: older.when_running(end))
 
     def close_all(self) -> None:
         """All its streams end, those without a registration included."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from tests.simulation.disk import final_name
@@ -39,6 +40,8 @@ class InPlace:
         """In which the job trains: the freeze under which its groups were made; 0: the first."""
         self.opened = 0
         """The newest in which a gate has opened."""
+        self.given_up_s: dict[str, float] = {}
+        """When a node's places were last given to another one."""
         self.former: list[Rank] = []
         """Processes that were replaced."""
         self.fills_are_compared = True
@@ -76,8 +79,7 @@ class InPlace:
     def update_begins(self, process: Rank) -> None:
         """I17: all train in one generation, and none in an older one any more. What runs on where its node was given up may end the step at which
         it was."""
-        host = f"host{process.node}"
-        if process in self.former or any(host in getattr(c.state.at, "lost", ()) for c in self.job.controllers):
+        if process in self.former or process.started_s < self.given_up_s.get(f"host{process.node}", -inf):
             return
         if process.generation < self.generation:
             self.job.broken(

@@ -36,7 +36,13 @@ class Snapshot:
             job.training.local_copy
         ):  # a step that not all have is not waited for: a rank that ended it just now has not reported yet
             ranks = [rank for rank in ranks if rank.closed_late_s < job.now - LATE_CLOSING_S]
-        return cls(verdict, job.now, tuple(_at_the_end_of_its_update(rank, verdict) for rank in ranks))
+        whole = max((int(str(line["freeze_id"])) for line in events(job, "regrouped")), default=0)
+        # one in another's place holds nothing before all have regrouped
+        return cls(
+            verdict,
+            job.now,
+            tuple(_at_the_end_of_its_update(rank, verdict) for rank in ranks if rank.began_in <= whole),
+        )
 
     def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
         """Return the sound ranks that have a step, or were READY for it while a sound rank has its record."""

@@ -105,9 +105,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class EarlierLives:
-    """The controller at this address, whose term is lower, has answered: it is there, and leads on."""
+    """The controller at this address, whose term is lower, has answered that it is alive. `generation`: the newest that is whole, as far as it knows."""
 
     address: str
+    generation: int = 0
 
 
 Event = Received | HeartbeatBatch | StreamClosed | EarlierLives | Tick
@@ -133,7 +134,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class LookFor:
-    """Look whether the controllers at these addresses live, whose terms are lower: `EarlierLives` for each that answers. They may be long gone, or answer
+    """Ask whether the controllers of lower terms at these addresses are alive: `EarlierLives` for each that answers. They may be long gone, or answer
     once they are not stopped or cut off any more."""
 
     addresses: tuple[str, ...]
@@ -141,7 +142,8 @@ class LookFor:
 
 @dataclass(frozen=True, slots=True)
 class Supersede:
-    """Tell the controller at this address, which has just answered, to end: this one takes over. In vain if it does not receive that at once."""
+    """Order the controller at this address, which has just answered, to end: this one takes over. It does not obey later than `SUPERSEDE_PART` of a lease
+    after its answer. If it does not receive the order, it is asked again whether it is alive."""
 
     address: str
     generation: int = 0
@@ -153,7 +155,7 @@ class Journal:
     """One line of the job's event log. Event names: registered, assembled, takeover_began, took_over, suspect, cleared, stalled,
     moving_again, hung, not_hung, death_seen, freeze_sent, awaiting_updates, frozen, decided, rolled_forward, not_in_place, take_places_sent, regroup_sent,
     replacement_came, regrouped, regroup_failed, write_sent, written, publish_sent, published, refused, thawed, exit_sent, incident,
-    finished, earlier_process, lost_node_back, standby_asked, standby_started, standby_failed, standby_lost."""
+    finished, earlier_process, stands_by_again, lost_node_back, standby_asked, standby_started, standby_failed, standby_lost."""
 
     event: str
     fields: Mapping[str, JSONValue]

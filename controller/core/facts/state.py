@@ -258,6 +258,8 @@ class Gathering(AnyStage):
     """The ranks that came did not cover, and the others had a lease more."""
     looked: int = 0
     """The newest generation for which earlier controllers were looked for."""
+    earlier: tuple[str, ...] = ()
+    """Those that were looked for, for it."""
 
 
 @dataclass(frozen=True)
@@ -433,6 +435,7 @@ def is_ordered(state: ControllerState) -> TypeGuard[StateAt[Ordered]]:
 EDGES: dict[tuple[type[AnyStage], type[AnyStage]], str] = {
     (Standby, Gathering): "the first rank has come, which has lost its controller",
     (Standby, Over): "all ranks have ended",
+    (Gathering, Standby): "only processes on lost nodes have come, and the job goes on without them",
     (Gathering, Freezing): "every rank has come or counts as dead: all gates close once",
     (Gathering, Exiting): "the controller was lost before the job had assembled",
     (Gathering, Over): "all ranks have finished or ended, or none is attached any more",

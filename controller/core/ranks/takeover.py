@@ -12,20 +12,30 @@ from __future__ import annotations
 from math import inf
 
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, Downward, FaultReport, Registration, WorkerExit
+from ttp.proto.messages import (
+    EXIT_CODE_PERSISTED,
+    Cause,
+    CauseKind,
+    Downward,
+    Exit,
+    FaultReport,
+    Registration,
+    WorkerExit,
+)
 
 from ..dump.finish import finish_job, leave, over
 from ..dump.freeze import add_cause, begin_fault
 from ..facts.coverage import coverage_of, named, survives, warnings
 from ..facts.events import EarlierLives, Effect, Fields, Journal, LookFor, Send, Supersede
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
-from ..facts.membership import SUSPECT_AFTER, Member, mark_dead, renew_all_leases, update
-from ..facts.state import ControllerState, Freezing, Gathering, Standby, StateAt, goto
-from .generations import begun
+from ..facts.membership import SUSPECT_AFTER, Member, empty, mark_dead, reachable, renew_all_leases, update
+from ..facts.pace import limit, unknown
+from ..facts.state import ControllerState, Freezing, Gathering, Notes, Standby, StateAt, goto
+from .generations import REPLACED, begun
 from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more, welcome
 
 SUPERSEDE_PART = 1 / 3
-"""The part of a lease in which a controller that has just answered must receive that it is to end: its ranks have the rest to come."""
+"""The part of a lease, from its answer on, in which a controller obeys that it is to end: its ranks have the rest to come."""
 
 
 def first_rank_came(state: StateAt[Standby], message: Registration, now: float, out: list[Effect]) -> ControllerState:
@@ -36,38 +46,55 @@ def first_rank_came(state: StateAt[Standby], message: Registration, now: float, 
     out.append(Journal("takeover_began", fields))
     if earlier:
         out.append(LookFor(earlier))
-    at = Gathering(now + settings.lease_s, gather_by=now + settings.orphan_timeout_s, looked=generation)
+    at = Gathering(
+        now + settings.lease_s, gather_by=now + settings.orphan_timeout_s, looked=generation, earlier=earlier
+    )
     return register(began(goto(state, at), now), message, now, out)
 
 
 def another_rank_came(
     state: StateAt[Gathering], message: Registration, now: float, out: list[Effect]
 ) -> ControllerState:
-    """One more has given up its controller. If it is of a later generation than those before, earlier controllers are looked for again: one that leads
-    that generation has led on."""
-    earlier, generation = _earlier(state.settings.address, message.controllers), begun(message)
-    if generation > state.at.looked:
-        state = replace(state, at=replace(state.at, looked=generation))
-        if earlier:
-            out.append(LookFor(earlier))
-    return register(state, message, now, out)
+    """One more has given up its controller. Earlier controllers that it alone knows are looked for too; all of them if it is of a later generation than
+    the ranks before: one that leads that generation has led on."""
+    at, generation = state.at, begun(message)
+    known = () if generation > at.looked else at.earlier
+    earlier = tuple(each for each in _earlier(state.settings.address, message.controllers) if each not in known)
+    if earlier:
+        out.append(LookFor(earlier))
+        at = replace(at, looked=max(generation, at.looked), earlier=(*known, *earlier))
+    return register(replace(state, at=at), message, now, out)
 
 
 def earlier_lives(state: StateAt[Gathering], event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
-    """An earlier controller was only slow, stopped or cut off: it is to end, and its ranks have a lease to come here.
+    """An earlier controller is alive: it was only slow, stopped or cut off. It is ordered to end, as it would keep its ranks, and neither side could be
+    sure of a holder of every shard. These ranks have time to come here as from the beginning, so that none is given up just as its controller ends.
 
-    It would otherwise keep them, and neither side could be sure of a holder of every shard. That it is there is known first: ended just before
-    this controller gave its ranks up, it would have nothing written, nor would this one.
+    If the job has gone on to a later generation than all that came here, it leads on: they are of nodes that were given up, and exit.
     """
+    at = state.at
+    if event.generation > newest_begun(state):
+        return _stand_by_again(state, event, out)
     out.append(Supersede(event.address, newest_begun(state)))
-    deadline = max(state.at.deadline, now + state.settings.lease_s)
-    return replace(state, at=replace(state.at, deadline=deadline))
+    deadline = max(at.deadline, min(now + state.settings.lease_s, at.gather_by))
+    return replace(state, at=replace(at, deadline=deadline, waited_longer=False))
+
+
+def _stand_by_again(state: StateAt[Gathering], event: EarlierLives, out: list[Effect]) -> ControllerState:
+    """As if none of these ranks had come: those in their places may need this controller yet."""
+    ranks, size = reachable(state.members), state.settings.world_size
+    out.append(Journal("stands_by_again", {"ranks": ranks, "generation": event.generation, "leads": event.address}))
+    out.append(Send(ranks, Exit(EXIT_CODE_PERSISTED, REPLACED)))
+    pace = unknown(size)
+    pace = replace(pace, limit_s=limit(pace, state.settings.hang))
+    state = replace(state, members=empty(size), notes=Notes(), pace=pace, generation=event.generation)
+    return goto(state, Standby())
 
 
 def end_earlier(state: ControllerState, event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
-    """The same of a controller that answers after the takeover. Where those that came here do not cover all shards, it leads on: what is to be saved it
-    may have, with ranks that count as dead here."""
-    if _covers(state):
+    """An earlier controller answered after the takeover. It is ordered to end if the ranks here cover all shards; otherwise it leads on, as its ranks may
+    hold what they lack."""
+    if _covers(state) and event.generation <= newest_begun(state):
         out.append(Supersede(event.address, newest_begun(state)))
     return state
 
