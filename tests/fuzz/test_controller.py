@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.wire import fill
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from ttp.controller.core.facts.events import (
+    EarlierLives,
     Effect,
     Event,
     HeartbeatBatch,
@@ -161,6 +162,8 @@ def an_event(state: ControllerState, rng: random.Random) -> Event | None:
         return HeartbeatBatch(
             tuple(Heartbeat(rng.randrange(-1, 5), Phase.COMPUTE, rng.randrange(10)) for _ in range(3))
         )
+    if choice < 0.24 and state.stage is not Stage.ASSEMBLING:  # the first controller looks for none
+        return EarlierLives("c0", rng.choice((0, state.generation, state.generation + 1)))
     envelope = pb.UpwardEnvelope(job_id="job", term=3)
     fill(envelope.messages.add(), rng, pools(state))
     try:

@@ -185,9 +185,11 @@ def receive_from_agent(shape: Shape, controller: Controller, message: Upward) ->
     return turn.ended()
 
 
-def earlier_lives(shape: Shape, controller: Controller, place: int) -> tuple[Controller, tuple[Out, ...]]:
+def earlier_lives(
+    shape: Shape, controller: Controller, place: int, generation: int
+) -> tuple[Controller, tuple[Out, ...]]:
     turn = Turn(controller)
-    turn.take(ev.EarlierLives(f"c{place}"))
+    turn.take(ev.EarlierLives(f"c{place}", generation))
     return turn.ended()
 
 

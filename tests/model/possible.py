@@ -156,6 +156,13 @@ class Possibilities:
         for place, number in enumerate(situation.controllers):
             if self.of_controllers.values[number].stopped:
                 found.append(("controller resume", place))
+        found += [
+            ("lose order", to, rank)
+            for to, rank in situation.exits
+            if rank < 0
+            and self.controller(situation, to).running
+            and self.controller(situation, LOOKED_FOR - rank).running
+        ]
         return found + self._replaces(situation, "replace")
 
     def _replaces(self, situation: Situation, kind: str) -> list[Action]:

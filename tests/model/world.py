@@ -244,7 +244,8 @@ class World(Possibilities):
     def _exit(self, draft: Draft, place: int, rank: int) -> None:
         draft.exits.discard((place, rank))
         if rank <= LOOKED_FOR:
-            self._on_controller(draft, LOOKED_FOR - rank, controllers.earlier_lives, place)
+            generation = self.controller(draft, place).state.generation
+            self._on_controller(draft, LOOKED_FOR - rank, controllers.earlier_lives, place, generation)
             return
         it = self.rank(draft, rank)
         if it.began_in:
@@ -253,6 +254,16 @@ class World(Possibilities):
         if self.controller(draft, place).running:
             report = WorkerExit(rank, ranks.pid_of(it), it.ended, 0.0)
             self._on_controller(draft, place, controllers.receive_from_agent, report)
+
+    def _lose_order(self, draft: Draft, place: int, rank: int) -> None:
+        """It has answered, and does not receive in time that it is to end: it is looked for again."""
+        asker, generation = LOOKED_FOR - rank, self.controller(draft, place).state.generation
+        draft.controllers[asker], out = self._controller_step(
+            draft.controllers[asker], controllers.earlier_lives, place, generation
+        )
+        for kind, what in out:
+            if kind != "supersede":
+                _FROM_CONTROLLERS[kind](self, draft, asker, what)
 
     def _begin(self, draft: Draft, rank: int) -> None:
         draft.committed = max(draft.committed, self.rank(draft, rank).gate.step)
@@ -419,6 +430,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "disk": World._disk_work,
     "deliver": World._deliver,
     "exit": World._exit,
+    "lose order": World._lose_order,
     "resume": lambda world, draft, rank: world._on_rank(draft, rank, ranks.resumed),
     "late end": lambda world, draft, rank: world._on_rank(draft, rank, ranks.end_update),
     "peer error": World._peer_error,

@@ -168,6 +168,35 @@ def network_is_back_as_the_others_are_given_up(seed: int) -> Scenario:
     return scenario
 
 
+def order_to_end_is_held_by_the_network(seed: int) -> Scenario:
+    """The same; the network is gone again as the standby has learned that the other controller lives, and back as it gives the ranks up at last."""
+    scenario = network_is_back_as_the_others_are_given_up(seed)
+    job = scenario.job
+    away_s = LEASE_S * (1.8 + 0.01 * (seed // 2 % 60))
+    for process in job.ranks[:2]:
+        process.slow_work["write"] = 8 * LEASE_S
+    job.hook("an earlier controller has answered", 1, lambda _: cut_off(job, 2, away_s, (1,)))
+    return scenario
+
+
+def controller_dies_behind_a_standby_that_lost_processes_came_to(seed: int) -> Scenario:
+    """A node is cut off with the only standby, a spare one has its place, and its processes come to that standby. Then a rank dies, and the controller
+    in that fault."""
+    scenario = _calm(seed, ring(3), harmless=False, standbys=1)
+    job = scenario.job
+    _at(job, _phase(seed), 0.0005 * (seed % 7), partial(cut_off, job, 2, 1.2 + 0.02 * (seed % 40), (1,)))
+    for process in job.ranks:
+        process.slow_compute[AT + 2] = 8 * LEASE_S
+    later_s = LEASE_S * (0.05 + 0.02 * (seed % 100))
+
+    def fault() -> None:
+        job.hook("freeze_sent", 1, lambda _: job.scheduler.after(0.02, job.controllers[0].kill))
+        job.kill(1)
+
+    job.hook("takeover_began", 1, lambda _: job.scheduler.after(later_s, fault))
+    return scenario
+
+
 def rank_0s_node_is_lost(seed: int) -> Scenario:
     """Rank 0's node is lost, or cut off and back."""
     scenario = _calm(seed, harmless=False)
@@ -208,6 +237,6 @@ def lost_again_as_it_sits_down(seed: int) -> Scenario:
 
 
 ARRANGED = (
-    node_is_lost, node_is_back_at_once, node_is_back_later, controller_dies_when_it_is_back, those_in_its_place_die_with_the_controller, controller_dies_meanwhile, standby_is_on_its_side, network_is_back_as_the_others_are_given_up,
+    node_is_lost, node_is_back_at_once, node_is_back_later, controller_dies_when_it_is_back, those_in_its_place_die_with_the_controller, controller_dies_meanwhile, standby_is_on_its_side, network_is_back_as_the_others_are_given_up, order_to_end_is_held_by_the_network, controller_dies_behind_a_standby_that_lost_processes_came_to,
     a_node_that_is_back_is_a_spare, rank_0s_node_is_lost, two_nodes_and_one_spare, two_nodes_one_after_the_other, lost_again_as_it_sits_down,
 )  # fmt: skip

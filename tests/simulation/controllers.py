@@ -31,7 +31,7 @@ TOGETHER_S = 0.02
 """Heartbeats that come within so short a time are relayed in one envelope."""
 
 LOST_ORDERS = 0.1
-"""The part of the orders to end that do not arrive in time."""
+"""The part of the orders to end that do not arrive in time; not the next one as well."""
 
 ROUNDING_S = 1e-6
 """A clock that is ahead is read a little late, so that a deadline has passed then for certain."""
@@ -133,6 +133,7 @@ class Controller:
         self.cut_until = 0.0
         self.parted_until = 0.0
         """Until then it reaches no other controller."""
+        self._has_lost_an_order = False
         self.answered: dict[int, float] = {}
         """When, by its own clock, it last answered each later controller that it is alive."""
         self.ranks_came = False
@@ -378,7 +379,11 @@ class Controller:
     def _finish(self, reason: str) -> None:
         self.over, self.over_s = reason, self.job.scheduler.now
         self.job.controller_gone(killed=False)
-        if self.place and not self.ranks_came:
+        led_by_others = any(
+            process.alive and process.stream is not None and process.stream.controller is not self
+            for process in self.job.ranks
+        )
+        if self.place and (not self.ranks_came or led_by_others):
             self.job.standbys.ended(self)
         self.job.scheduler.after(max(0.05, 1.01 * self.job.slowest_s), self.close_all)  # what was said arrives
 
@@ -394,8 +399,8 @@ class Controller:
         self.job.scheduler.at(self._carried(older), lambda: older.when_running(answer))
 
     def _answered(self, event: EarlierLives) -> None:
-        self.handler.take(event)
         self.job.happened("an earlier controller has answered", -1)
+        self.handler.take(event)
         self._go_on()
 
     def _carried(self, older: Controller) -> float:
@@ -425,7 +430,9 @@ class Controller:
             older.close_all()
 
         moment = self._carried(older)
-        if moment > given_up_s or self.job.rng.random() < LOST_ORDERS:
+        lost = not self._has_lost_an_order and self.job.rng.random() < LOST_ORDERS
+        self._has_lost_an_order |= lost
+        if moment > given_up_s or lost:
             self.job.scheduler.at(given_up_s, lambda: self.when_running(lambda: self._look_for(older)))
         else:
             self.job.scheduler.at(moment, lambda: older.when_running(end))

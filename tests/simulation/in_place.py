@@ -244,6 +244,12 @@ class Regrouping:
             name, order.freeze_id, job.everybody, process.rank, process.in_turn(then), fail, generation=order.freeze_id
         )
 
+    def _in_generation(self, rank: int, generation: int) -> Rank:
+        """Return the process that regroups there: in its place another may wait that a controller had asked for which is lost."""
+        job = self._job
+        known = (job.ranks[rank], *reversed(job.in_place.former))
+        return next((p for p in known if p.rank == rank and p.alive and p.generation == generation), job.ranks[rank])
+
     def _fill(self, order: Regroup) -> None:
         """Take the shards from those that hold them; they must stand still meanwhile."""
         process, job, rank = self._process, self._job, self._process.rank
@@ -253,7 +259,7 @@ class Regrouping:
             if not staying:
                 job.broken(f"I18: no rank that stays holds {group}")
                 continue
-            source = job.ranks[staying[0]].replica
+            source = self._in_generation(staying[0], order.freeze_id).replica
             value = source.values[group]
             if value == HALF_WRITTEN or source.state_step != order.step:
                 job.broken(f"I18: rank {rank} is filled with {group} of step {source.state_step}")

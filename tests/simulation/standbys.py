@@ -136,7 +136,9 @@ class Standbys:
 
     def _must_be_restored(self) -> None:
         """I13: in a job that trains on undisturbed, as many standbys as before take over from its controller, and every rank knows them."""
-        job, leader = self.job, self.job.controller
+        job = self.job
+        led_by = (rank.stream.controller for rank in job.ranks if rank.stream is not None)
+        leader = max(led_by, key=lambda controller: controller.place, default=job.controller)
         self.judged += 1
         behind = {f"c{c.place}" for c in job.controllers if c.place > leader.place and c.idle and not c.gone}
         known = [

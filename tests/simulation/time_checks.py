@@ -76,7 +76,8 @@ def _left_late(job: Job, verdict_s: float) -> list[str]:
         return []
     if controllers_faulted(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
         return []
-    slow = [rank.rank for rank in job.ranks if _reachable(job, rank, verdict_s) and rank.ended_s > by_s]
+    there = (rank for rank in job.ranks if rank.started_s <= verdict_s and _reachable(job, rank, verdict_s))
+    slow = [rank.rank for rank in there if rank.ended_s > by_s]
     return [f"I11: ranks {slow} were there {LEAVING_S:g} s after the word that it is over"] if slow else []
 
 

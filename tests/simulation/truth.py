@@ -124,12 +124,15 @@ def of_last_fault(job: Job, name: str) -> list[dict[str, object]]:
 
 
 def verdicts(job: Job) -> list[float]:
-    """Return when a controller reported that the job is over, and why; a step that is published before the ranks regroup is none, unless they fail to."""
-    found = []
+    """Return when a controller reported that the job is over, and why; a step that is published before the ranks regroup is none, unless they fail to. Nor
+    is the verdict of one on a lost node's side, where the others have regrouped since."""
+    found, opened_s = [], 0.0
     for controller in job.controllers:
         names = ["", *(line.event for _, line in controller.journal), ""]
         for (at, line), before, after in zip(controller.journal, names, names[2:], strict=False):
             final = line.event == "published" and after not in ("regroup_sent", "take_places_sent")
             if final or line.event == "refused" or (line.event == "exit_sent" and before == "regroup_failed"):
                 found.append(at)
-    return sorted(found)
+            elif line.event == "regrouped" and line.fields["freeze_id"] == job.in_place.opened:
+                opened_s = at
+    return sorted(at for at in found if at > opened_s)

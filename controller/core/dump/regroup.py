@@ -199,11 +199,16 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
 def _move(
     state: StateAt[Ordered], nodes: tuple[LostNode, ...], out: list[Effect]
 ) -> tuple[StateAt[Ordered], frozenset[int]]:
-    """Give the places of lost nodes' ranks to spare ones; return these ranks. What their earlier processes say means nothing from now on."""
-    members, agents = state.members, state.agents
+    """Give the places of lost nodes' ranks to spare ones; return these ranks. What their earlier processes say means nothing from now on, and the standbys
+    that these have started count as lost with them."""
+    members, agents, standbys = state.members, state.agents, set[str]()
     for node in nodes:
         for rank in node.ranks:
-            members = update(members, rank, replace(members.table[rank], attached=False))
+            member = members.table[rank]
+            members = update(members, rank, replace(member, attached=False))
+            if member.registration is not None and member.registration.standby in state.standbys:
+                standbys.add(member.registration.standby)
+                out.append(Journal("standby_lost", {"rank": rank, "address": member.registration.standby}))
         agents = tuple(
             AttachedAgent(agent.host, node.ranks) if agent.host == node.spare else agent
             for agent in agents
@@ -214,7 +219,8 @@ def _move(
         out.append(Journal("take_places_sent", {**fields, "freeze_id": state.freeze_id}))
     moved = frozenset(rank for node in nodes for rank in node.ranks)
     lost_hosts = state.lost_hosts.difference(node.spare for node in nodes)  # it may have come back as a spare one
-    return replace(state, members=members, agents=agents, lost_hosts=lost_hosts), moved
+    restoring = replace(state.restoring, lost=state.restoring.lost | standbys)
+    return replace(state, members=members, agents=agents, lost_hosts=lost_hosts, restoring=restoring), moved
 
 
 def agent_of(state: State, rank: int) -> str:

@@ -68,7 +68,8 @@ def another_rank_came(
 
 def earlier_lives(state: StateAt[Gathering], event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
     """An earlier controller is alive: it was only slow, stopped or cut off. It is ordered to end, as it would keep its ranks, and neither side could be
-    sure of a holder of every shard. These ranks have time to come here as from the beginning, so that none is given up just as its controller ends.
+    sure of a holder of every shard. These ranks have time to come here as from the beginning, so that none is given up just as its controller ends; but
+    answers postpone the takeover until `gather_by` only.
 
     If the job has gone on to a later generation than all that came here, it leads on: they are of nodes that were given up, and exit.
     """
@@ -77,7 +78,7 @@ def earlier_lives(state: StateAt[Gathering], event: EarlierLives, now: float, ou
         return _stand_by_again(state, event, out)
     out.append(Supersede(event.address, newest_begun(state)))
     deadline = max(at.deadline, min(now + state.settings.lease_s, at.gather_by))
-    return replace(state, at=replace(at, deadline=deadline, waited_longer=False))
+    return replace(state, at=replace(at, deadline=deadline, waited_longer=at.waited_longer and now >= at.gather_by))
 
 
 def _stand_by_again(state: StateAt[Gathering], event: EarlierLives, out: list[Effect]) -> ControllerState:

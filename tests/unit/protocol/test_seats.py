@@ -25,6 +25,7 @@ from ttp.proto.messages import (
     Exit,
     FaultReport,
     Freeze,
+    Heartbeat,
     Phase,
     Registration,
     Regroup,
@@ -229,6 +230,33 @@ def test_earlier_controllers_are_looked_for_again_with_a_later_generation() -> N
     assert Supersede("s0", 1) in bench.effects
     bench.say(able(1, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
     assert not looked_for(bench)
+
+
+def test_where_only_processes_on_a_lost_node_have_come_it_turns_them_away_and_stands_by_again() -> None:
+    """The earlier controller leads a later generation; should it die, those in their places come here."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(AgentHello("b", (2, 3), (102, 103)))
+    bench.say(able(2, controllers=("s0", "s1"), job_groups=2), able(3, controllers=("s0", "s1"), job_groups=2))
+    bench.take(EarlierLives("s0", 1))
+    assert bench.at(Stage.STANDBY) and set(bench.sent(Exit)) == {2, 3}
+    assert not [effect for effect in bench.effects if isinstance(effect, Supersede)]
+    bench.say(Heartbeat(2, READY, 8), WorkerExit(3, 103, "exit code 75", 0.0))
+    bench.close(2, 3)
+    bench.wait(100.0, senders=())
+    with pytest.raises(ProtocolError, match="its process was given up"):
+        bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
+    assert bench.at(Stage.STANDBY)
+    now = {"controllers": ("s0", "s1"), "job_groups": 2, "generation": 1, "regrouped": 1}
+    bench.say(*(able(rank, "c" if rank > 1 else "", pid=200 + rank, **now) for rank in range(4)))
+    assert bench.logged("took_over")[0]["absent"] == () and bench.at(Stage.FREEZING)
+
+
+def test_one_process_of_the_generation_that_is_led_is_reason_enough_to_take_over() -> None:
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
+    bench.say(able(0, controllers=("s0", "s1"), job_groups=2, generation=1, regrouped=1))
+    bench.take(EarlierLives("s0", 1))
+    assert bench.at(Stage.GATHERING) and Supersede("s0", 1) in bench.effects
 
 
 @pytest.mark.parametrize("first", ["b", "c"])

@@ -87,6 +87,27 @@ def test_an_earlier_controller_that_lives_is_to_end_and_its_ranks_have_a_lease_t
     assert job.logged("took_over")[0]["absent"] == ()
 
 
+def test_answers_postpone_a_takeover_until_a_bound() -> None:
+    """The order may be lost again and again."""
+    job = standby()
+    job.say(coming(2))
+    settings = job.state.settings
+    while job.at(Stage.GATHERING):
+        job.take(ev.EarlierLives("c0"))
+        job.wait(0.3 * settings.lease_s, senders=(2,))
+    assert settings.orphan_timeout_s <= job.now <= settings.orphan_timeout_s + 2 * settings.lease_s
+    assert job.logged("took_over")[0]["absent"] == (0, 1, 3)
+
+
+def test_a_controller_that_a_later_rank_alone_knows_is_looked_for_too() -> None:
+    job = standby()
+    job.say(replace(coming(2), controllers=("c0", "c1")))
+    job.say(replace(coming(1), controllers=("c0", "x", "c1")))
+    assert only(job.effects, ev.LookFor) == [ev.LookFor(("x",))]
+    job.say(replace(coming(0), controllers=("c0", "x", "c1")))
+    assert not only(job.effects, ev.LookFor)
+
+
 @pytest.mark.parametrize("came", [(1, 2, 3), (1, 3)])
 def test_one_that_answers_after_the_takeover_is_to_end_only_if_those_that_came_cover(came: tuple[int, ...]) -> None:
     """It leads on with what they lack."""

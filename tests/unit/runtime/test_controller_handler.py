@@ -184,6 +184,15 @@ def test_a_controller_that_takes_over_with_earlier_processes_ends_no_other(bench
     assert finished == ["", "superseded"] and "stays" in bench.logged
 
 
+def test_an_order_to_end_that_comes_too_late_is_not_obeyed(bench: Bench) -> None:
+    """Its sender may have given up the ranks here."""
+    bench.comes(0)
+    bench.handler.take(StopAsked("superseded", 0, until_s=bench.now - 0.001))
+    finished = [bench.handler.finished]
+    bench.handler.take(StopAsked("superseded", 0, until_s=bench.now))
+    assert [*finished, bench.handler.finished] == ["", "superseded"] and "stays" in bench.logged
+
+
 def test_a_stream_that_still_carries_another_rank_is_not_ended(bench: Bench) -> None:
     old = bench.comes(0, 1)
     bench.comes(0)

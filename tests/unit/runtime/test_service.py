@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +35,13 @@ class Caller:
         self.items: list[Any] = []
         self.put: Callable[[Any], None] = self.items.append
         self.written = 0
-        settings = ControllerSettings(JOB, TERM, 1)
+        self.generation = 5
+        self.settings = ControllerSettings(JOB, TERM, 1)
         driver: Any = self
-        self.service = ControlService(settings, driver)
+        self.service = ControlService(self.settings, driver)
+
+    async def looked_for(self, term: int) -> pb.ShutdownReply:
+        return await self.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=term, looks=True), self.context)
 
     async def write(self, envelope: pb.DownwardEnvelope) -> None:
         self.written += 1
@@ -111,21 +116,47 @@ def test_a_controller_is_ended_by_its_launcher_and_by_a_later_term_only(job_id: 
     async def act(caller: Caller) -> None:
         request = pb.ShutdownRequest(job_id=job_id, reason="the job is over", term=term, generation=9)
         if accepted:
+            await caller.looked_for(term)
             await caller.service.Shutdown(request, caller.context)
         else:
             with pytest.raises(Refused):
                 await caller.service.Shutdown(request, caller.context)
-        assert caller.items == ([StopAsked("the job is over", 9 if term else None)] if accepted else [])
+        assert [(item.reason, item.generation, item.until_s < inf) for item in caller.items] == (
+            [("the job is over", 9 if term else None, term > 0)] if accepted else []
+        )
 
     called(act)
 
 
-def test_a_controller_that_is_looked_for_answers_and_leads_on() -> None:
+def test_a_controller_that_is_looked_for_answers_with_its_generation_and_leads_on() -> None:
     async def act(caller: Caller) -> None:
-        await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=TERM + 1, looks=True), caller.context)
+        assert (await caller.looked_for(TERM + 1)).generation == 5
         with pytest.raises(Refused):
-            await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=TERM, looks=True), caller.context)
+            await caller.looked_for(TERM)
         assert not caller.items
+
+    called(act)
+
+
+def test_a_controller_that_did_not_answer_just_now_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that controller; one of another term may have given its ranks up."""
+    now = [100.0]
+    monkeypatch.setattr("ttp.controller.server.time.monotonic", lambda: now[0])
+
+    async def act(caller: Caller) -> None:
+        async def order(term: int) -> None:
+            await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=term), caller.context)
+
+        await caller.looked_for(TERM + 1)
+        with pytest.raises(Refused, match="did not answer just now"):
+            await order(TERM + 2)
+        now[0] += caller.settings.lease_s / 3 + 0.01
+        with pytest.raises(Refused, match="did not answer just now"):
+            await order(TERM + 1)
+        assert not caller.items
+        await caller.looked_for(TERM + 1)
+        await order(TERM + 1)
+        assert len(caller.items) == 1
 
     called(act)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +22,66 @@ from .conftest import LONG_S, StartController
 from .test_server import RawStream, registration
 
 
-def test_it_names_the_term_and_the_generation_of_the_rank_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    done = threading.Event()
+class Other:
+    """The controllers that are asked: `answers` says what comes of each request, in turn."""
 
-    def request(address: str, **named: Any) -> None:
-        asked.update(named, address=address)
-        done.set()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | None) -> None:
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.found: list[EarlierLives] = []
+        self.all_came = threading.Event()
+        self._answers = list(answers)
+        monkeypatch.setattr(program, "look_for_controller", partial(self._take, "look"))
+        monkeypatch.setattr(program, "request_shutdown", partial(self._take, "order"))
+        monkeypatch.setattr(program, "LOOK_AGAIN_S", 0.0)
+        self.predecessors = program.Predecessors(ControllerSettings("job", 3, 4, lease_s=6.0), self._find)
 
-    monkeypatch.setattr(program, "request_shutdown", request)
-    program.supersede(ControllerSettings("job", 3, 4, lease_s=6.0), "a:1", 7)
-    assert done.wait(30)
-    assert (asked["address"], asked["job_id"], asked["term"], asked["generation"]) == ("a:1", "job", 3, 7)
-    assert asked["timeout_s"] == pytest.approx(2.0), "it is withdrawn after a third of a lease"
+    def _take(self, what: str, address: str, **named: Any) -> int:
+        self.requests.append((what, {"address": address, **named}))
+        answer = self._answers.pop(0)
+        if answer is None:
+            raise ControllerError("it does not answer")
+        if what == "order":
+            self.all_came.set()
+        return answer
+
+    def _find(self, event: EarlierLives) -> None:
+        self.found.append(event)
+        self.all_came.set()
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_one_that_answers_is_found(monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
-    found = list[EarlierLives]()
+def test_the_order_names_the_term_and_the_generation_and_is_given_up_after_a_third_of_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = Other(monkeypatch, 0)
+    other.predecessors.supersede("a:1", 7)
+    assert other.all_came.wait(LONG_S)
+    ((what, named),) = other.requests
+    assert what == "order" and named["timeout_s"] == pytest.approx(2.0)
+    assert [named[name] for name in ("address", "job_id", "term", "generation")] == ["a:1", "job", 3, 7]
+    assert not other.found
 
-    def look(address: str, **named: Any) -> None:
-        assert named == {"job_id": "job", "term": 3, "timeout_s": 30.0}
-        if not lives:
-            raise ControllerError("it is gone")
 
-    monkeypatch.setattr(program, "look_for_controller", look)
-    program.look_for(ControllerSettings("job", 3, 4), "a:1", found.append)
-    until(lambda: not any(thread.name == "ttp-supersede" for thread in threading.enumerate()), "its thread has ended")
-    assert found == ([EarlierLives("a:1")] if lives else [])
+def test_a_controller_is_looked_for_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC gives up a connection to a process that is stopped sooner than this one does."""
+    other = Other(monkeypatch, None, None, 4)
+    other.predecessors.look_for("a:1")
+    assert other.all_came.wait(LONG_S)
+    assert other.found == [EarlierLives("a:1", 4)] and [what for what, _ in other.requests] == ["look"] * 3
+    assert {(named["address"], named["term"]) for _, named in other.requests} == {("a:1", 3)}
+
+
+def test_one_that_does_not_take_the_order_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Other(monkeypatch, None, None, 4)
+    other.predecessors.supersede("a:1", 7)
+    assert other.all_came.wait(LONG_S)
+    assert other.found == [EarlierLives("a:1", 4)] and [what for what, _ in other.requests] == ["order", "look", "look"]
+
+
+def test_one_that_is_gone_is_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "LOOK_TIMEOUT_S", -1.0)
+    other = Other(monkeypatch)
+    other.predecessors._look("a:1")
+    assert not other.found and not other.requests
 
 
 def test_a_controller_that_lives_is_found_and_ended_and_its_ranks_come(
