@@ -259,6 +259,8 @@ MUTATIONS = (
     Mutation("a recovery leaves the generation as it was", seats.recovery_leaves_the_generation_as_it_was, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),
     Mutation("ranks of an earlier controller have no time to come", seats.ranks_of_an_earlier_controller_have_no_time_to_come, ("I9",), in_seats.network_is_back_as_the_others_are_given_up, within=100),
     Mutation("one that cannot save ends an earlier controller", seats.one_that_cannot_save_ends_an_earlier_controller, ("I9", "I11"), in_seats.network_is_back_as_the_others_are_given_up, within=100),
+    Mutation("orders to end are obeyed however late", seats.orders_to_end_are_obeyed_however_late, ("I9",), in_seats.order_to_end_is_held_by_the_network, within=40),
+    Mutation("a standby keeps the ranks of a lost node", seats.standby_keeps_the_ranks_of_a_lost_node, ("I13",), in_seats.controller_dies_behind_a_standby_that_lost_processes_came_to, within=20),
     Mutation("a controller is ended by one that only earlier processes have come to", seats.any_controller_of_a_later_term_takes_over, ("I22",), in_seats.standby_is_on_its_side, within=5),
     # Replicas that differ.
     Mutation("digests are not looked at", divergence.digests_are_not_looked_at, ("I19",), diverged.one_of_two, within=20),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulation import controllers
 from tests.simulation.wrong_controllers import _with_advance
 from ttp.controller.core import machine
 from ttp.controller.core.dump import lost_nodes, regroup
@@ -100,7 +101,8 @@ def recovery_leaves_the_generation_as_it_was(patch: Patch) -> None:
 
 
 def any_controller_of_a_later_term_takes_over(patch: Patch) -> None:
-    """It is not looked at which ranks have come to it."""
+    """It is not looked at which ranks have come to it, nor does it learn that the job has gone on to a later generation."""
+    standby_keeps_the_ranks_of_a_lost_node(patch)
     take = Handler.take
 
     def wrong(self: Handler, item: Any) -> None:
@@ -118,6 +120,21 @@ def one_that_cannot_save_ends_an_earlier_controller(patch: Patch) -> None:
     """Its own ranks do not cover, and it has refused."""
     for stage in (Freezing, Exiting):
         patch.setitem(TABLES[stage].on, EarlierLives, _ends_it)
+
+
+def orders_to_end_are_obeyed_however_late(patch: Patch) -> None:
+    """Whoever gave one may have given the ranks up since."""
+    patch.setattr(controllers, "SUPERSEDE_PART", 1000.0)
+
+
+def standby_keeps_the_ranks_of_a_lost_node(patch: Patch) -> None:
+    """It does not learn that the earlier controller leads a later generation."""
+    lives = takeover.earlier_lives
+
+    def wrong(state: Any, event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:
+        return lives(state, EarlierLives(event.address), now, out)
+
+    patch.setitem(TABLES[Gathering].on, EarlierLives, wrong)
 
 
 def _ends_it(state: ControllerState, event: EarlierLives, now: float, out: list[Effect]) -> ControllerState:

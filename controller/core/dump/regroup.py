@@ -201,14 +201,13 @@ def _move(
 ) -> tuple[StateAt[Ordered], frozenset[int]]:
     """Give the places of lost nodes' ranks to spare ones; return these ranks. What their earlier processes say means nothing from now on, and the standbys
     that these have started count as lost with them."""
-    members, agents, standbys = state.members, state.agents, set[str]()
+    members, agents, standbys = state.members, state.agents, dict[str, int]()
     for node in nodes:
         for rank in node.ranks:
             member = members.table[rank]
             members = update(members, rank, replace(member, attached=False))
             if member.registration is not None and member.registration.standby in state.standbys:
-                standbys.add(member.registration.standby)
-                out.append(Journal("standby_lost", {"rank": rank, "address": member.registration.standby}))
+                standbys[member.registration.standby] = rank
         agents = tuple(
             AttachedAgent(agent.host, node.ranks) if agent.host == node.spare else agent
             for agent in agents
@@ -217,9 +216,10 @@ def _move(
         out.append(Tell((node.spare,), TakePlaces(node.ranks, state.freeze_id)))
         fields: Fields = {"host": node.spare, "ranks": node.ranks, "lost": node.host}
         out.append(Journal("take_places_sent", {**fields, "freeze_id": state.freeze_id}))
+    out.extend(Journal("standby_lost", {"rank": rank, "address": address}) for address, rank in standbys.items())
     moved = frozenset(rank for node in nodes for rank in node.ranks)
     lost_hosts = state.lost_hosts.difference(node.spare for node in nodes)  # it may have come back as a spare one
-    restoring = replace(state.restoring, lost=state.restoring.lost | standbys)
+    restoring = replace(state.restoring, lost=state.restoring.lost.union(standbys))
     return replace(state, members=members, agents=agents, lost_hosts=lost_hosts, restoring=restoring), moved
 
 

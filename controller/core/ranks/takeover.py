@@ -55,14 +55,19 @@ def first_rank_came(state: StateAt[Standby], message: Registration, now: float, 
 def another_rank_came(
     state: StateAt[Gathering], message: Registration, now: float, out: list[Effect]
 ) -> ControllerState:
-    """One more has given up its controller. Earlier controllers that it alone knows are looked for too; all of them if it is of a later generation than
-    the ranks before: one that leads that generation has led on."""
-    at, generation = state.at, begun(message)
-    known = () if generation > at.looked else at.earlier
-    earlier = tuple(each for each in _earlier(state.settings.address, message.controllers) if each not in known)
+    """One more has given up its controller. Earlier controllers that it alone knows are looked for too.
+
+    If it is of a later generation than the ranks before, it is as if it were the first: these may be of nodes that were given up, and an earlier
+    controller that leads the later generation has led on.
+    """
+    at, settings, generation = state.at, state.settings, begun(message)
+    if generation > at.looked:
+        deadline = max(at.deadline, now + settings.lease_s)
+        at = Gathering(deadline, now + settings.orphan_timeout_s, at.last_message_at, at.early, looked=generation)
+    earlier = tuple(each for each in _earlier(settings.address, message.controllers) if each not in at.earlier)
     if earlier:
         out.append(LookFor(earlier))
-        at = replace(at, looked=max(generation, at.looked), earlier=(*known, *earlier))
+        at = replace(at, earlier=(*at.earlier, *earlier))
     return register(replace(state, at=at), message, now, out)
 
 

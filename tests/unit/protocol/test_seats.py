@@ -251,6 +251,35 @@ def test_where_only_processes_on_a_lost_node_have_come_it_turns_them_away_and_st
     assert bench.logged("took_over")[0]["absent"] == () and bench.at(Stage.FREEZING)
 
 
+def test_the_first_rank_of_a_later_generation_has_the_others_waited_for_anew() -> None:
+    """A process on a lost node had come long before."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2) for rank in (2, 3)))
+    bench.wait(0.9 * LEASE_S, senders=(2, 3))
+    now: dict[str, object] = {"controllers": ("s0", "s1"), "job_groups": 2, "generation": 1, "regrouped": 1}
+    bench.say(able(0, "", **now))
+    bench.wait(0.9 * LEASE_S, senders=(0,))
+    assert bench.at(Stage.GATHERING)
+    bench.say(able(1, "", **now), *(able(rank, "c", pid=200 + rank, **now) for rank in (2, 3)))
+    assert bench.logged("took_over")[0]["absent"] == ()
+
+
+def test_a_node_that_is_given_up_takes_its_standby_with_it() -> None:
+    """Another one is asked for once all train on."""
+    bench = ControllerBench(HALVES, assembled=False, in_place_s=20.0, lease_s=LEASE_S, standbys=2)
+    bench.say(AgentHello("a", (0, 1), (100, 101)), AgentHello("b", (2, 3), (102, 103)), AgentHello("c", (), (), 2))
+    bench.say(*(able(rank, standby={1: "a:1", 3: "b:1"}.get(rank, "")) for rank in range(4)))
+    bench.say(Vouch((0, 1), (100, 101)), Vouch((2, 3), (102, 103)))
+    before = bench.state.standbys
+    lose(bench)
+    assert (before, bench.state.standbys) == (("a:1", "b:1"), ("a:1",))
+    assert bench.logged("standby_lost") == [{"rank": 3, "address": "b:1"}]
+    bench.say(*(able(rank, "c", pid=200 + rank, vacant=1) for rank in (2, 3)))
+    bench.say(*(Regrouped(rank, 1) for rank in range(4)))
+    bench.wait(1.0)
+    assert bench.logged("standby_asked")
+
+
 def test_one_process_of_the_generation_that_is_led_is_reason_enough_to_take_over() -> None:
     bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
     bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
