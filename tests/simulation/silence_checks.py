@@ -115,6 +115,8 @@ def _left_late(job: Job) -> list[str]:
         ]
         if not sent_s + EXIT_WAIT_S <= controller.over_s < inf or len(attached) < members.attached or not attached:
             continue
+        if members.alive:
+            continue  # one without a stream has not received that it is to exit
         agents = [job.launchers.get(job.nodes[rank]) for rank in attached]
         lost = all(agent is not None and agent.lost for agent in agents)
         if lost and all(job.killed.get(rank, inf) <= since_s for rank in attached) and not _led_badly(job, 0.0, sent_s):
