@@ -12,10 +12,11 @@ import pytest
 
 from tests.waiting import until
 from ttp.controller import __main__ as program
+from ttp.controller.agent_link import request_status
 from ttp.controller.core.facts.events import ControllerSettings, EarlierLives
 from ttp.controller.journal import read_events
 from ttp.errors import ControllerError
-from ttp.proto.messages import Freeze, Registration, Welcome
+from ttp.proto.messages import Exit, Freeze, Registration, Welcome
 from ttp.proto.transport import open_channel
 
 from .conftest import LONG_S, StartController
@@ -109,6 +110,39 @@ def test_a_controller_that_lives_is_found_and_ended_and_its_ranks_come(
         until(lambda: takeovers(tmp_path / "standby.jsonl"), "its takeover in the journal")
     (took_over,) = takeovers(tmp_path / "standby.jsonl")
     assert not took_over["absent"] and list(took_over["ranks"]) == [0, 1]
+
+
+def test_processes_on_a_lost_node_are_turned_away_and_the_standby_is_there_for_those_in_their_places(
+    new_controller: StartController, tmp_path: Path
+) -> None:
+    """Two controllers: the first one leads generation 1. Rank 1's earlier process comes to the standby; later the first controller is killed."""
+    first = new_controller(world_size=2, standby=1, term=2)
+    standby = new_controller(world_size=2, standby=2, term=3, journal=tmp_path / "standby.jsonl")
+
+    def coming(rank: int, generation: int) -> Registration:
+        known = (first.address, standby.address)
+        return replace(
+            registration(rank, 2), controllers=known, job_groups=1, generation=generation, regrouped=generation
+        )
+
+    with open_channel(first.address) as to_first, open_channel(standby.address) as to_standby:
+        with_first = RawStream(to_first)
+        with_first.say(coming(0, 1), coming(1, 1))
+        while not isinstance(with_first.next()[1], Freeze):
+            pass
+        lost = RawStream(to_standby)
+        lost.say(coming(1, 0))
+        while not isinstance(lost.next()[1], Exit):
+            pass
+        assert request_status(first.address).stage == "freezing" and request_status(standby.address).stage == "standby"
+        first.process.kill()
+        streams = [RawStream(to_standby) for _ in range(2)]
+        for rank, stream in enumerate(streams):
+            stream.say(coming(rank, 1))
+        while not isinstance(streams[1].next()[1], Freeze):
+            pass
+        until(lambda: takeovers(tmp_path / "standby.jsonl"), "its takeover in the journal")
+    assert list(takeovers(tmp_path / "standby.jsonl")[0]["ranks"]) == [0, 1]
 
 
 def takeovers(journal: Path) -> list[Any]:
