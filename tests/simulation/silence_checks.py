@@ -119,7 +119,11 @@ def _left_late(job: Job) -> list[str]:
             continue  # one without a stream has not received that it is to exit
         agents = [job.launchers.get(job.nodes[rank]) for rank in attached]
         lost = all(agent is not None and agent.lost for agent in agents)
-        if lost and all(job.killed.get(rank, inf) <= since_s for rank in attached) and not _led_badly(job, 0.0, sent_s):
+        if (
+            lost
+            and all(job.killed.get(rank, inf) <= since_s for rank in attached)
+            and not _led_badly(job, 0.0, controller.over_s)
+        ):
             found.append(f"I11: the controller waited {controller.over_s - sent_s:.3f} s for the lost ranks {attached}")
     return found
 
