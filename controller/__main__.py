@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -227,38 +228,43 @@ class Predecessors:
         """`found`: is called when one answers, on any thread."""
         self._settings = settings
         self._found = found
+        self._looks = itertools.count(1)
 
     def look_for(self, address: str) -> None:
         """Ask the controller at `address` whether it is alive."""
         threading.Thread(target=self._look, args=(address,), name="ttp-look-for", daemon=True).start()
 
-    def supersede(self, address: str, generation: int) -> None:
-        """Order it to end, as it has just answered. If it does not take the order, it is asked again."""
-        threading.Thread(target=self._order, args=(address, generation), name="ttp-supersede", daemon=True).start()
+    def supersede(self, address: str, generation: int, look: int) -> None:
+        """Order it to end, as it has just answered, and ask again whether it is alive."""
+        arguments = (address, generation, look)
+        threading.Thread(target=self._order, args=arguments, name="ttp-supersede", daemon=True).start()
 
     def _look(self, address: str) -> None:
         settings, until = self._settings, time.monotonic() + LOOK_TIMEOUT_S
         while (left_s := until - time.monotonic()) > 0:
             try:
-                generation = look_for_controller(address, job_id=settings.job_id, term=settings.term, timeout_s=left_s)
+                look = next(self._looks)
+                generation = look_for_controller(
+                    address, job_id=settings.job_id, term=settings.term, look=look, timeout_s=left_s
+                )
             except ControllerError:  # it is gone, or gRPC gave up a connection to one that is stopped
                 time.sleep(LOOK_AGAIN_S)
             else:
-                return self._found(EarlierLives(address, generation))
+                return self._found(EarlierLives(address, generation, look))
 
-    def _order(self, address: str, generation: int) -> None:
+    def _order(self, address: str, generation: int, look: int) -> None:
         settings = self._settings
-        try:
+        with contextlib.suppress(ControllerError):  # it did not receive it in time, or was too late
             request_shutdown(
                 address,
                 job_id=settings.job_id,
                 reason=f"the controller of term {settings.term} has taken over",
                 term=settings.term,
                 generation=generation,
+                look=look,
                 timeout_s=SUPERSEDE_PART * settings.lease_s,
             )
-        except ControllerError:
-            self._look(address)
+        self._look(address)
 
 
 def _announce(line: str) -> None:

@@ -321,19 +321,29 @@ def request_status(address: str, *, job_id: str = "", timeout_s: float = 5.0) ->
 
 
 def request_shutdown(
-    address: str, *, job_id: str = "", reason: str = "", term: int = 0, generation: int = 0, timeout_s: float = 2.0
+    address: str,
+    *,
+    job_id: str = "",
+    reason: str = "",
+    term: int = 0,
+    generation: int = 0,
+    look: int = 0,
+    timeout_s: float = 2.0,
 ) -> None:
-    """Ask a controller to end; `term`: for a controller that takes over from it (0: the launcher asks), with a rank of that generation.
+    """Ask a controller to end; `term`: for a controller that takes over from it (0: the launcher asks), with a rank of that generation,
+    as it has answered the question `look`.
 
     Raises ControllerError (it cannot be reached, so that it has ended or must be killed; or its term is not lower).
     """
-    _shutdown(address, pb.ShutdownRequest(job_id=job_id, reason=reason, term=term, generation=generation), timeout_s)
+    request = pb.ShutdownRequest(job_id=job_id, reason=reason, term=term, generation=generation, look=look)
+    _shutdown(address, request, timeout_s)
 
 
-def look_for_controller(address: str, *, job_id: str, term: int, timeout_s: float) -> int:
+def look_for_controller(address: str, *, job_id: str, term: int, look: int, timeout_s: float) -> int:
     """Return, once a controller answers at this address, the newest generation that is whole as far as it knows. `term`: of the one that takes over from
-    it. Raises ControllerError as `request_shutdown` does."""
-    return _shutdown(address, pb.ShutdownRequest(job_id=job_id, term=term, looks=True), timeout_s).generation
+    it; `look`: the number of this question. Raises ControllerError as `request_shutdown` does."""
+    request = pb.ShutdownRequest(job_id=job_id, term=term, looks=True, look=look)
+    return _shutdown(address, request, timeout_s).generation
 
 
 def _shutdown(address: str, request: pb.ShutdownRequest, timeout_s: float) -> pb.ShutdownReply:

@@ -30,12 +30,12 @@ class Driver:
         on_finish: Callable[[str], None],
         *,
         look_for: Callable[[str], None] = lambda address: None,
-        supersede: Callable[[str, int], None] = lambda address, generation: None,
+        supersede: Callable[[str, int, int], None] = lambda address, generation, look: None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`look_for(address)`: put `EarlierLives` once the controller there answers, if there is one. `supersede(address, generation)`: tell it that this
-        one takes over, with a rank of that generation. Neither may block."""
+        """`look_for(address)`: put `EarlierLives` once the controller there answers, if there is one. `supersede(address, generation, look)`: tell it that
+        this one takes over, with a rank of that generation, as it has answered that question. Neither may block."""
         self._journal = journal
         self._on_finish = on_finish
         self._clock = clock
@@ -55,6 +55,10 @@ class Driver:
     def leads(self) -> bool:
         """Whether this controller leads ranks, or waits for the first ones of its attempt."""
         return self._handler.state is not None and self._handler.state.stage not in (Stage.STANDBY, Stage.GATHERING)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._handler.finished)
 
     @property
     def generation(self) -> int:

@@ -55,6 +55,7 @@ from .core.facts.events import (
     Supersede,
     Tell,
     Tick,
+    TurnAway,
 )
 from .core.facts.events import Journal as JournalEffect
 from .core.facts.state import Stage
@@ -160,7 +161,7 @@ class Handler:
         journal: EventLog,
         *,
         look_for: Callable[[str], None],
-        supersede: Callable[[str, int], None],
+        supersede: Callable[[str, int, int], None],
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -192,6 +193,8 @@ class Handler:
         self._stragglers = StragglerWatch(settings.heartbeat_s)
         self._published: PublishedCheckpoint | None = None
         self._refused: dict[str, int] = {}
+        self._turned_away: set[tuple[int, int]] = set()
+        """Processes, by rank and pid, that were ordered to exit because others are in their places: their ends are not these others'."""
 
     def begin(self) -> None:
         """Take the machine's first state."""
@@ -356,6 +359,8 @@ class Handler:
                     return
             case AgentHello(host):
                 self._agents[host] = link
+            case WorkerExit(rank, pid) if (rank, pid) in self._turned_away and not self._is_registered(rank, pid):
+                return
             case WorkerExit() | Vouch() | ReplaceFailed():
                 pass
             case _:
@@ -378,7 +383,7 @@ class Handler:
             return False  # nothing is sent to it: after a lease it turns to another controller
         if why := machine.refusal(self.state, registration):
             self._log_event("earlier_process", {"rank": rank, "host": registration.host, "pid": registration.pid})
-            self._outgoing.setdefault(link, []).append(((rank,), Exit(EXIT_CODE_PERSISTED, why)))
+            self._turn_away(link, rank, registration.pid, why)
             return False
         self._step_times.pop(rank, None)  # it may be another process
         self._shares.pop(rank, None)
@@ -394,6 +399,15 @@ class Handler:
                 self._flush()
                 old.finish()
         return True
+
+    def _is_registered(self, rank: int, pid: int) -> bool:
+        known = self.state.members.table[rank].registration
+        return known is not None and known.pid == pid
+
+    def _turn_away(self, link: RankLink, rank: int, pid: int, why: str) -> None:
+        """Order a process to exit, on its stream alone: launchers must not take it for an order to all."""
+        self._turned_away.add((rank, pid))
+        self._outgoing.setdefault(link, []).append(((rank,), Exit(EXIT_CODE_PERSISTED, why)))
 
     def _drop(self, link: RankLink) -> None:
         self._outgoing.pop(link, None)
@@ -431,11 +445,15 @@ class Handler:
             case Tell(hosts, message):
                 for link in [self._agents[host] for host in hosts if host in self._agents]:
                     self._outgoing.setdefault(link, []).append(((), message))
+            case TurnAway(processes, reason):
+                for rank, pid in processes:
+                    if rank in self.routes:
+                        self._turn_away(self.routes[rank], rank, pid, reason)
             case LookFor(addresses):
                 for address in addresses:
                     self._look_for(address)
-            case Supersede(address, generation):
-                self._supersede(address, generation)
+            case Supersede(address, generation, look):
+                self._supersede(address, generation, look)
             case JournalEffect(name, fields):
                 self._log_event(name, dict(fields))
                 match event:
@@ -479,7 +497,7 @@ class Handler:
             self._log_event("not_sent", {"ranks": one[0], "text": str(error)})
 
     def _beat(self) -> None:
-        """Show every stream that the controller lives. A standby without attached ranks sends nothing: an agent that lost
+        """Show every stream that the controller lives. A standby without ranks that count sends nothing: an agent that lost
         its way must not take it for the active controller."""
         if self.state.stage is not Stage.STANDBY:
             for link in dict.fromkeys((*self.routes.values(), *self._agents.values())):  # each once

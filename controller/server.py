@@ -117,8 +117,8 @@ class ControlService(ControlServicer):
         self._loop = asyncio.get_running_loop()
         self._mailroom = Outbox(self._loop)
         self._links: set[StreamLink] = set()
-        self._answered: dict[int, float] = {}
-        """When the controller of each later term last got the answer that this one is alive."""
+        self._answered: dict[tuple[int, int], float] = {}
+        """When the controller of a later term got the answer that this one is alive, by its term and question."""
         shown = own.credentials()
         self._roles = shown is not None and not shown.site_host
 
@@ -221,11 +221,13 @@ class ControlService(ControlServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         reason = request.reason or f"asked to end by {context.peer()}"
         if request.looks:
-            self._answered[request.term] = time.monotonic()
+            if self._driver.finished:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "this controller is ending")
+            self._answered[request.term, request.look] = time.monotonic()
         elif not request.term:
             self._driver.put(StopAsked(reason))
         else:
-            until_s = self._answered.get(request.term, -inf) + SUPERSEDE_PART * self._settings.lease_s
+            until_s = self._answered.get((request.term, request.look), -inf) + SUPERSEDE_PART * self._settings.lease_s
             if time.monotonic() > until_s:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}: this one did not answer just now")
             self._driver.put(StopAsked(reason, request.generation, until_s))

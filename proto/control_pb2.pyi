@@ -765,18 +765,20 @@ class JobStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., term: _Optional[int] = ..., world_size: _Optional[int] = ..., stage: _Optional[str] = ..., survives: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., published: _Optional[_Union[PublishedCheckpoint, _Mapping]] = ..., pid: _Optional[int] = ..., role: _Optional[str] = ..., place: _Optional[int] = ..., address: _Optional[str] = ..., standbys: _Optional[_Iterable[str]] = ..., save_dirs: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., pace: _Optional[_Union[PaceStatus, _Mapping]] = ..., coverage: _Optional[_Union[CoverageStatus, _Mapping]] = ..., fault: _Optional[_Union[FaultStatus, _Mapping]] = ..., recoveries: _Optional[int] = ..., stragglers: _Optional[_Iterable[_Union[StragglerStatus, _Mapping]]] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
-    __slots__ = ("job_id", "reason", "term", "generation", "looks")
+    __slots__ = ("job_id", "reason", "term", "generation", "looks", "look")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LOOKS_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     reason: str
     term: int
     generation: int
     looks: bool
-    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ..., generation: _Optional[int] = ..., looks: bool = ...) -> None: ...
+    look: int
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ..., generation: _Optional[int] = ..., looks: bool = ..., look: _Optional[int] = ...) -> None: ...
 
 class ShutdownReply(_message.Message):
     __slots__ = ("generation",)

@@ -13,7 +13,18 @@ from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import AttachedAgent, ControllerState, Stage
 from ttp.hang_limits import HangLimits
 from ttp.proto.frozen import replace
-from ttp.proto.messages import Cause, CauseKind, Downward, Freeze, PublishOrder, Registration, Replace, Upward
+from ttp.proto.messages import (
+    EXIT_CODE_PERSISTED,
+    Cause,
+    CauseKind,
+    Downward,
+    Exit,
+    Freeze,
+    PublishOrder,
+    Registration,
+    Replace,
+    Upward,
+)
 
 Out = tuple[str, object]
 """("send", (ranks, message)), ("replace", the order to an agent), ("look for", addresses), ("supersede", address), ("over", reason)."""
@@ -113,6 +124,8 @@ class Turn:
                     self.out.append(("send", (ranks, _without_texts(message))))
                 case ev.Journal(event_name, fields):
                     self._note(event_name, dict(fields))
+                case ev.TurnAway(processes, reason):
+                    self.out.append(("send", (tuple(rank for rank, _ in processes), Exit(EXIT_CODE_PERSISTED, reason))))
                 case ev.LookFor(addresses):
                     self.out.append(("look for", addresses))
                 case ev.Supersede(address):

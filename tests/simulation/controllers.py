@@ -119,7 +119,7 @@ class Controller:
             settings,
             Journal(self),
             look_for=lambda address: self._look_for(job.controller_at(address)),
-            supersede=lambda address, generation: self._supersede(job.controller_at(address), generation),
+            supersede=lambda address, generation, look: self._supersede(job.controller_at(address), generation),
             clock=self.clock,
             unix_clock=self.clock,
         )
@@ -422,6 +422,7 @@ class Controller:
             older.handler.take(StopAsked(f"superseded by c{self.place}", generation, until_s))
             older._go_on()
             if not older.gone:
+                self._look_for(older)
                 return
             if older.state.generation > generation and self._leads_none():
                 self.job.broken(

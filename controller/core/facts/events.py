@@ -105,10 +105,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class EarlierLives:
-    """The controller at this address, whose term is lower, has answered that it is alive. `generation`: the newest that is whole, as far as it knows."""
+    """The controller at this address, whose term is lower, has answered that it is alive. `generation`: the newest that is whole, as far as it knows.
+    `look`: which question that is the answer to."""
 
     address: str
     generation: int = 0
+    look: int = 0
 
 
 Event = Received | HeartbeatBatch | StreamClosed | EarlierLives | Tick
@@ -133,6 +135,14 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnAway:
+    """Order these processes, each a rank and its pid, to exit; what else comes of them means nothing, and it concerns no agent."""
+
+    processes: tuple[tuple[int, int], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LookFor:
     """Ask whether the controllers of lower terms at these addresses are alive: `EarlierLives` for each that answers. They may be long gone, or answer
     once they are not stopped or cut off any more."""
@@ -143,11 +153,13 @@ class LookFor:
 @dataclass(frozen=True, slots=True)
 class Supersede:
     """Order the controller at this address, which has just answered, to end: this one takes over. It does not obey later than `SUPERSEDE_PART` of a lease
-    after its answer. If it does not receive the order, it is asked again whether it is alive."""
+    after its answer. Whether it does is asked: it is looked for again."""
 
     address: str
     generation: int = 0
     """Of the rank that has come here: a controller that leads a later one leads on."""
+    look: int = 0
+    """The question whose answer it follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +180,4 @@ class Finish:
     reason: str
 
 
-Effect = Send | Tell | LookFor | Supersede | Journal | Finish
+Effect = Send | Tell | TurnAway | LookFor | Supersede | Journal | Finish

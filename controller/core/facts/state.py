@@ -236,7 +236,7 @@ class AnyStage:
 
 @dataclass(frozen=True)
 class Standby(AnyStage):
-    """No rank has come to this controller yet."""
+    """No rank has come to this controller yet, or none that counts."""
 
     name = Stage.STANDBY
 

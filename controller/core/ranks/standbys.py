@@ -14,7 +14,7 @@ from ttp.proto.limits import MOST_ADDRESSES
 from ttp.proto.messages import StandbyList, StandbyReport, StartStandby
 
 from ..facts.events import Effect, Journal, Send, Tell
-from ..facts.membership import Member, reachable
+from ..facts.membership import Member, reachable, update
 from ..facts.state import ControllerState, S
 
 
@@ -63,7 +63,16 @@ def standby_report(state: ControllerState, message: StandbyReport, now: float, o
         known = replace(known, asked=-1, until=now, passed=frozenset())
     if address not in state.successors:
         out.append(Journal("standby_started", {"rank": rank, "address": address}))
-    return spread(replace(state, restoring=known), (address,), out)
+    return spread(replace(_noted(state, rank, address), restoring=known), (address,), out)
+
+
+def _noted(state: ControllerState, rank: int, address: str) -> ControllerState:
+    """A rank's standby goes with its node. Of two the older one is noted as long as it counts."""
+    member = state.members.table[rank]
+    if member.registration is None or member.registration.standby in state.standbys:
+        return state
+    changed = replace(member, registration=replace(member.registration, standby=address))
+    return replace(state, members=update(state.members, rank, changed))
 
 
 def restore(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:

@@ -13,11 +13,9 @@ from math import inf
 
 from ttp.proto.frozen import replace
 from ttp.proto.messages import (
-    EXIT_CODE_PERSISTED,
     Cause,
     CauseKind,
     Downward,
-    Exit,
     FaultReport,
     Registration,
     WorkerExit,
@@ -26,9 +24,9 @@ from ttp.proto.messages import (
 from ..dump.finish import finish_job, leave, over
 from ..dump.freeze import add_cause, begin_fault
 from ..facts.coverage import coverage_of, named, survives, warnings
-from ..facts.events import EarlierLives, Effect, Fields, Journal, LookFor, Send, Supersede
+from ..facts.events import EarlierLives, Effect, Fields, Journal, LookFor, Send, Supersede, TurnAway
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
-from ..facts.membership import SUSPECT_AFTER, Member, empty, mark_dead, reachable, renew_all_leases, update
+from ..facts.membership import SUSPECT_AFTER, Member, empty, mark_dead, renew_all_leases, update
 from ..facts.pace import limit, unknown
 from ..facts.state import ControllerState, Freezing, Gathering, Notes, Standby, StateAt, goto
 from .generations import REPLACED, begun
@@ -81,16 +79,20 @@ def earlier_lives(state: StateAt[Gathering], event: EarlierLives, now: float, ou
     at = state.at
     if event.generation > newest_begun(state):
         return _stand_by_again(state, event, out)
-    out.append(Supersede(event.address, newest_begun(state)))
+    if now >= at.gather_by:
+        return end_earlier(state, event, now, out)
+    out.append(Supersede(event.address, newest_begun(state), event.look))
     deadline = max(at.deadline, min(now + state.settings.lease_s, at.gather_by))
-    return replace(state, at=replace(at, deadline=deadline, waited_longer=at.waited_longer and now >= at.gather_by))
+    return replace(state, at=replace(at, deadline=deadline, waited_longer=False))
 
 
 def _stand_by_again(state: StateAt[Gathering], event: EarlierLives, out: list[Effect]) -> ControllerState:
     """As if none of these ranks had come: those in their places may need this controller yet."""
-    ranks, size = reachable(state.members), state.settings.world_size
-    out.append(Journal("stands_by_again", {"ranks": ranks, "generation": event.generation, "leads": event.address}))
-    out.append(Send(ranks, Exit(EXIT_CODE_PERSISTED, REPLACED)))
+    came = [(rank, member.registration) for rank, member in enumerate(state.members.table) if member.attached]
+    processes, size = tuple((rank, known.pid) for rank, known in came if known is not None), state.settings.world_size
+    ranks = tuple(rank for rank, _ in processes)
+    out.append(Journal("stands_by_again", {"ranks": ranks, "generation": event.generation, "said_by": event.address}))
+    out.append(TurnAway(processes, REPLACED))
     pace = unknown(size)
     pace = replace(pace, limit_s=limit(pace, state.settings.hang))
     state = replace(state, members=empty(size), notes=Notes(), pace=pace, generation=event.generation)
@@ -101,7 +103,7 @@ def end_earlier(state: ControllerState, event: EarlierLives, now: float, out: li
     """An earlier controller answered after the takeover. It is ordered to end if the ranks here cover all shards; otherwise it leads on, as its ranks may
     hold what they lack."""
     if _covers(state) and event.generation <= newest_begun(state):
-        out.append(Supersede(event.address, newest_begun(state)))
+        out.append(Supersede(event.address, newest_begun(state), event.look))
     return state
 
 

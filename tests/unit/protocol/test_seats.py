@@ -11,10 +11,11 @@ from tests.unit.protocol.bench import ControllerBench, ProcessorBench, registrat
 from ttp.controller.core import machine
 from ttp.controller.core.dump import lost_nodes
 from ttp.controller.core.dump.regroup import agent_of
-from ttp.controller.core.facts.events import EarlierLives, LookFor, Supersede
+from ttp.controller.core.facts.events import EarlierLives, LookFor, Send, Supersede, TurnAway
 from ttp.controller.core.facts.state import Stage, Work
 from ttp.errors import ProtocolError
-from ttp.processor.core.events import Connected, Send
+from ttp.processor.core.events import Connected
+from ttp.processor.core.events import Send as Says
 from ttp.processor.core.state import LinkState
 from ttp.proto.limits import check_upward
 from ttp.proto.messages import (
@@ -32,6 +33,7 @@ from ttp.proto.messages import (
     Regrouped,
     Replace,
     ReplaceFailed,
+    StandbyReport,
     TakePlaces,
     Thaw,
     Vouch,
@@ -238,9 +240,10 @@ def test_where_only_processes_on_a_lost_node_have_come_it_turns_them_away_and_st
     bench.say(AgentHello("b", (2, 3), (102, 103)))
     bench.say(able(2, controllers=("s0", "s1"), job_groups=2), able(3, controllers=("s0", "s1"), job_groups=2))
     bench.take(EarlierLives("s0", 1))
-    assert bench.at(Stage.STANDBY) and set(bench.sent(Exit)) == {2, 3}
-    assert not [effect for effect in bench.effects if isinstance(effect, Supersede)]
-    bench.say(Heartbeat(2, READY, 8), WorkerExit(3, 103, "exit code 75", 0.0))
+    assert bench.at(Stage.STANDBY)
+    assert [effect.processes for effect in bench.effects if isinstance(effect, TurnAway)] == [((2, 102), (3, 103))]
+    assert not [effect for effect in bench.effects if isinstance(effect, Supersede | Send)]
+    bench.say(Heartbeat(2, READY, 8))
     bench.close(2, 3)
     bench.wait(100.0, senders=())
     with pytest.raises(ProtocolError, match="its process was given up"):
@@ -248,7 +251,8 @@ def test_where_only_processes_on_a_lost_node_have_come_it_turns_them_away_and_st
     assert bench.at(Stage.STANDBY)
     now = {"controllers": ("s0", "s1"), "job_groups": 2, "generation": 1, "regrouped": 1}
     bench.say(*(able(rank, "c" if rank > 1 else "", pid=200 + rank, **now) for rank in range(4)))
-    assert bench.logged("took_over")[0]["absent"] == () and bench.at(Stage.FREEZING)
+    assert bench.logged("took_over")[0]["ranks"] == (0, 1, 2, 3) and bench.at(Stage.FREEZING)
+    assert bench.state.members.alive == 4
 
 
 def test_the_first_rank_of_a_later_generation_has_the_others_waited_for_anew() -> None:
@@ -264,11 +268,14 @@ def test_the_first_rank_of_a_later_generation_has_the_others_waited_for_anew() -
     assert bench.logged("took_over")[0]["absent"] == ()
 
 
-def test_a_node_that_is_given_up_takes_its_standby_with_it() -> None:
+@pytest.mark.parametrize("on_order", [False, True])
+def test_a_node_that_is_given_up_takes_its_standby_with_it(on_order: bool) -> None:
     """Another one is asked for once all train on."""
     bench = ControllerBench(HALVES, assembled=False, in_place_s=20.0, lease_s=LEASE_S, standbys=2)
     bench.say(AgentHello("a", (0, 1), (100, 101)), AgentHello("b", (2, 3), (102, 103)), AgentHello("c", (), (), 2))
-    bench.say(*(able(rank, standby={1: "a:1", 3: "b:1"}.get(rank, "")) for rank in range(4)))
+    bench.say(*(able(rank, standby={1: "a:1", 3: "" if on_order else "b:1"}.get(rank, "")) for rank in range(4)))
+    if on_order:
+        bench.say(StandbyReport(3, "b:1", True, ""))
     bench.say(Vouch((0, 1), (100, 101)), Vouch((2, 3), (102, 103)))
     before = bench.state.standbys
     lose(bench)
@@ -426,6 +433,6 @@ def test_a_rank_registers_with_the_generation_that_it_has_begun_and_the_one_that
         (sent,) = [
             effect.message
             for effect in bench.effects
-            if isinstance(effect, Send) and isinstance(effect.message, Registration)
+            if isinstance(effect, Says) and isinstance(effect.message, Registration)
         ]
         assert (sent.generation, sent.regrouped) == expected

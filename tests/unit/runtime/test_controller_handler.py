@@ -21,6 +21,7 @@ from ttp.controller.core.facts.events import (
     Send,
     StreamClosed,
     Tell,
+    TurnAway,
 )
 from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import (
@@ -88,6 +89,7 @@ class Bench:
         """Why no process that registers is the one in its rank's place; empty: each is."""
         self.leads_earlier_ones = False
         self.generation = 0
+        self.registered: list[Registration | None] = [None] * 4
         self.logged: list[str] = []
         self.status: list[Any] = []
         journal: Any = SimpleNamespace(
@@ -99,12 +101,16 @@ class Bench:
             settings,
             journal,
             look_for=lambda address: None,
-            supersede=lambda address, generation: None,
+            supersede=lambda address, generation, look: None,
             clock=lambda: self.now,
         )
 
     def initial(self, settings: ControllerSettings, now: float) -> Any:
-        return SimpleNamespace(stage=self.stage, generation=self.generation)
+        return self._state()
+
+    def _state(self) -> Any:
+        table = [SimpleNamespace(registration=known) for known in self.registered]
+        return SimpleNamespace(stage=self.stage, generation=self.generation, members=SimpleNamespace(table=table))
 
     def refusal(self, state: Any, message: Registration) -> str:
         return self.refuses
@@ -117,7 +123,7 @@ class Bench:
 
     def transition(self, state: Any, event: Event, now: float) -> tuple[Any, Sequence[Effect]]:
         self.received.append(event)
-        return SimpleNamespace(stage=self.stage, generation=self.generation), self.orders(event)
+        return self._state(), self.orders(event)
 
     def receives(self, link: Link, *messages: Upward) -> None:
         self.handler.take(StreamMessage(link, UpwardParcel("job", 1, messages)))
@@ -151,6 +157,27 @@ def test_what_was_gathered_for_a_stream_goes_out_before_it_is_ended_for_a_new_on
     bench.receives(new, DEATH, Registration(0, 4, "host", 100, (), 0, ("/c",), "{}"))
     bench.flushes()
     assert old.done == [[((0,), Thaw(1))], "finishes"] and new.done == []
+
+
+def test_the_end_of_a_process_that_was_turned_away_is_not_that_of_the_one_in_its_place(bench: Bench) -> None:
+    """Refused as it registers, or sent away when it was known that others are in their places; and the agents do not overhear that."""
+    agent, here = Link(), bench.comes(2, 3)
+    bench.receives(agent, AgentHello("host", (2, 3), (102, 103)))
+    bench.orders = lambda event: (TurnAway(((2, 102),), "its place is another's"),) if event == Received(DEATH) else ()
+    bench.receives(agent, DEATH)
+    bench.flushes()
+    assert here.done == [[((2,), Exit(75, "its place is another's"))]] and not agent.done
+    bench.orders = lambda event: ()
+    bench.refuses = "other processes are there"
+    bench.receives(Link(), Registration(3, 4, "lost", 99, (), 0, ("/c",), "{}"))
+    ends = [WorkerExit(2, 102, "exiting", 0.0), WorkerExit(2, 102, "exit code 75", 0.0), WorkerExit(3, 99, "x", 0.0)]
+    before = len(bench.received)
+    bench.receives(agent, *ends)
+    assert len(bench.received) == before
+    bench.registered[2] = Registration(2, 4, "host", 102, (), 0, ("/c",), "{}")  # another host's process of that number
+    bench.receives(agent, WorkerExit(3, 103, "x", 0.0))
+    bench.receives(agent, ends[1])
+    assert len(bench.received) == before + 2
 
 
 def test_a_process_that_has_not_its_ranks_place_exits_and_nothing_else_changes(bench: Bench) -> None:

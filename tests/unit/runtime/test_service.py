@@ -35,13 +35,14 @@ class Caller:
         self.items: list[Any] = []
         self.put: Callable[[Any], None] = self.items.append
         self.written = 0
-        self.generation = 5
+        self.generation, self.finished = 5, False
         self.settings = ControllerSettings(JOB, TERM, 1)
         driver: Any = self
         self.service = ControlService(self.settings, driver)
 
-    async def looked_for(self, term: int) -> pb.ShutdownReply:
-        return await self.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=term, looks=True), self.context)
+    async def looked_for(self, term: int, look: int = 0) -> pb.ShutdownReply:
+        request = pb.ShutdownRequest(job_id=JOB, term=term, looks=True, look=look)
+        return await self.service.Shutdown(request, self.context)
 
     async def write(self, envelope: pb.DownwardEnvelope) -> None:
         self.written += 1
@@ -133,6 +134,9 @@ def test_a_controller_that_is_looked_for_answers_with_its_generation_and_leads_o
         assert (await caller.looked_for(TERM + 1)).generation == 5
         with pytest.raises(Refused):
             await caller.looked_for(TERM)
+        caller.finished = True
+        with pytest.raises(Refused, match="is ending"):
+            await caller.looked_for(TERM + 1)
         assert not caller.items
 
     called(act)
@@ -144,18 +148,20 @@ def test_a_controller_that_did_not_answer_just_now_is_not_ended(monkeypatch: pyt
     monkeypatch.setattr("ttp.controller.server.time.monotonic", lambda: now[0])
 
     async def act(caller: Caller) -> None:
-        async def order(term: int) -> None:
-            await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=term), caller.context)
+        async def order(term: int, look: int = 1) -> None:
+            await caller.service.Shutdown(pb.ShutdownRequest(job_id=JOB, term=term, look=look), caller.context)
 
-        await caller.looked_for(TERM + 1)
+        await caller.looked_for(TERM + 1, 1)
         with pytest.raises(Refused, match="did not answer just now"):
             await order(TERM + 2)
         now[0] += caller.settings.lease_s / 3 + 0.01
         with pytest.raises(Refused, match="did not answer just now"):
             await order(TERM + 1)
+        await caller.looked_for(TERM + 1, 2)
+        with pytest.raises(Refused, match="did not answer just now"):
+            await order(TERM + 1)  # it follows the answer before
         assert not caller.items
-        await caller.looked_for(TERM + 1)
-        await order(TERM + 1)
+        await order(TERM + 1, 2)
         assert len(caller.items) == 1
 
     called(act)

@@ -41,8 +41,6 @@ class Other:
         answer = self._answers.pop(0)
         if answer is None:
             raise ControllerError("it does not answer")
-        if what == "order":
-            self.all_came.set()
         return answer
 
     def _find(self, event: EarlierLives) -> None:
@@ -53,13 +51,12 @@ class Other:
 def test_the_order_names_the_term_and_the_generation_and_is_given_up_after_a_third_of_a_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    other = Other(monkeypatch, 0)
-    other.predecessors.supersede("a:1", 7)
+    other = Other(monkeypatch, 0, 4)
+    other.predecessors.supersede("a:1", 7, 5)
     assert other.all_came.wait(LONG_S)
-    ((what, named),) = other.requests
+    (what, named), *_ = other.requests
     assert what == "order" and named["timeout_s"] == pytest.approx(2.0)
-    assert [named[name] for name in ("address", "job_id", "term", "generation")] == ["a:1", "job", 3, 7]
-    assert not other.found
+    assert [named[name] for name in ("address", "job_id", "term", "generation", "look")] == ["a:1", "job", 3, 7, 5]
 
 
 def test_a_controller_is_looked_for_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +64,19 @@ def test_a_controller_is_looked_for_until_it_answers(monkeypatch: pytest.MonkeyP
     other = Other(monkeypatch, None, None, 4)
     other.predecessors.look_for("a:1")
     assert other.all_came.wait(LONG_S)
-    assert other.found == [EarlierLives("a:1", 4)] and [what for what, _ in other.requests] == ["look"] * 3
+    assert other.found == [EarlierLives("a:1", 4, 3)] and [what for what, _ in other.requests] == ["look"] * 3
+    assert [named["look"] for _, named in other.requests] == [1, 2, 3]
     assert {(named["address"], named["term"]) for _, named in other.requests} == {("a:1", 3)}
 
 
-def test_one_that_does_not_take_the_order_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Other(monkeypatch, None, None, 4)
-    other.predecessors.supersede("a:1", 7)
+@pytest.mark.parametrize("taken", [None, 0])
+def test_one_that_was_ordered_to_end_is_looked_for_again(monkeypatch: pytest.MonkeyPatch, taken: int | None) -> None:
+    """It may not have received the order, or not have obeyed."""
+    other = Other(monkeypatch, taken, None, 4)
+    other.predecessors.supersede("a:1", 7, 5)
     assert other.all_came.wait(LONG_S)
-    assert other.found == [EarlierLives("a:1", 4)] and [what for what, _ in other.requests] == ["order", "look", "look"]
+    assert other.found == [EarlierLives("a:1", 4, 2)]
+    assert [what for what, _ in other.requests] == ["order", "look", "look"]
 
 
 def test_one_that_is_gone_is_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
