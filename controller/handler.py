@@ -324,20 +324,7 @@ class Handler:
     def _look_for_stragglers(self) -> None:
         """Journal which ranks are slow from now on, and which are not any more; the machine does not know of it."""
         for change in self._stragglers.look(self._clock()):
-            slow = change.straggler
-            self._log_event(
-                "straggler_over" if change.over else "straggler",
-                {
-                    "rank": slow.rank,
-                    "host": slow.host,
-                    "ratio": round(slow.ratio, 3),
-                    "own_s": round(slow.own_s, 6),
-                    "others_s": round(slow.others_s, 6),
-                    "since_step": slow.since_step,
-                    "step": change.step,
-                    **({"why": change.over} if change.over else {}),
-                },
-            )
+            self._log_event("straggler_over" if change.over else "straggler", change.fields)
 
     def receive_heartbeats(self, beats: list[Heartbeat]) -> None:
         if beats:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
+from typing import Any
 
 from ttp.proto.limits import LONGEST_S
 from ttp.proto.status import StragglerStatus
@@ -75,6 +76,21 @@ class Change:
     """The newest step that any rank has reported."""
     over: str = ""
     """Why it is not named any more; empty: it is from now on."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return what the journal says of it."""
+        slow = self.straggler
+        return {
+            "rank": slow.rank,
+            "host": slow.host,
+            "ratio": round(slow.ratio, 3),
+            "own_s": round(slow.own_s, 6),
+            "others_s": round(slow.others_s, 6),
+            "since_step": slow.since_step,
+            "step": self.step,
+            **({"why": self.over} if self.over else {}),
+        }
 
 
 @dataclass(slots=True)
