@@ -67,7 +67,6 @@ TICK_S = 0.25
 MOST_REFUSALS = 1_000
 """Whoever is refused with ever new words fills neither the memory nor the journal."""
 
-
 Addressed = tuple[tuple[int, ...], Downward]
 """A message and the ranks of one stream that it is for."""
 
@@ -388,8 +387,7 @@ class Handler:
         return True
 
     def _is_registered(self, rank: int, pid: int) -> bool:
-        known = self.state.members.table[rank].registration
-        return known is not None and known.pid == pid
+        return (known := self.state.members.table[rank].registration) is not None and known.pid == pid
 
     def _turn_away(self, link: RankLink, rank: int, pid: int, why: str) -> None:
         """Order a process to exit, on its stream alone: launchers must not take it for an order to all."""
