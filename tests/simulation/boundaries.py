@@ -59,12 +59,12 @@ class Boundary:
         if alone := sorted(rank for rank, saved in job.saved_alone.items() if saved < step):
             job.broken(f"I14: rank {self.rank} is READY of step {step}, after ranks {alone} saved a step alone")
         given = Contribution(gate.notice, gate.unled, self.process.attached is not None)
-        job.contributed.setdefault((members, step), {})[self.rank] = given
+        job.contributed.setdefault((members, step, self.process.generation), {})[self.rank] = given
 
     def ending(self, step: int) -> Ending:
         """Return what this rank reads from the collective's sums."""
         members = self.job.training.collectives(self.rank)
-        given = self.job.contributed[members, step].values()
+        given = self.job.contributed[members, step, self.process.generation].values()
         notices, unled = sum(one.notice for one in given), sum(one.unled for one in given)
         return ending_of(notices, unled, len(members), len(self.job.ranks))
 
@@ -90,7 +90,8 @@ class Boundary:
     # --- the save: every rank writes, rank 0 publishes; what each answers goes to all ---
 
     def _save(self, step: int) -> None:
-        given = self.job.contributed[self.job.training.collectives(self.rank), step]
+        members = self.job.training.collectives(self.rank)
+        given = self.job.contributed[members, step, self.process.generation]
         led = [rank for rank, one in sorted(given.items()) if one.attached]
         if led or len(given) < len(self.job.ranks):
             self.job.broken(f"I14: rank {self.rank} saves step {step} alone, of ranks {sorted(given)} {led} were led")

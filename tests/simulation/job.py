@@ -101,7 +101,7 @@ class Job:
         self.seen_to_end: set[int] = set()
         """Ranks whose end is not only seen by their silence."""
         self.thawed_up_to = -1
-        self.contributed: dict[tuple[tuple[int, ...], int], dict[int, Contribution]] = {}
+        self.contributed: dict[tuple[tuple[int, ...], int, int], dict[int, Contribution]] = {}
         """By members and step of the spanning collectives, what each rank added to tell how the step ends."""
         self.answers: dict[tuple[str, int], dict[int, Any]] = {}
         """By name and step, what ranks gave each other while they saved a step without a controller."""

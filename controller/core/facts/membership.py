@@ -186,6 +186,8 @@ def attach(members: Membership, registration: Registration, now: float, settings
     if member.vouched_pid != registration.pid:
         member = replace(member, vouched=-inf)
     members = update(members, rank, member)
+    if members.present == 0:  # it came, and had been reported dead before
+        members = replace(members, empty_since=min(members.empty_since, now))
     return replace(members, sweep_at=min(members.sweep_at, now + SUSPECT_AFTER * settings.lease_s))
 
 

@@ -10,6 +10,7 @@ from tests.unit.protocol.bench import ControllerBench, only
 from tests.unit.protocol.test_takeover import coming, standby
 from ttp.controller.core.facts import events as ev
 from ttp.controller.core.facts.state import Stage
+from ttp.proto.messages import WorkerExit
 
 
 def test_when_the_first_rank_comes_all_earlier_controllers_are_looked_for() -> None:
@@ -38,6 +39,15 @@ def test_an_earlier_controller_that_lives_is_to_end_and_its_ranks_have_a_lease_t
     assert job.at(Stage.GATHERING) and not job.logged("death_seen")
     job.say(*(coming(rank) for rank in (0, 1, 3)))
     assert job.logged("took_over")[0]["absent"] == ()
+
+
+def test_a_controller_to_which_only_a_dead_rank_has_come_ends() -> None:
+    """Its agent was faster than what the rank had sent."""
+    job = standby()
+    job.say(WorkerExit(2, 102, "signal SIGKILL", 0.0), coming(2))
+    assert job.at(Stage.GATHERING)
+    job.wait(2 * job.state.settings.orphan_timeout_s, senders=())
+    assert job.at(Stage.OVER)
 
 
 def test_answers_postpone_a_takeover_until_a_bound() -> None:
