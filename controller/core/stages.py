@@ -20,6 +20,7 @@ from .dump.roll_forward import start_dump
 from .facts.coverage import coverage_of, named, rows, survives, warnings
 from .facts.decision import Refusal
 from .facts.events import Effect, Fields, Journal, Send
+from .facts.incident import NO_RANKS_TEXT
 from .facts.membership import only_lost_nodes, renew_all_leases, silent, silent_since, sweep_leases, vouched_lease
 from .facts.pace import has_started
 from .facts.stage_table import TABLES, table_of
@@ -223,7 +224,7 @@ def _round_end(state: StateAt[Freezing]) -> float:
 def expire(state: ControllerState, now: float, out: list[Effect]) -> ControllerState:
     """Do what is due; `advance_stages` looks at the deadlines of a freeze round and of a takeover."""
     if now >= orphan_deadline(state) and not isinstance(state.at, Exiting):
-        return orphaned(state, f"no rank was attached for {state.settings.orphan_timeout_s:g} s", now, out)
+        return orphaned(state, f"{NO_RANKS_TEXT} for {state.settings.orphan_timeout_s:g} s", now, out)
     return table_of(state).expire(state, now, out)
 
 

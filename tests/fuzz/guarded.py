@@ -169,6 +169,8 @@ class GuardedController:
             response_deserializer=pb.ShutdownReply.FromString,
         )
         try:
+            if term:  # an order of a later controller follows its question
+                await asyncio.wait_for(ask(pb.ShutdownRequest(job_id=JOB, term=term, looks=True)), LONG_S)
             await asyncio.wait_for(ask(pb.ShutdownRequest(job_id=JOB, term=term)), LONG_S)
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details() or ""

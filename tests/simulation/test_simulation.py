@@ -24,10 +24,9 @@ from ttp.controller.core.facts.state import (
     Freezing,
     Gathering,
     Over,
-    Publishing,
     Regrouping,
     Rolling,
-    Writing,
+    Standby,
 )
 from ttp.processor.core import machine as process_machine
 from ttp.processor.core.events import Effect, Event, Received
@@ -43,8 +42,10 @@ RARE: dict[Edge, str] = {
     (Assembling, Over): _ORPHANED,
     (Rolling, Over): _ORPHANED,
     (Regrouping, Over): _ORPHANED,
-    (Writing, Over): _ORPHANED,
-    (Publishing, Over): _ORPHANED,
+    (
+        Gathering,
+        Standby,
+    ): "only processes on a lost node come to a standby, and the job trains on (test_seats, unit/protocol/test_seats)",
     (
         Gathering,
         Exiting,

@@ -15,6 +15,8 @@ from ttp.proto.messages import Cause, CauseKind, FaultReport, Phase, StateReport
 from .events import Effect, Journal
 from .state import MOST_KEPT, ControllerState, Notes, S, Sign
 
+NO_RANKS_TEXT = "no rank was attached"
+"""Why a controller has ended that was left alone; with how long it has waited behind it."""
 EXITING_TEXT = "exiting"
 """WorkerExit's text while the kernel still frees the process and its status is unknown."""
 _GONE = (CauseKind.EXITED, CauseKind.SILENT)

@@ -142,6 +142,18 @@ def test_a_standby_behind_a_broken_network_leads_nothing_that_counts(hosts: tupl
     assert found == ["published"] * leads + ["exit_sent"]
 
 
+@pytest.mark.parametrize("later", [True, False])
+def test_a_controller_whose_ranks_have_gone_to_a_later_one_reports_nothing(later: bool) -> None:
+    """It was stopped, and continues when the others are through: that it has no rank is not how the job has ended."""
+    lines = [line(0.0, "freeze_sent")]
+    if later:
+        lines += [line(1.0, "took_over", 1, ranks=[0, 1]), line(2.0, "published", 1, step=25)]
+    why = "no rank was attached for 15 s"
+    lines += [line(3.0, "refused", reason=why), line(3.1, "incident", not_saved=why)]
+    found = [each["event"] for each in leading_lines(lines)]
+    assert found == ["freeze_sent", *(("took_over", "published") if later else ("refused", "incident"))]
+
+
 CALM = [line(1.0, "assembled"), line(9.0, "finished", ranks=1)]
 ALARM = [
     line(2.0, "suspect", rank=0),

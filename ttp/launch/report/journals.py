@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ttp.controller.core.facts.incident import NO_RANKS_TEXT
 from ttp.inputs.input_file import open_text
 
 Line = Mapping[str, Any]
@@ -46,18 +47,34 @@ def _journals(log_dir: Path, start: int) -> Iterator[Path]:
 
 def leading_lines(lines: Sequence[Line]) -> list[Line]:
     """Return an attempt's lines in order of time without those of standbys that did not lead it. One to which only processes on lost nodes have come
-    leads nothing that counts: others have their places, and train on."""
+    leads nothing that counts: others have their places, and train on. Nor has one anything to report that continues when its ranks have gone to a later one."""
+    took_over: dict[int, float] = {}
     led_from: dict[int, float] = {}
     came: dict[int, set[str]] = {}
     lost: set[str] = set()
     for line in lines:
         if line["event"] in ("takeover_began", "took_over"):
             led_from.setdefault(line["controller"], line["unix_s"])
+            if line["event"] == "took_over":
+                took_over.setdefault(line["controller"], line["unix_s"])
         elif line["event"] == "registered":
             came.setdefault(line["controller"], set()).add(line["fields"].get("host", ""))
         elif line["event"] == "take_places_sent":
             lost.add(line["fields"]["lost"])
     led_from = {standby: since_s for standby, since_s in led_from.items() if not came.get(standby, {""}) <= lost}
     led_from[0] = float("-inf")
-    kept = [line for line in lines if line["unix_s"] >= led_from.get(line["controller"], float("inf"))]
+    kept = [
+        line
+        for line in lines
+        if line["unix_s"] >= led_from.get(line["controller"], float("inf")) and not _is_left(line, took_over)
+    ]
     return sorted(kept, key=lambda line: float(line["unix_s"]))
+
+
+def _is_left(line: Line, took_over: Mapping[int, float]) -> bool:
+    """Say whether this is the verdict of a controller without ranks, which a later one has taken over."""
+    fields = line["fields"]
+    left = f"{fields.get('reason', '')}{fields.get('not_saved', '')}".startswith(NO_RANKS_TEXT)
+    return left and any(
+        controller > line["controller"] and at_s <= line["unix_s"] for controller, at_s in took_over.items()
+    )
