@@ -389,10 +389,11 @@ class Handler:
     def _is_registered(self, rank: int, pid: int) -> bool:
         return (known := self.state.members.table[rank].registration) is not None and known.pid == pid
 
-    def _turn_away(self, link: RankLink, rank: int, pid: int, why: str) -> None:
+    def _turn_away(self, link: RankLink | None, rank: int, pid: int, why: str) -> None:
         """Order a process to exit, on its stream alone: launchers must not take it for an order to all."""
         self._turned_away.add((rank, pid))
-        self._outgoing.setdefault(link, []).append(((rank,), Exit(EXIT_CODE_PERSISTED, why)))
+        if link is not None:
+            self._outgoing.setdefault(link, []).append(((rank,), Exit(EXIT_CODE_PERSISTED, why)))
 
     def _drop(self, link: RankLink) -> None:
         self._outgoing.pop(link, None)
@@ -432,8 +433,7 @@ class Handler:
                     self._outgoing.setdefault(link, []).append(((), message))
             case TurnAway(processes, reason):
                 for rank, pid in processes:
-                    if rank in self.routes:
-                        self._turn_away(self.routes[rank], rank, pid, reason)
+                    self._turn_away(self.routes.get(rank), rank, pid, reason)
             case LookFor(addresses):
                 for address in addresses:
                     self._look_for(address)

@@ -22,7 +22,7 @@ from tests.simulation.scenario import build
 from tests.simulation.soak import gathered, reason_kind
 
 BASE_SEED = int(os.environ.get("SIMULATION_SEED", "5000000"))
-JOBS, CELLS_HIT = 4_000, 0.88
+JOBS, CELLS_HIT = 4_000, 0.9
 """In `make test`: so many jobs, and the part of the cells that they hit at least; each is aimed at by about four, and one aim in five hits the rarest."""
 JOBS_LONG, CELLS_HIT_LONG = 10_000, 0.98
 """The same in `make chaos`."""
@@ -53,7 +53,7 @@ def test_every_kind_of_fault_acts_nearly_everywhere_it_can(many: Tally) -> None:
     missing = many.missing()
     missed = f"base seed {BASE_SEED}: {len(missing)} of {len(possible())} cells not hit: {missing}"
     hit = CELLS_HIT if many.jobs == JOBS else CELLS_HIT_LONG
-    assert len(missing) <= (1 - hit) * len(possible()), missed
+    assert len(missing) <= round((1 - hit) * len(possible())), missed
     assert {kind for kind, _ in many.cells} == set(KINDS), missed
     assert {place for _, place in many.cells} == set(PLACES), missed
     assert not many.impossible(), f"base seed {BASE_SEED}"

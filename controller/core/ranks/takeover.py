@@ -88,7 +88,7 @@ def earlier_lives(state: StateAt[Gathering], event: EarlierLives, now: float, ou
 
 def _stand_by_again(state: StateAt[Gathering], event: EarlierLives, out: list[Effect]) -> ControllerState:
     """As if none of these ranks had come: those in their places may need this controller yet."""
-    came = [(rank, member.registration) for rank, member in enumerate(state.members.table) if member.attached]
+    came = [(rank, member.registration) for rank, member in enumerate(state.members.table)]
     processes, size = tuple((rank, known.pid) for rank, known in came if known is not None), state.settings.world_size
     ranks = tuple(rank for rank, _ in processes)
     out.append(Journal("stands_by_again", {"ranks": ranks, "generation": event.generation, "said_by": event.address}))

@@ -163,20 +163,27 @@ def test_the_end_of_a_process_that_was_turned_away_is_not_that_of_the_one_in_its
     """Refused as it registers, or sent away when it was known that others are in their places; and the agents do not overhear that."""
     agent, here = Link(), bench.comes(2, 3)
     bench.receives(agent, AgentHello("host", (2, 3), (102, 103)))
-    bench.orders = lambda event: (TurnAway(((2, 102),), "its place is another's"),) if event == Received(DEATH) else ()
+    bench.orders = lambda event: (
+        (TurnAway(((1, 101), (2, 102)), "its place is another's"),) if event == Received(DEATH) else ()
+    )
     bench.receives(agent, DEATH)
     bench.flushes()
     assert here.done == [[((2,), Exit(75, "its place is another's"))]] and not agent.done
     bench.orders = lambda event: ()
     bench.refuses = "other processes are there"
     bench.receives(Link(), Registration(3, 4, "lost", 99, (), 0, ("/c",), "{}"))
-    ends = [WorkerExit(2, 102, "exiting", 0.0), WorkerExit(2, 102, "exit code 75", 0.0), WorkerExit(3, 99, "x", 0.0)]
+    ends = [
+        WorkerExit(1, 101, "x", 0.0),
+        WorkerExit(2, 102, "exiting", 0.0),
+        WorkerExit(2, 102, "exit code 75", 0.0),
+        WorkerExit(3, 99, "x", 0.0),
+    ]
     before = len(bench.received)
     bench.receives(agent, *ends)
     assert len(bench.received) == before
     bench.registered[2] = Registration(2, 4, "host", 102, (), 0, ("/c",), "{}")  # another host's process of that number
     bench.receives(agent, WorkerExit(3, 103, "x", 0.0))
-    bench.receives(agent, ends[1])
+    bench.receives(agent, ends[2])
     assert len(bench.received) == before + 2
 
 
