@@ -25,7 +25,7 @@ from .facts.membership import (
     silent,
     slow_heartbeat_s,
 )
-from .facts.pace import limit, unknown
+from .facts.pace import at_start
 from .facts.state import Assembling, ControllerState, Exiting, Faulted, Gathering, Running, Standby
 from .ranks.generations import leads_earlier, refusal
 from .stages import advance_stages, expire, grant_time
@@ -47,8 +47,7 @@ _OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch, ReplaceFailed)
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller without any registered rank."""
     members = empty(settings.world_size)
-    pace = unknown(settings.world_size)
-    pace = replace(pace, limit_s=limit(pace, settings.hang))
+    pace = at_start(settings)
     if settings.standby:
         freeze_id = settings.standby * FREEZES_OF_A_TERM
         return ControllerState(settings, Standby(), members, pace, freeze_id=freeze_id)

@@ -15,6 +15,7 @@ from ttp.hang_limits import HangLimits
 from ttp.proto.frozen import dataclass, replace
 from ttp.proto.messages import Heartbeat, Phase
 
+from .events import ControllerSettings
 from .per_rank import PerRank
 
 ENOUGH = 8
@@ -89,6 +90,12 @@ class Pace:
 def unknown(world_size: int) -> Pace:
     """Return the pace of a job of which nothing was seen yet."""
     return Pace(PerRank.filled(world_size, None))
+
+
+def at_start(settings: ControllerSettings) -> Pace:
+    """Return the same with the limit that is in force then."""
+    pace = unknown(settings.world_size)
+    return replace(pace, limit_s=limit(pace, settings.hang))
 
 
 def has_started(pace: Pace) -> bool:

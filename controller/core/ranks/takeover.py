@@ -27,7 +27,7 @@ from ..facts.coverage import coverage_of, named, survives, warnings
 from ..facts.events import EarlierLives, Effect, Fields, Journal, LookFor, Send, Supersede, TurnAway
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report, signs_of
 from ..facts.membership import SUSPECT_AFTER, Member, empty, mark_dead, renew_all_leases, update
-from ..facts.pace import limit, unknown
+from ..facts.pace import at_start
 from ..facts.state import ControllerState, Freezing, Gathering, Notes, Standby, StateAt, goto
 from .generations import REPLACED, begun
 from .liveness import CLEAN_EXIT_TEXT, fault_line, register, says_more, welcome
@@ -93,8 +93,7 @@ def _stand_by_again(state: StateAt[Gathering], event: EarlierLives, out: list[Ef
     ranks = tuple(rank for rank, _ in processes)
     out.append(Journal("stands_by_again", {"ranks": ranks, "generation": event.generation, "said_by": event.address}))
     out.append(TurnAway(processes, REPLACED))
-    pace = unknown(size)
-    pace = replace(pace, limit_s=limit(pace, state.settings.hang))
+    pace = at_start(state.settings)
     state = replace(state, members=empty(size), notes=Notes(), pace=pace, generation=event.generation)
     return goto(state, Standby())
 
