@@ -111,6 +111,7 @@ def test_text_is_prepared_once_and_trained_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_checkpoints_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """list, inspect and verify of a real run's, and a broken one is reported by exit status 1; diff, export and prune take them as well."""
     output = tmp_path / "run"

@@ -71,6 +71,7 @@ def test_a_killed_rank_is_replaced_and_the_job_saves_as_before(tmp_path: Path, w
     assert len(pids) == 1, "the survivor's process"
 
 
+@pytest.mark.long
 def test_training_that_raises_keeps_its_process(tmp_path: Path, whole_job: RunJob) -> None:
     job = run_to_end(tmp_path / "job", 2, faults="raise:rank=1,step=9,point=backward", environ=ON)
     recovered(job)

@@ -99,6 +99,7 @@ def test_every_data_parallel_size_survives_a_kill(tmp_path: Path, whole_job: Run
     assert_equal(faulted, whole_job(ranks))
 
 
+@pytest.mark.long
 def test_an_exception_and_then_a_silent_rank_are_persisted_and_survived(tmp_path: Path, whole_job: RunJob) -> None:
     """The rank that raised is still a holder, and its traceback is reported. SIGSTOP sends nothing and closes nothing: only the
     lease shows it."""

@@ -66,6 +66,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_what_the_workers_import_is_known_to_those_of_the_next_attempt(tmp_path: Path) -> None:
     """A package that was not named is imported by the script at the first attempt, and preloaded at the second."""
     with Launch(tmp_path, LEARNS, "--nproc-per-node", "2", environ=WARM) as job:
@@ -97,6 +98,7 @@ def test_the_end_of_server_or_agent_leaves_nothing(tmp_path: Path, victim: str) 
         job.until(lambda: not job.marked(), "end of all")
 
 
+@pytest.mark.long
 def test_a_job_has_the_same_bits_forked_and_executed(tmp_path: Path) -> None:
     """Weights after the same steps, hashed by the trainer."""
     hashes = {}

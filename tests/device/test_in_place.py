@@ -33,6 +33,7 @@ def in_place(folder: Path, fault: str, *overrides: str, ranks: int = 3, gasp: st
     return weights(text)
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_replaced_on_a_device(tmp_path: Path, whole: str) -> None:
     """Gradients are on the wire: what their aborted sums leave is in no later step, in what lies between them neither. The step is on disk first,
     written beside collectives that never end."""

@@ -20,7 +20,7 @@ SMALL = SHAPES["two ranks on two nodes"]
 LEFT_OVER = tuple(Offer(2, 1, 0, step, step % 2, frozenset("b")) for step in range(1, 9))
 
 
-@pytest.mark.parametrize("every", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [1, *(pytest.param(every, marks=pytest.mark.long) for every in (2, 3))])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_fault_costs_more_than_is_promised_and_some_fault_costs_that(shape: str, every: int) -> None:
     search = Search(replace(SHAPES[shape], every=every, steps=3 * every + 1))

@@ -63,7 +63,7 @@ def test_a_rank_that_raised_is_a_holder_until_all_have_regrouped() -> None:
         (("kill",), 1, 1),
         (("raise",), 0, 0),
         (("hang", "kill"), 0, 0),
-        (("kill", "controller kill"), 1, 0),
+        pytest.param(("kill", "controller kill"), 1, 0, marks=LONG),
         pytest.param(("break", "kill"), 0, 0, marks=LONG),
     ],
 )

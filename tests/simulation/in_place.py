@@ -65,6 +65,13 @@ class InPlace:
             (process for process in self.former if (process.rank, process.pid) == (rank, pid)), self.job.ranks[rank]
         )
 
+    def process_in(self, rank: int, generation: int) -> Rank:
+        """Return the process that trains in that generation: in its place another may wait that a controller had asked for which is lost."""
+        known = (self.job.ranks[rank], *reversed(self.former))
+        return next(
+            (p for p in known if p.rank == rank and p.alive and p.generation == generation), self.job.ranks[rank]
+        )
+
     def end_former(self) -> None:
         """The launchers of nodes that were given up learn that the job is over."""
         for process in self.former:
@@ -86,7 +93,8 @@ class InPlace:
                 f"I17: rank {process.rank} begins an update in generation {process.generation}, others train in {self.generation}"
             )
         self.generation = max(self.generation, process.generation)
-        behind = [rank.rank for rank in self.job.ranks if rank.alive and rank.generation != self.generation]
+        those = [self.process_in(rank, self.generation) for rank in range(len(self.job.ranks))]
+        behind = [other.rank for other in those if other.alive and other.generation != self.generation]
         if behind:
             self.job.broken(f"I17: an update begins in generation {self.generation}, which ranks {behind} are not in")
 
@@ -99,9 +107,10 @@ class InPlace:
     def enters(self, entering: Rank) -> None:
         """I18: when the first gate has opened in a new generation every rank that lives has the same step, bit for bit that of a fault-free
         run. A controller that says so and that no rank obeys any more opens none."""
-        newest, living = entering.generation, [rank for rank in self.job.ranks if rank.alive]
+        newest = entering.generation
         if newest <= self.opened:
             return
+        living = [p for p in (self.process_in(rank, newest) for rank in range(len(self.job.ranks))) if p.alive]
         self.opened = newest
         training, at = self.job.training, living[0].gate.state_step
         if self.job.times.publish_first and at not in [step for _, step in self.job.disk.published]:
@@ -244,12 +253,6 @@ class Regrouping:
             name, order.freeze_id, job.everybody, process.rank, process.in_turn(then), fail, generation=order.freeze_id
         )
 
-    def _in_generation(self, rank: int, generation: int) -> Rank:
-        """Return the process that regroups there: in its place another may wait that a controller had asked for which is lost."""
-        job = self._job
-        known = (job.ranks[rank], *reversed(job.in_place.former))
-        return next((p for p in known if p.rank == rank and p.alive and p.generation == generation), job.ranks[rank])
-
     def _fill(self, order: Regroup) -> None:
         """Take the shards from those that hold them; they must stand still meanwhile."""
         process, job, rank = self._process, self._job, self._process.rank
@@ -259,7 +262,7 @@ class Regrouping:
             if not staying:
                 job.broken(f"I18: no rank that stays holds {group}")
                 continue
-            source = self._in_generation(staying[0], order.freeze_id).replica
+            source = job.in_place.process_in(staying[0], order.freeze_id).replica
             value = source.values[group]
             if value == HALF_WRITTEN or source.state_step != order.step:
                 job.broken(f"I18: rank {rank} is filled with {group} of step {source.state_step}")

@@ -324,7 +324,7 @@ for batch in guard.batches([torch.ones(1, 2)] * 3):
     ("end", "reported"),
     [
         ("", 1),
-        ("guard.save()", 0),
+        pytest.param("guard.save()", 0, marks=pytest.mark.long),
         pytest.param("guard.close(); guard.close()", 1, marks=pytest.mark.long),
         pytest.param("raise ZeroDivisionError('its own mistake')", 0, marks=pytest.mark.long),
         pytest.param("import os\nif not os.fork(): sys.exit()\nos.wait()", 1, marks=pytest.mark.long),

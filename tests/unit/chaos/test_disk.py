@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.checkpoint.conftest import Job, job
 from ttp.chaos.faults.disk import dump_faults
@@ -68,22 +68,25 @@ def test_other_steps_points_and_threads_are_spared(job: Job, tmp_path: Path) -> 
     job.save(tmp_path / "c", 42)
 
 
+PROCESSES = get_context("forkserver")
+"""They are forked from one that has imported all this: a second each."""
+PROCESSES.set_forkserver_preload([__name__])
+
+
+def publish_and_be_killed(directory: Path, call: str) -> None:
+    job = Job({"model.w": torch.arange(9.0)})
+    results = job.write(directory, TMP, 1)
+    dump = dump_faults(parse_faults(f"kill:rank=0,step=42,point=publish,call={call}"))
+    with dump("publish", 42, f"{directory}/{TMP}"):
+        job.publish(directory, TMP, results, 42)
+
+
 @pytest.mark.parametrize(("call", "visible"), CALLS)
 def test_a_kill_comes_between_the_acts_that_it_names(tmp_path: Path, call: str, visible: bool) -> None:
     """Before the claim, the manifest, the rename that makes it visible, and the tracker."""
-    code = f"""
-from pathlib import Path
-import torch
-from tests.unit.checkpoint.conftest import Job
-from ttp.chaos.faults.disk import dump_faults
-from ttp.chaos.faults.inject import parse_faults
-directory = Path({str(tmp_path)!r})
-job = Job({{"model.w": torch.arange(9.0)}})
-results = job.write(directory, "{TMP}", 1)
-with dump_faults(parse_faults("kill:rank=0,step=42,point=publish,call={call}"))("publish", 42, f"{{directory}}/{TMP}"):
-    job.publish(directory, "{TMP}", results, 42)
-"""
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr
+    publisher = PROCESSES.Process(target=publish_and_be_killed, args=(tmp_path, call))
+    publisher.start()
+    publisher.join()
+    assert publisher.exitcode == -9
     assert (tmp_path / "iter_0000042").exists() is visible
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()

@@ -60,13 +60,13 @@ SHELL_SAYS_141 = -signal.SIGPIPE
     [
         (TTP, ("--help",), 1),
         (TTP, ("chaos", "faults"), 1),
-        (TTP, ("chaos", "matrix", "--table"), 1),
+        pytest.param(TTP, ("chaos", "matrix", "--table"), 1, marks=pytest.mark.long),
         (TTP, ("ckpt", "--help"), 1),
         ("ttp.checkpoint", ("--help",), 1),
         ("ttp.controller.replay", ("--help",), SHELL_SAYS_141),
         ("ttp.trainer", ("--help",), SHELL_SAYS_141),
-        ("ttp.trainer", ("--plan", "--world-size", "8"), SHELL_SAYS_141),
-        ("ttp.trainer.prepare", ("--help",), SHELL_SAYS_141),
+        pytest.param("ttp.trainer", ("--plan", "--world-size", "8"), SHELL_SAYS_141, marks=pytest.mark.long),
+        pytest.param("ttp.trainer.prepare", ("--help",), SHELL_SAYS_141, marks=pytest.mark.long),
     ],
 )
 def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(

@@ -20,6 +20,7 @@ def test_fails_the_second_time():
 """
 
 
+@pytest.mark.long
 def test_a_test_that_fails_once_is_found_and_a_run_that_was_interrupted_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,7 +90,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("call", ["start", "protect"])
+@pytest.mark.parametrize("call", [pytest.param("start", marks=pytest.mark.long), "protect"])
 def test_a_refused_start_ends_in_one_line_and_its_error_file_has_the_traceback(tmp_path: Path, call: str) -> None:
     """The message says what to correct; where ttp raised it helps no user."""
     (tmp_path / "file").touch()
