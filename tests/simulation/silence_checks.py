@@ -117,8 +117,8 @@ def _left_late(job: Job) -> list[str]:
             continue
         if members.alive:
             continue  # one without a stream has not received that it is to exit
-        agents = [job.launchers.get(job.nodes[rank]) for rank in attached]
-        lost = all(agent is not None and agent.lost for agent in agents)
+        naming = [agent for agent in job.launchers.values() if not agent.processes.keys().isdisjoint(attached)]
+        lost = bool(naming) and all(agent.lost for agent in naming)  # one whose node was given up names its ranks too
         if (
             lost
             and all(job.killed.get(rank, inf) <= since_s for rank in attached)

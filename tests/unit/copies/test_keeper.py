@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from ttp.copies.copy_memory import START_S, CopyMemory
 from ttp.copies.keeper import NICE, listen
 from ttp.copies.memory import Limit
 from ttp.errors import ConfigError
+from ttp.identity.own import socket_name
 from ttp.launch.attempts import copies as agent_copies
 from ttp.launch.attempts.copies import Copies, SavedCopies
 
@@ -391,6 +393,21 @@ def test_a_keeper_listens_where_the_one_before_did_or_elsewhere_when_that_is_tak
 
 
 @pytest.mark.long
+def test_an_agent_does_not_wait_for_a_keeper_that_still_starts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports torch first, on a slow disk for a minute; the ranks need their agent meanwhile."""
+
+    def starts(server: object, channel: socket.socket) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], stdin=channel.fileno())
+
+    monkeypatch.setattr(Copies, "_run", staticmethod(starts))
+    monkeypatch.setattr(agent_copies, "ORDER_S", 1.0)
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(socket_name(node.copies.address))
+        for _ in range(2):
+            node.look()
+            assert node.copies._process is not None and node.copies._process.poll() is None
+
+
 def test_a_keeper_ends_with_its_agent(node: Node) -> None:
     node.attach(0, ("a",)).close()
     assert node.copies._process is not None

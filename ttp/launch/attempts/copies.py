@@ -79,6 +79,8 @@ class Copies:
         self._owner = Owner()
         self._process: subprocess.Popen[bytes] | ForkedChild | None = None
         self._orders: socket.socket | None = None
+        self._begins = False
+        """The keeper was ordered to begin, and its answer was not read yet."""
         self._attempt: dict[str, Any] = {}
         """What the keeper gets when it begins."""
         self._attempt_store: Store | None = None
@@ -100,6 +102,11 @@ class Copies:
             self._forget()
         if self._process is None and select.select([self._ranks], [], [], 0)[0]:
             self._start(server)
+        if self._orders is not None and self._begins:
+            if not select.select([self._orders], [], [], 0)[0]:
+                return
+            with contextlib.suppress(EOFError, OSError):  # its end is seen above
+                self._has_begun(self._orders)
         if self._orders is not None and self._nodes > 1 and not self._peer:
             with contextlib.suppress(RuntimeError, OSError, KeeperLost):
                 key = f"ttp/copies/address/{(self._node + 1) % self._nodes}"
@@ -113,10 +120,11 @@ class Copies:
         try:
             self._process = self._run(server, theirs)
             self._orders = ours
+            ours.settimeout(ORDER_S)
             threading.Thread(target=self._give_memory, args=(memory,), name="ttp-copies", daemon=True).start()
             frames.send(ours, {"do": "start"}, [theirs_memory.fileno(), self._ranks.fileno()])
-            self._begin_keeper()
-        except (OSError, KeeperLost) as error:
+            self._begin_keeper(ours)
+        except OSError as error:
             log.error("a copy keeper cannot be started: %s; ranks are without copies", error)
             self._forget()
         finally:
@@ -151,7 +159,8 @@ class Copies:
         if self._orders is None:
             raise KeeperLost("there is no copy keeper")
         try:
-            self._orders.settimeout(ORDER_S)
+            if self._begins:
+                self._has_begun(self._orders)
             frames.send(self._orders, dict(order))
             return frames.receive(self._orders)[0]
         except (EOFError, OSError) as error:
@@ -166,10 +175,19 @@ class Copies:
                 self._process.send_signal(signal.SIGKILL)
             self._process.wait()
         self._orders = self._process = None
+        self._begins = False
         self._peer = ""
 
-    def _begin_keeper(self) -> None:
-        answer = self._order({"do": "begin", "port": self._port, **self._attempt})
+    def _begin_keeper(self, orders: socket.socket) -> None:
+        """Order it to begin the attempt. Its answer is not waited for: a new one imports torch first, and the ranks need their agent meanwhile.
+        Raises OSError."""
+        frames.send(orders, {"do": "begin", "port": self._port, **self._attempt})
+        self._begins = True
+
+    def _has_begun(self, orders: socket.socket) -> None:
+        """Read its answer. Raises EOFError, OSError."""
+        self._begins = False
+        answer, _ = frames.receive(orders)
         if answer.get("address") and self._attempt_store is not None:
             self._port = int(answer["address"].rpartition(":")[2])
             self._attempt_store.set(f"ttp/copies/address/{self._node}", answer["address"])
@@ -203,8 +221,9 @@ class Copies:
         if settled:
             self._owner.drop({name for name in self._owner.all() if name not in {own(rank) for rank in ranks}})
         if self._orders is not None:
-            with contextlib.suppress(KeeperLost):
-                self._begin_keeper()
+            with contextlib.suppress(OSError, EOFError):  # its end is seen when it is looked for
+                self._begin_keeper(self._orders)
+                self._has_begun(self._orders)
         return saved
 
     def _recover(self, number: int, store: Store) -> tuple[SavedCopies | None, bool]:
