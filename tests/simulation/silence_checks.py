@@ -32,9 +32,12 @@ def _vouched_s(job: Job, rank: Rank) -> float:
 def _taken_for_dead(job: Job) -> list[str]:
     """I7: an interpreter that is held for less than a vouched lease costs no rank its life, where nothing else keeps it silent."""
     found = []
+    fault_s = min((at for at, line in job.journal if line.event in ("death_seen", "fault_reported")), default=inf)
     for at, line in job.journal:
         if line.event != "death_seen" or line.fields["kind"] != "silent":
             continue
+        if fault_s < at and str(line.fields["text"]).startswith("it did not come"):
+            continue  # a takeover in a fault waits for none: those that came need a decision
         rank = job.ranks[int(str(line.fields["rank"]))]
         held = [(began, ended) for held, began, ended in job.holds_of_interpreters if held == rank.rank]
         for began, ended in held:
