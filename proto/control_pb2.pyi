@@ -579,16 +579,18 @@ class StartStandby(_message.Message):
     def __init__(self) -> None: ...
 
 class Regroup(_message.Message):
-    __slots__ = ("freeze_id", "step", "replaced", "record")
+    __slots__ = ("freeze_id", "step", "replaced", "record", "saved")
     FREEZE_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REPLACED_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     freeze_id: int
     step: int
     replaced: _containers.RepeatedScalarFieldContainer[int]
     record: CommitRecord
-    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., replaced: _Optional[_Iterable[int]] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ...) -> None: ...
+    saved: bool
+    def __init__(self, freeze_id: _Optional[int] = ..., step: _Optional[int] = ..., replaced: _Optional[_Iterable[int]] = ..., record: _Optional[_Union[CommitRecord, _Mapping]] = ..., saved: bool = ...) -> None: ...
 
 class Replace(_message.Message):
     __slots__ = ("rank", "pid", "freeze_id")

@@ -290,6 +290,7 @@ class Regroup:
     step: int  # of the state of all that are not replaced, and of a replacement when it is filled
     replaced: tuple[int, ...]  # ranks whose process is another one from now on (ascending)
     record: CommitRecord | None  # of `step`, if any rank has reported it
+    saved: bool = False  # this fault has published it
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class InPlace:
     def knows_checkpoint(self, process: Rank, step: int) -> None:
         """As `Saves.saved` looks for what was published before all regrouped."""
         there = [root for root in self.job.roots if (root, step) in self.job.disk.published]
-        if self.job.times.publish_first and there:
+        if process.regrouping.saved and there:
             process.known_checkpoint = f"{there[0]}/{final_name(step)}"
 
     def enters(self, entering: Rank) -> None:
@@ -211,6 +211,8 @@ class Regrouping:
         self._process, self._job = process, process.job
         self._order: Regroup | None = None
         """Of the groups that are being made."""
+        self.saved = False
+        """The newest such step was published before."""
 
     def raised(self, text: str) -> bool:
         """The training thread raises: say whether it is making its groups, and so has failed to."""
@@ -291,6 +293,7 @@ class Regrouping:
             return
         self._order = None
         process.gate.regrouped(order.step, order.record)
+        self.saved = order.saved
         process.put(ev.RegroupDone(order))
         process.compute_again()
 

@@ -110,7 +110,6 @@ class Reentry:
         """The training thread has come out."""
         self._leaving: threading.Thread | None = None
         address = settings.master_addr, settings.master_port
-        self._published_first = settings.gasp == "always"
         GROUPS.meeting = dist.PrefixStore("ttp/groups", dist.TCPStore(*address, is_master=False))  # type: ignore[attr-defined]
         GROUPS.pollable = optimizer.device.type == "cpu"
         holder.prepare_copy()
@@ -230,7 +229,7 @@ class Reentry:
                 continue
             self._holder.drop_copy()
             self._saves.take(returned.saves)
-            if self._published_first:
+            if order.saved:
                 self._saves.published(order.step)
             GROUPS.let_go()  # else the interpreter's end would wait for their operations
             error_file.withdraw()

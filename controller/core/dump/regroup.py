@@ -1,8 +1,8 @@
 """From ranks that all hold the decided step to ranks that train on, without a checkpoint (PURE).
 
 Owns when that is tried, whose process is replaced, and how it ends: with open gates, or with another round, after which the step is written. Until it
-has succeeded the gates of all holders stay closed, and no process is ended that holds a shard, but for those of lost nodes that come back meanwhile;
-so a failure leads there as if it had not been tried.
+has succeeded the gates of all holders stay closed, and no process is ended that holds a shard, but for those of lost nodes that come back meanwhile,
+and those that are silent, once the step is on disk; so a failure leads there as if it had not been tried.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ MOST_AT_A_STEP = 3
 """After so many recoveries in a row at one step the next fault is written: its cause is likely to come again."""
 
 _AT_ONCE = (CauseKind.EXITED, CauseKind.EXCEPTION, CauseKind.DIVERGED)
-"""What is known at once and for certain. A silent process may still run, and so may one that hangs: such a fault is written, unless whole nodes are
-silent and others can take their places."""
+"""What is known at once and for certain. A process that hangs may still run: such a fault is written, and all ranks leave. So may a silent one: it is
+written, and the silent process is ended by its agent then. Where whole nodes are silent others can take their places."""
 
 
 def regroup_or_write(state: StateAt[Rolling], now: float, out: list[Effect]) -> State:
     """Every roll-forward is answered: have the ranks train on if that is possible, else write the step. Once in a fault. Where it is to be
-    published first, it is written in any case."""
+    published first, or a silent process is to be ended that may hold what the others hold, it is written in any case."""
     fault, dump = state.at.fault, state.at.dump
     possible = _is_possible(state, now, out)
-    if possible and not state.settings.publish_first:
+    if possible and not state.settings.publish_first and not silent_here(state, now):
         return _start(state, now, out)
     return start_writing(goto(state, Writing(replace(fault, to_be_written=not possible), dump)), now, out)
 
@@ -88,12 +88,12 @@ def _is_possible(state: StateAt[Ordered], now: float, out: list[Effect]) -> bool
 def _why_not(state: StateAt[Ordered], now: float) -> str:
     """Say why the ranks cannot regroup; empty: they can."""
     fault, dump, settings = state.at.fault, state.at.dump, state.settings
-    moved = frozenset(rank for node in lost_nodes(state, now) for rank in node.ranks)
+    replaceable = frozenset(rank for node in lost_nodes(state, now) for rank in node.ranks) | silent_here(state, now)
     kinds = {cause.kind for cause in fault.causes} - {CauseKind.PEER_ERROR}
     others = {
         cause.kind
         for cause in fault.causes
-        if cause.kind not in _AT_ONCE and not (cause.kind is CauseKind.SILENT and moved.issuperset(cause.ranks))
+        if cause.kind not in _AT_ONCE and not (cause.kind is CauseKind.SILENT and replaceable.issuperset(cause.ranks))
     } - {CauseKind.PEER_ERROR}
     if not (kinds or fault.wrong) or others:
         return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
@@ -108,7 +108,7 @@ def _why_not(state: StateAt[Ordered], now: float) -> str:
         return f"step {step} is not the newest that any rank has finished"
     staying = able_holders(state)
     for rank in range(settings.world_size):
-        if reason := _why_not_stay(state, rank) if rank in staying else _why_not_replaced(state, rank, moved):
+        if reason := _why_not_stay(state, rank) if rank in staying else _why_not_replaced(state, rank, replaceable):
             return f"rank {rank} {reason}"
     for group in state.coverage.groups:
         if staying.isdisjoint(group.holders):
@@ -143,13 +143,28 @@ def _why_not_stay(state: StateAt[Ordered], rank: int) -> str:
     return "has a gate that cannot open again" if report is None or report.final else ""
 
 
-def _why_not_replaced(state: StateAt[Ordered], rank: int, moved: frozenset[int]) -> str:
-    """A process is replaced that has ended for certain, or is on a lost node, or that has lost its state, or holds a wrong one, and is here: none
-    trains on elsewhere, and none is ended that holds a shard."""
+def silent_here(state: StateAt[Ordered], now: float) -> frozenset[int]:
+    """Return the ranks of this fault that are silent although their agents are not: these end such a process, and see it end."""
+    table, since = state.members.table, now - state.settings.lease_s
+    silent = {rank for cause in state.at.fault.causes if cause.kind is CauseKind.SILENT for rank in cause.ranks}
+    return frozenset(
+        rank
+        for rank in silent
+        if (known := table[rank]).dead is not None
+        and known.dead.kind is CauseKind.SILENT
+        and known.registration is not None
+        and known.named_at > since
+        and agent_of(state, rank) == known.registration.host
+    )
+
+
+def _why_not_replaced(state: StateAt[Ordered], rank: int, replaceable: frozenset[int]) -> str:
+    """A process is replaced that has ended for certain, or is on a lost node, or is silent where its agent is not, or that has lost its state, or
+    holds a wrong one, and is here: none trains on elsewhere, and none is ended that holds a shard which is not on disk."""
     member, report = state.members.table[rank], state.at.fault.reports[rank]
     if rank in state.at.fault.stuck:
         return "was given an order, and has not answered"
-    if rank in moved:
+    if rank in replaceable:
         return ""
     if member.dead is None:
         lost = (report is not None and report.torn) or rank in state.at.fault.wrong
@@ -165,8 +180,8 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
     fault, dump, table = state.at.fault, state.at.dump, state.members.table
     staying = able_holders(state)
     replaced = tuple(rank for rank in range(state.settings.world_size) if rank not in staying)
-    order = Regroup(state.freeze_id, dump.decision.step, replaced, dump.decision.record)
-    nodes = lost_nodes(state, now)
+    order = Regroup(state.freeze_id, dump.decision.step, replaced, dump.decision.record, dump.saved is not None)
+    nodes, silent = lost_nodes(state, now), silent_here(state, now)
     state, moved = _move(state, nodes, out)
     members = state.members
     for rank in replaced:
@@ -179,6 +194,8 @@ def _start(state: StateAt[Ordered], now: float, out: list[Effect]) -> State:
             why = "its replica is wrong" if wrong else "its update failed half way"
             cause = Cause(kind, (rank,), f"{why}: its process is replaced")
             members, pid = mark_dead(members, rank, cause, False, now), known.pid
+        elif known is not None and rank in silent:
+            pid = known.pid
         out.append(Tell((agent_of(state, rank),), Replace(rank, pid, state.freeze_id)))
     out.append(Send(tuple(sorted(staying)), order))
     out.append(Journal("regroup_sent", {"freeze_id": state.freeze_id, "step": order.step, "replaced": replaced}))
