@@ -5,7 +5,7 @@
 
 Whoever knows the webhook's URL can post there: it is in a file, as every user of the node sees command lines.
 `ttprun` starts it for each event, with the event as one line of JSON on stdin (docs/metrics.md lists them). Starts and other
-news are passed over: a fault, a recovery without a restart, a spare node's coming and the end of the job are posted.
+news are passed over: a fault, a recovery without a restart, a sick node, a spare node's coming, a slow rank and the end of the job are posted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def text_of(event: Mapping[str, Any]) -> str:
             return f":warning: attempt {event['start']}: {who or event['kind']}; {kept}, {lost} steps lost{next_}"
         case "spare":
             return f":arrows_counterclockwise: node {event['node']} takes the place of {event['in_place_of']}"
+        case "sick_node":
+            return f":ambulance: node {event['node']} is excluded: {event['reason']}"
+        case "straggler":
+            who = f"rank {event['rank']} on {event['host']}"
+            return f":snail: {who} takes {event['ratio']:.2f} times as long for its part of a step as the others, who wait for it"
         case "end":
             why = f": {event['why']}" if event.get("why") else ""
             return f":checkered_flag: the job {event['result']}{why} (after {event['starts']} attempts)"

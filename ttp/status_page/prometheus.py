@@ -83,6 +83,8 @@ def _of_the_controller(view: JobView) -> Iterator[Metric]:
     yield _labelled("ttp_phase", "What the job does now: 1 for its phase, 0 for the others.", "phase",
                     {phase: int(phase == view.phase) for phase in PHASE_NAMES})  # fmt: skip
     yield _gauge("ttp_standbys", "Standby controllers that can take over.", len(view.standbys))
+    sick = {each.partition(": ")[0] for each in view.excluded}
+    yield _gauge("ttp_sick_nodes", "Nodes that were excluded, as their health checks failed.", len(sick))
 
 
 def _of_the_pace(view: JobView) -> Iterator[Metric]:

@@ -52,7 +52,7 @@ def channel() -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
         thread.join(LONG_S)
 
 
-def test_faults_and_the_end_are_posted_and_starts_are_not(
+def test_faults_sick_nodes_slow_ranks_and_the_end_are_posted_and_starts_are_not(
     channel: tuple[str, queue.Queue[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, taken = channel
@@ -67,16 +67,21 @@ def test_faults_and_the_end_are_posted_and_starts_are_not(
         FAULT,
         {**FAULT, **lost},
         recovered,
+        {"event": "sick_node", "start": 0, "node": "n1", "reason": "memory errors"},
+        {"event": "straggler", "start": 0, "rank": 3, "host": "n1", "ratio": 1.25, "own_s": 0.5, "others_s": 0.4},
+        {"event": "straggler_over", "start": 0, "rank": 3, "host": "n1", "why": "as fast as the others again"},
         {"event": "end", "result": "succeeded", "starts": 2, "why": ""},
     ):
         command.put(json.dumps(event) + "\n")
     command.close(LONG_S)
     texts = [taken.get_nowait()["text"] for _ in range(taken.qsize())]
-    assert len(texts) == 4
+    assert len(texts) == 6
     assert "rank 3 on n1: signal SIGKILL; step 42 was saved, 0 steps lost. Next: restart 1 of 3" in texts[0]
     assert "all ranks are dead, an unknown number of steps lost" in texts[1]
     assert "training continued in place, 0 steps lost" in texts[2]
-    assert "the job succeeded (after 2 attempts)" in texts[3]
+    assert "node n1 is excluded: memory errors" in texts[3]
+    assert "rank 3 on n1 takes 1.25 times as long for its part of a step as the others" in texts[4]
+    assert "the job succeeded (after 2 attempts)" in texts[5]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,7 @@ def test_what_cannot_be_posted_is_one_line_without_the_url(tmp_path: Path, webho
 def test_the_rules_are_rules() -> None:
     (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
     names = [rule["alert"] for rule in group["rules"]]
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 10
     for rule in group["rules"]:
         assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"} and "summary" in rule["annotations"]
         assert rule["labels"]["severity"] in ("warning", "critical")
@@ -158,7 +163,7 @@ def test_a_fault_at_which_the_lead_moves_is_seen(tmp_path: Path) -> None:
 def test_the_dashboard_asks_for_something_in_every_panel() -> None:
     dashboard = json.loads((FOLDER / "grafana_dashboard.json").read_text())
     ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids) == 18
+    assert len(set(ids)) == len(ids) == 19
     for panel in dashboard["panels"]:
         assert panel["title"] and panel["targets"] and all("ttp_" in target["expr"] for target in panel["targets"])
         assert panel["datasource"]["uid"] == "${datasource}"

@@ -89,7 +89,8 @@ def job_at(log_dir: Path) -> JobView:
     journal(log_dir, 1, *second, (13.0, "assembled", shown), (end_s, name, stages))
     inputs(log_dir, 1, "n0:5/10001")
     lost = {**fault(0, 8.0, None, lost=3)[2], "not_saved": HOSTILE, "culprits": [{"rank": 1, "cause": HOSTILE}]}
-    report(log_dir, start(0, 1.0), (8.6, "fault", lost), start(1, 13.0))
+    sick = (13.5, "sick_node", {"start": 1, "node": "n7", "reason": f"memory: errors {HOSTILE}"})
+    report(log_dir, start(0, 1.0), (8.6, "fault", lost), start(1, 13.0), sick)
     ranks = [rank_status(0), rank_status(1, host=HOSTILE, cause=Cause(CauseKind.EXCEPTION, (1,), HOSTILE))]
     reply = Reply(job_status(ranks, job_id=f"{HOSTILE}/1", survives=HOSTILE), HOSTILE)
     return look(Job(log_dir), all_ranks=True, clock=lambda: BEGAN + 40.0, ask_at=lambda address, job_id: reply)
@@ -118,6 +119,9 @@ def test_a_browser_logs_in_and_shows_the_job(served: Served, tmp_path: Path) -> 
         assert words in text, words
     assert len(re.findall(r"<polyline [^>]*points=\"[\d., ]+\"", found)) == 3
     assert "no rank is slower than the others" in text
+    sick = found[found.index('<div id="sick">') : found.index('<div id="faults">')]
+    cells = unescape(re.sub(r"(?:<[^>]+>)+", "\n", sick)).split("\n")
+    assert cells[1:5] == ["node", "why its health check failed", "n7", f"memory: errors {HOSTILE}"]
     assert len(re.findall(r'<rect [^>]*class="(?:seen|frozen|written)"', found)) == 3
     assert text.count(HOSTILE) >= 7 and found.count("<img") == 0 and found.count("<script>") == 1
 

@@ -98,6 +98,14 @@ def test_slow_ranks_are_named_and_counted(log_dir: Path) -> None:
     assert samples(looked(log_dir, job_status(ranks)))["ttp_stragglers"] == 0
 
 
+def test_sick_nodes_are_counted_each_once(log_dir: Path) -> None:
+    """A node may have failed two checks."""
+    assert samples(looked(log_dir, job_status([rank_status(0)])))["ttp_sick_nodes"] == 0
+    for node, reason in (("n1", "memory: 2 errors"), ("n1", "no clock"), ("n2", "no disk")):
+        report(log_dir, (14.0, "sick_node", {"start": 1, "node": node, "reason": reason}))
+    assert samples(looked(log_dir, job_status([rank_status(0)])))["ttp_sick_nodes"] == 2
+
+
 @pytest.mark.parametrize(("loss", "shown"), [(None, None), (2.5, 2.5), (math.nan, math.nan), (math.inf, math.nan)])
 def test_a_loss_that_is_not_finite_is_not_a_number(log_dir: Path, loss: float | None, shown: float | None) -> None:
     found = samples(looked(log_dir, job_status([rank_status(0)], loss=loss)))
