@@ -99,7 +99,8 @@ class FaultRow:
     took_s: float | None
     """From its first sign until the ranks were ordered to exit or to continue."""
     stages_s: dict[str, float] = field(default_factory=dict)
-    """What of it each stage took, in their order: those of `ttp.proto.incident.STAGES` that there were."""
+    """What of it each stage took, in their order: those of `ttp.proto.incident.STAGES` that there were, and behind `took_s` `restarted`: from the order
+    to exit, or to continue, until the next finished step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,10 @@ from ttp.status.answer import End, FaultRow, HolderRow
 from ttp.status.find_job import journals
 
 FALSE_ALARM, IN_PLACE = "false alarm", "in place"
+RESTARTED = "restarted"
+"""A fault's last stage: from the order to exit, or to continue, until the next finished step."""
+_SAME_S = 0.01
+"""A fault's row has its times in milliseconds."""
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 """What a file that is missing, cut off or altered may raise."""
 
@@ -284,13 +288,14 @@ def _together(log_dir: Path, attempts: Sequence[PastAttempt], lines: Sequence[Re
     again = {int(line["start"]): int(line["steps"]) for line in since if line["event"] == "again"}
     sick = [f"{line['node']}: {line['reason']}" for line in since if line["event"] == "sick_node"]
     following = str(job[-1]["next"]) if job and job[-1]["event"] == "fault" else ""
+    times = _times(attempts, ends, over, ended)
     return History(
         attempts=tuple(attempts),
-        faults=tuple(faults),
+        faults=tuple(_with_restart(fault, times) for fault in faults),
         end=_end(log_dir, attempts, ended, faults),
         next=following,
         notes=tuple(notes),
-        times=_times(attempts, ends, over, ended),
+        times=times,
         losses=_losses(faults, again),
         use=read_use(ended["time_use"]) if ended is not None and ended.get("time_use") else None,
         excluded=tuple(dict.fromkeys(sick)),
@@ -317,6 +322,25 @@ def _times(
     if end is not None and end.get("last") and last in found:
         found[last] = replace(found[last], last_step=max(found[last].last_step, int(end["last"]["step"])))
     return tuple(found[number] for number in sorted(found))
+
+
+def _with_restart(fault: FaultRow, times: Sequence[AttemptTime]) -> FaultRow:
+    """Return the fault with its last stage, where its end and the next finished step are known and no other fault came between them."""
+    if fault.took_s is None or fault.outcome == FALSE_ALARM:
+        return fault
+    ended_unix_s = fault.unix_s + fault.took_s
+    if fault.outcome == IN_PLACE:
+        own = [pause for time in times if time.number == fault.attempt for pause in time.pauses]
+        place = next((i for i, pause in enumerate(own) if abs(pause.ended_unix_s - ended_unix_s) < _SAME_S), None)
+        stepped = own[place].stepped_unix_s if place is not None else None
+        later = own[place + 1].began_unix_s if place is not None and place + 1 < len(own) else inf
+    else:
+        following = next((time for time in times if time.number == fault.attempt + 1), None)
+        stepped = following.stepped_unix_s if following is not None else None
+        later = following.pauses[0].began_unix_s if following is not None and following.pauses else inf
+    if stepped is None or not ended_unix_s <= stepped <= later:
+        return fault
+    return replace(fault, stages_s={**fault.stages_s, RESTARTED: round(stepped - ended_unix_s, 3)})
 
 
 def _losses(faults: Sequence[FaultRow], again: Mapping[int, int]) -> dict[int, Loss]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,45 @@ def test_what_is_survived_without_an_end_stays_beside_what_ends_the_attempt(tmp_
     assert [each.outcome for each in found] == ["false alarm", "in place", "saved"]
     assert [each.took_s for each in found] == [1.5, 2.0, 0.5]
     assert found[0].ranks == [1] and found[0].cause == "nothing was received"
+
+
+def marks(log_dir: Path, attempt: int, *steps: tuple[float, int]) -> None:
+    """Write rank 0's notes of the first finished step, of the attempt and of each recovery."""
+    lines = [json.dumps({"unix_s": BEGAN + at, "event": "stepped", "step": step, "took_s": 0.0}) for at, step in steps]
+    (log_dir / f"times_{attempt}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_the_restart_until_the_next_finished_step_is_a_faults_last_stage(tmp_path: Path, reported: bool) -> None:
+    """Also where the launcher reports the fault, half a second earlier; the time that it took stays what it was."""
+    killed_once(tmp_path)
+    if reported:
+        report(tmp_path, start(0, 1.0), fault(0, 11.0, 40), start(1, 21.0))
+    (found,) = history.read(tmp_path).faults
+    assert found.stages_s == {}, "the next attempt has finished no step so far"
+    marks(tmp_path, 1, (24.25, 41))
+    (found,) = history.read(tmp_path).faults
+    assert found.stages_s == {"restarted": 12.75 if reported else 12.25}
+    assert found.took_s == (0.5 if reported else 1.0)
+
+
+def test_continuing_in_place_lasts_until_the_next_finished_step_of_the_attempt(tmp_path: Path) -> None:
+    """Each recovery its own; not where the next fault came before a step, nor of a false alarm."""
+    alarm = (13.0, "freeze_sent", FROZEN), (13.5, "thawed", {"freeze_id": 1, "ranks": [0, 1]})
+    recovered = [incident(at, 1.0, 20, in_place=True) for at in (8.0, 20.0, 22.0)]
+    journal(tmp_path, 0, *comes(0.0), recovered[0], *alarm, *recovered[1:])
+    marks(tmp_path, 0, (2.0, 1), (8.5, 21), (23.0, 22))
+    found = history.read(tmp_path).faults
+    assert [each.stages_s for each in found] == [{"restarted": 0.5}, {}, {}, {"restarted": 1.0}]
+
+
+def test_where_the_next_attempt_failed_before_a_step_the_restart_is_not_known(tmp_path: Path) -> None:
+    killed_once(tmp_path)
+    journal(tmp_path, 1, incident(25.0, 1.0, None))
+    journal(tmp_path, 2, *comes(30.0))
+    marks(tmp_path, 2, (33.0, 41))
+    first, second = history.read(tmp_path).faults
+    assert first.stages_s == {} and second.stages_s == {"restarted": 8.0}
 
 
 def test_ranks_that_a_stopped_controller_declares_dead_after_the_end_have_no_fault(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ def job_at(log_dir: Path) -> JobView:
         "saved": None,
     }
     journal(log_dir, 1, *second, (13.0, "assembled", shown), (end_s, name, stages))
+    (log_dir / "times_1.jsonl").write_text(
+        f'{{"unix_s": {BEGAN + 37.0}, "event": "stepped", "step": 13, "took_s": 0.0}}\n'
+    )
     inputs(log_dir, 1, "n0:5/10001")
     lost = {**fault(0, 8.0, None, lost=3)[2], "not_saved": HOSTILE, "culprits": [{"rank": 1, "cause": HOSTILE}]}
     sick = (13.5, "sick_node", {"start": 1, "node": "n7", "reason": f"memory: errors {HOSTILE}"})
@@ -115,14 +118,14 @@ def test_a_browser_logs_in_and_shows_the_job(served: Served, tmp_path: Path) -> 
     text = unescape(re.sub(r"<[^>]+>", "\n", re.sub(r"(?s)<(script|style)>.*?</\1>", "", found)))
     assert "<title>training: step 19</title>" in found, found[:500]
     for words in ("running", "/1, 2 ranks", "700 ms a step", "continued in place", "exited: signal SIGKILL", "3 steps lost",
-                  "seen 500 ms, frozen 250 ms, written 1.3 s", "each shard on 2 live ranks or more", "all 1/2", "rank 1"):  # fmt: skip
+                  "seen 500 ms, frozen 250 ms, written 1.3 s, restarted 7.0 s", "each shard on 2 live ranks or more", "all 1/2", "rank 1"):  # fmt: skip
         assert words in text, words
     assert len(re.findall(r"<polyline [^>]*points=\"[\d., ]+\"", found)) == 3
     assert "no rank is slower than the others" in text
     sick = found[found.index('<div id="sick">') : found.index('<div id="faults">')]
     cells = unescape(re.sub(r"(?:<[^>]+>)+", "\n", sick)).split("\n")
     assert cells[1:5] == ["node", "why its health check failed", "n7", f"memory: errors {HOSTILE}"]
-    assert len(re.findall(r'<rect [^>]*class="(?:seen|frozen|written)"', found)) == 3
+    assert len(re.findall(r'<rect [^>]*class="(?:seen|frozen|written|restarted)"', found)) == 4
     assert text.count(HOSTILE) >= 7 and found.count("<img") == 0 and found.count("<script>") == 1
 
 
