@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from ttp.errors import ConfigError
-from ttp.launch.report.time_use import FAULT, IN_PLACE, AttemptTime, Pause
+from ttp.launch.report.time_use import FAULT, IN_PLACE, AttemptTime, mean_step_s
 from ttp.status import find_job, history
 
 
@@ -60,18 +60,5 @@ def _samples(attempts: tuple[AttemptTime, ...], place: int) -> Iterator[tuple[st
             yield "dump_s", pause.ended_unix_s - pause.began_unix_s - seen_s
         if pause.kind == FAULT and following is not None and following.stepped_unix_s is not None:
             yield "restart_s", following.stepped_unix_s - pause.ended_unix_s
-    last = _end_of_steps(attempt)
-    if attempt.stepped_unix_s is not None and last is not None and attempt.last_step > attempt.first_step:
-        paused_s = sum(_until_next_step(pause) for pause in attempt.pauses if pause.kind != FAULT)
-        yield (
-            "step_s",
-            (last - attempt.stepped_unix_s - paused_s - attempt.saves_s) / (attempt.last_step - attempt.first_step),
-        )
-
-
-def _until_next_step(pause: Pause) -> float:
-    return (pause.stepped_unix_s or pause.ended_unix_s) - pause.began_unix_s
-
-
-def _end_of_steps(attempt: AttemptTime) -> float | None:
-    return attempt.fault.began_unix_s if attempt.fault is not None else attempt.ended_unix_s
+    if (step_s := mean_step_s(attempt)) is not None:
+        yield "step_s", step_s

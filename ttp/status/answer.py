@@ -48,7 +48,8 @@ class RankLine:
     node: str
     pid: int
     state: str
-    """`missing`, `dead`, `detached`, `suspect`, `finished`, `paused`, or where it is in its step: `compute`, `ready`, `updating`, `done`."""
+    """`missing`, `dead`, `detached`, `suspect`, `finished`, `paused`, or where it is in its step: `compute`, `ready`, `updating`, `done`. By the files alone
+    `unknown`, or `ended` as the job has."""
     step: int
     step_s: float | None
     heartbeat_age_s: float | None
@@ -164,7 +165,7 @@ class JobView:
     """The newest finished step."""
     steps_per_s: float | None
     step_s: float | None
-    """The median of the newest steps' times."""
+    """The median of the newest steps' times; of a job that has ended the mean of its newest attempt's."""
     slow_step_s: float | None
     still_s: float | None
     """Since a rank was last seen to progress."""
@@ -181,7 +182,7 @@ class JobView:
     coverage: CoverageNow | None
     rank_count: int
     ranks: list[RankLine]
-    """All of them, or those to look at first."""
+    """All of them, or those to look at first; of a job that has ended those of its newest attempt."""
     fault_count: int
     faults: list[FaultRow]
     """The newest first."""

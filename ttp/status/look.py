@@ -16,6 +16,7 @@ from typing import Any
 from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.errors import CheckpointError
+from ttp.launch.report.time_use import mean_step_s
 from ttp.proto.address import split_address
 from ttp.proto.messages import CauseKind, Phase
 from ttp.proto.status import JobStatus, RankStatus
@@ -242,10 +243,11 @@ def _of_files(known: History, now: float) -> JobView:
     last_unix_s = max((attempt.last_unix_s for attempt in known.attempts), default=now)
     until = end.unix_s if end is not None else last_unix_s
     processes = newest.processes if newest is not None else {}
-    rows = [RankLine(rank, *processes[rank], "unknown", 0, None, None, "") for rank in sorted(processes)]
+    state = ENDED if end is not None else UNKNOWN
+    rows = [RankLine(rank, *processes[rank], state, 0, None, None, "") for rank in sorted(processes)]
     use = job_time(known, until, None)
     return JobView(
-        state="ended" if end is not None else "unknown",
+        state=state,
         source="files",
         phase=ENDED if end is not None else BETWEEN if known.next.startswith("restart") else UNKNOWN,
         unix_s=until,
@@ -255,7 +257,7 @@ def _of_files(known: History, now: float) -> JobView:
         world_size=newest.world_size if newest is not None else 0,
         step=known.last_step,
         steps_per_s=None,
-        step_s=None,
+        step_s=_step_time(known) if end is not None else None,
         slow_step_s=None,
         still_s=None,
         hang_limit_s=None,
@@ -266,8 +268,8 @@ def _of_files(known: History, now: float) -> JobView:
         standbys=[],
         survives=newest.survives if newest is not None else "",
         coverage=None,
-        rank_count=len(rows) if end is None else 0,
-        ranks=rows if end is None else [],
+        rank_count=len(rows),
+        ranks=rows,
         fault_count=len(known.faults),
         faults=list(known.faults),
         **_held(known),
@@ -275,6 +277,12 @@ def _of_files(known: History, now: float) -> JobView:
         end=end,
         steps_lost=known.steps_lost,
     )
+
+
+def _step_time(known: History) -> float | None:
+    """Return the mean time of a step in the newest attempt of which it is known."""
+    means = (mean_step_s(attempt) for attempt in reversed(known.times))
+    return next((step_s for step_s in means if step_s is not None and step_s > 0), None)
 
 
 def _held(known: History) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def _pace(status: JobView) -> str:
     parts = []
     if status.steps_per_s is not None and status.step_s is not None:
         parts.append(f"{status.steps_per_s:.3g} steps/s, {status.step_s:.3g} s a step")
+    elif status.step_s is not None and status.end is not None:
+        parts.append(f"{status.step_s:.3g} s a step on average")
     if status.still_s is not None and status.hang_limit_s is not None:
         parts.append(f"progress {status.still_s:.1f} s ago (a hang after {status.hang_limit_s:.0f} s)")
     return f", {'; '.join(parts)}" if parts else ""

@@ -32,6 +32,7 @@ RANK_STATES = (
     "finished",
     "paused",
     "unknown",
+    "ended",
     *(phase.name.lower() for phase in Phase),
 )
 OUTCOMES = ("saved", IN_PLACE, "not saved", FALSE_ALARM, "unknown")
@@ -89,7 +90,8 @@ def _of_the_controller(view: JobView) -> Iterator[Metric]:
 
 def _of_the_pace(view: JobView) -> Iterator[Metric]:
     yield _gauge("ttp_step", "The newest finished step.", view.step)
-    yield _gauge("ttp_step_duration_median_seconds", "The median of the newest 64 steps' times.", view.step_s)
+    median_s = view.step_s if view.source == "controller" else None
+    yield _gauge("ttp_step_duration_median_seconds", "The median of the newest 64 steps' times.", median_s)
     yield _gauge("ttp_step_duration_p90_seconds", "The 90 % quantile of the newest 64 steps' times.", view.slow_step_s)
     yield _gauge(
         "ttp_standstill_seconds", "Since a rank was last seen to progress; only while the job trains.", view.still_s
@@ -150,7 +152,7 @@ def _of_the_ranks(view: JobView) -> Iterator[Metric]:
     for row in view.stragglers[:MOST_STRAGGLERS]:
         named.add_metric((str(row.rank), row.node), row.ratio)
     yield named
-    steps = [rank.step for rank in view.ranks if rank.pid]
+    steps = [rank.step for rank in view.ranks if rank.pid and view.source == "controller"]
     yield _gauge(
         "ttp_rank_steps_behind_max",
         "Steps between the first and the last rank.",

@@ -227,8 +227,42 @@ def test_a_job_that_has_ended_is_not_asked(tmp_path: Path, answers: list[JobStat
     report(log_dir, start(0, 1.0), end(31.0, 50, 50))
     answers.append(job_status([rank_status(0)]))
     found = looked(log_dir)
-    assert (found.state, found.source, found.ranks, found.notes) == ("ended", "files", [], [])
+    assert (found.state, found.source, found.notes) == ("ended", "files", [])
     assert "50, saved; 0 steps lost" in text_of(found)
+
+
+def test_a_job_that_has_ended_shows_what_it_was(tmp_path: Path, answers: list[JobStatus]) -> None:
+    """The ranks of its newest attempt, on which nodes they were, and the mean time of a step: 16 steps in 8 s, of which a save took 2."""
+    log_dir = job_at(tmp_path)
+    journal(log_dir, 0, incident(9.0, 1.0, 8))
+    journal(log_dir, 1, *comes(20.0), (29.0, "finished", {"ranks": 2}))
+    notes = ((21.0, "stepped", 9, 0.0), (25.0, "saved", 16, 2.0))
+    (log_dir / "times_1.jsonl").write_text(
+        "".join(
+            json.dumps({"unix_s": BEGAN + at, "event": event, "step": step, "took_s": took_s}) + "\n"
+            for at, event, step, took_s in notes
+        )
+    )
+    report(log_dir, start(0, 1.0), fault(0, 8.5, 8), start(1, 20.5), end(31.0, 25, 25))
+    found = looked(log_dir)
+    assert (found.state, found.attempt, found.world_size, found.rank_count) == ("ended", 1, 2, 2)
+    assert [(row.rank, row.node, row.pid, row.state) for row in found.ranks] == [
+        (0, "n0", 10, "ended"),
+        (1, "n1", 11, "ended"),
+    ]
+    assert (found.step, found.step_s, found.steps_per_s, found.leader) == (25, pytest.approx(6 / 16), None, None)
+    text = text_of(found)
+    assert "25, 0.375 s a step on average" in text and " 1      n1     11    ended" in text
+    json.dumps(asdict(found), allow_nan=False)
+
+
+def test_where_the_files_of_an_ended_job_have_no_time_of_a_step_none_is_shown(
+    tmp_path: Path, answers: list[JobStatus]
+) -> None:
+    log_dir = job_at(tmp_path)
+    report(log_dir, start(0, 1.0), end(31.0, 50, 50))
+    found = looked(log_dir)
+    assert found.step_s is None and "a step" not in text_of(found) and len(found.ranks) == 2
 
 
 @pytest.mark.parametrize(

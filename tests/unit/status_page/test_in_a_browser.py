@@ -15,6 +15,7 @@ import pytest
 from tests.unit.status.jobs import (
     BEGAN,
     comes,
+    end,
     fault,
     incident,
     inputs,
@@ -167,6 +168,17 @@ def test_losses_that_are_not_finite_are_a_gap_and_slow_ranks_and_lost_time_are_s
     }
     assert drawn.keys() == parts and sum(drawn.values()) == pytest.approx(1000), bar
     assert drawn["steps"] == pytest.approx(1000 * use.share) and found.count("<img") == 0
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WITHOUT)
+def test_a_job_that_has_ended_shows_its_ranks_and_a_mean_time_of_a_step(served: Served, tmp_path: Path) -> None:
+    report(served.folder / "log", end(39.0, 20, 20))
+    served.view = replace(look(Job(served.folder / "log"), all_ranks=True), step_s=0.25)
+    served.looks.look_once()
+    found = dom(tmp_path, served.link)
+    assert "<title>ended: step 20</title>" in found and "250 ms a step on average" in found
+    ranks = found[found.index('<div id="ranks">') : found.index('<div id="holders">')]
+    assert re.findall(r'<span class="ended">ended</span>', ranks) and "n1" in ranks
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.status.jobs import (
     BEGAN,
     comes,
+    end,
     fault,
     incident,
     inputs,
@@ -146,6 +147,14 @@ def test_where_no_controller_answers_what_is_not_known_has_no_sample(log_dir: Pa
     assert found["ttp_controller_answers"] == 0 and found["ttp_phase{unknown}"] == 1
     for name in ("ttp_step_duration_median_seconds", "ttp_shard_live_holders_min", "ttp_checkpoint_age_seconds"):
         assert name not in found
+
+
+def test_a_job_that_has_ended_has_ranks_that_have_and_no_pace(log_dir: Path) -> None:
+    """What its files know of a step's time is a mean."""
+    report(log_dir, end(35.0, 20, 20))
+    found = samples(replace(looked(log_dir, None), step_s=0.5))
+    assert found["ttp_phase{ended}"] == 1 and found["ttp_ranks{ended}"] == 2 and found["ttp_ranks{unknown}"] == 0
+    assert "ttp_step_duration_median_seconds" not in found and "ttp_rank_steps_behind_max" not in found
 
 
 def test_whatever_a_job_is_called_the_text_is_read(log_dir: Path) -> None:

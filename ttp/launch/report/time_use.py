@@ -168,6 +168,20 @@ def _pauses(lines: Sequence[Line], stepped: Sequence[Mark]) -> Iterable[Pause]:
                 return
 
 
+def mean_step_s(attempt: AttemptTime) -> float | None:
+    """Return how long a step took on average between the attempt's first and last one, without saves and what faults took; None: not known."""
+    last = attempt.fault.began_unix_s if attempt.fault is not None else attempt.ended_unix_s
+    if attempt.stepped_unix_s is None or last is None or attempt.last_step <= attempt.first_step:
+        return None
+    paused_s = sum(
+        (pause.stepped_unix_s or pause.ended_unix_s) - pause.began_unix_s
+        for pause in attempt.pauses
+        if pause.kind != FAULT
+    )
+    steps_s = last - attempt.stepped_unix_s - paused_s - attempt.saves_s
+    return steps_s / (attempt.last_step - attempt.first_step)
+
+
 def with_fault(attempt: AttemptTime, began_unix_s: float, took_ms: Mapping[str, float] | None) -> AttemptTime:
     """Return the attempt with the fault that ended it as its agent knows it."""
     stages = dict(took_ms or {})
