@@ -89,6 +89,9 @@ def test_a_job_shows_its_training_its_fault_and_its_end(
     assert (found["end"]["result"], found["end"]["saved_step"], found["end"]["lost"]) == ("succeeded", LAST, 0)
     (fault,) = found["faults"]
     assert (fault["outcome"], fault["step"], fault["steps_lost"]) == ("saved", 7, 0) and fault["took_s"] > 0
+    assert [*fault["stages_s"]][-1] == "restarted" and fault["stages_s"]["restarted"] > 0
+    assert [rank["state"] for rank in found["ranks"]] == ["ended"] * 2 and found["step_s"] > 0
+    assert all(rank["node"] and rank["pid"] for rank in found["ranks"])
     assert [each["step"] for each in found["checkpoints"]] == [LAST, 7] and found["notes"] == []
     assert 0 < found["goodput"] < 1
     use = found["time_use"]

@@ -196,6 +196,8 @@ class JobView:
     """Finished steps that were trained again, or have to be, as far as it is known."""
     stragglers: list[StragglerRow] = field(default_factory=list)
     """The slowest first."""
+    stragglers_compared: bool | None = None
+    """Two ranks or more report their own time of a step, by which ranks are compared. Null: not known, as no step's time is, or no controller answers."""
     loss: float | None = None
     """The newest that the program has reported; null: it reports none, or it is not finite."""
     loss_finite: bool | None = None

@@ -153,9 +153,18 @@ def _of_controller(status: JobStatus, known: History, now: float) -> JobView:
         end=None,
         steps_lost=known.steps_lost,
         stragglers=[StragglerRow(each.rank, each.host, each.ratio, each.own_s, each.others_s, each.steps) for each in status.stragglers],
+        stragglers_compared=_compared(status),
         loss=status.loss if status.loss is not None and math.isfinite(status.loss) else None,
         loss_finite=None if status.loss is None else math.isfinite(status.loss),
     )  # fmt: skip
+
+
+def _compared(status: JobStatus) -> bool | None:
+    """Say whether slow ranks can be found. A controller keeps own times of ranks alone that it compares: on accelerators there are none."""
+    if sum(rank.own_s is not None for rank in status.ranks) > 1:
+        return True
+    known = status.pace.step_s is not None or any(rank.step_s is not None for rank in status.ranks)
+    return False if known else None
 
 
 def _phase(status: JobStatus) -> str:

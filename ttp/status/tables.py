@@ -26,6 +26,7 @@ _COLOURS = {
     "ended": "cyan",
 }
 _NAMED = 8
+NOT_COMPARED = "ranks are not compared: fewer than two of them report their own time of a step (docs/stragglers.md)"
 
 
 def shown(status: JobView) -> RenderableType:
@@ -65,6 +66,8 @@ def _lines(status: JobView) -> Iterable[tuple[str, str | Text]]:
     yield "goodput", _goodput(status)
     if status.stragglers:
         yield "slow", _stragglers(status)
+    elif status.stragglers_compared is False and status.world_size > 1:
+        yield "slow", NOT_COMPARED
     if status.leader is not None:
         leader = status.leader
         which = "the first one, of rank 0" if leader.place == 0 else f"standby {leader.place}"

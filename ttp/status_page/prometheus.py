@@ -142,7 +142,7 @@ def _of_the_ranks(view: JobView) -> Iterator[Metric]:
     yield _gauge(
         "ttp_stragglers",
         "Ranks that are named as slower than the others that do the same work.",
-        len(view.stragglers) if view.source == "controller" else None,
+        len(view.stragglers) if view.stragglers or view.stragglers_compared else None,
     )
     named = GaugeMetricFamily(
         "ttp_straggler_ratio",

@@ -250,7 +250,8 @@ def test_a_job_that_has_ended_shows_what_it_was(tmp_path: Path, answers: list[Jo
         (0, "n0", 10, "ended"),
         (1, "n1", 11, "ended"),
     ]
-    assert (found.step, found.step_s, found.steps_per_s, found.leader) == (25, pytest.approx(6 / 16), None, None)
+    assert found.step_s == pytest.approx(6 / 16)
+    assert (found.step, found.steps_per_s, found.leader) == (25, None, None)
     text = text_of(found)
     assert "25, 0.375 s a step on average" in text and " 1      n1     11    ended" in text
     json.dumps(asdict(found), allow_nan=False)
@@ -360,6 +361,39 @@ def test_a_slow_rank_is_shown_before_all_that_are_well(answers: list[JobStatus],
     text = text_of(view)
     assert "rank 20 on node n2: 1.25 times the others' own time of a step (0.125 s, theirs 0.1 s), for 48 steps" in text
     assert "and 2 more" in text and "loss" in text and "1.5" in text and "0.1 s" in text
+
+
+@pytest.mark.parametrize(
+    ("owns", "step_s", "compared"),
+    [
+        ((0.1, 0.1), 0.5, True),
+        ((0.1, None), 0.5, False),
+        ((None, None), 0.5, False),
+        ((None, None), None, None),
+    ],
+    ids=["all", "one alone", "an accelerator", "no step yet"],
+)
+def test_where_ranks_are_not_compared_it_is_said(
+    answers: list[JobStatus],
+    tmp_path: Path,
+    owns: tuple[float | None, ...],
+    step_s: float | None,
+    compared: bool | None,
+) -> None:
+    """On an accelerator they have the times of their steps, and none of their own."""
+    ranks = [rank_status(rank, own_s=own_s, step_s=step_s) for rank, own_s in enumerate(owns)]
+    answers.append(job_status(ranks, pace=PaceStatus(7, 8, step_s)))
+    found = looked(job_at(tmp_path))
+    assert found.stragglers_compared is compared and found.stragglers == []
+    assert ("ranks are not compared" in text_of(found)) == (compared is False)
+
+
+def test_of_one_rank_alone_the_text_does_not_say_that_it_is_not_compared(
+    answers: list[JobStatus], tmp_path: Path
+) -> None:
+    answers.append(job_status([rank_status(0, own_s=0.1)]))
+    found = looked(job_at(tmp_path))
+    assert found.stragglers_compared is False and "not compared" not in text_of(found)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -122,7 +122,8 @@ def test_a_browser_logs_in_and_shows_the_job(served: Served, tmp_path: Path) -> 
                   "seen 500 ms, frozen 250 ms, written 1.3 s, restarted 7.0 s", "each shard on 2 live ranks or more", "all 1/2", "rank 1"):  # fmt: skip
         assert words in text, words
     assert len(re.findall(r"<polyline [^>]*points=\"[\d., ]+\"", found)) == 3
-    assert "no rank is slower than the others" in text
+    assert "not compared: fewer than two ranks report their own time of a step" in text
+    assert "no rank is slower" not in text
     sick = found[found.index('<div id="sick">') : found.index('<div id="faults">')]
     cells = unescape(re.sub(r"(?:<[^>]+>)+", "\n", sick)).split("\n")
     assert cells[1:5] == ["node", "why its health check failed", "n7", f"memory: errors {HOSTILE}"]
@@ -168,6 +169,21 @@ def test_losses_that_are_not_finite_are_a_gap_and_slow_ranks_and_lost_time_are_s
     }
     assert drawn.keys() == parts and sum(drawn.values()) == pytest.approx(1000), bar
     assert drawn["steps"] == pytest.approx(1000 * use.share) and found.count("<img") == 0
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WITHOUT)
+@pytest.mark.parametrize(
+    ("compared", "says"),
+    [(True, "no rank is slower than the others"), (None, "not known, as no step's time is")],
+)
+def test_the_page_says_whether_ranks_are_compared(
+    served: Served, tmp_path: Path, compared: bool | None, says: str
+) -> None:
+    served.view = replace(served.view, stragglers_compared=compared)
+    served.looks.look_once()
+    found = dom(tmp_path, served.link)
+    slow = found[found.index('<div id="stragglers">') : found.index('<div id="sick">')]
+    assert says in unescape(slow)
 
 
 @pytest.mark.skipif(PROGRAM is None, reason=WITHOUT)

@@ -150,6 +150,7 @@ def test_status_json_has_the_keys_of_ttp_status(page: LivePage, capsys: pytest.C
     curve = served["curve"]
     assert curve["step"][-1] == page.last and curve["step_s"][-1] == 0.5 and curve["loss"][-1] == 2.5
     (slow,) = served["stragglers"]
+    assert served["stragglers_compared"] is True
     assert (slow["rank"], slow["node"], slow["ratio"], slow["own_s"], slow["others_s"]) == (1, "n0", 2.0, 1.0, 0.5)
     assert [(rank["own_s"], rank["waited_s"], rank["slower"]) for rank in served["ranks"]] == [
         (0.5, 0.25, None),

@@ -97,6 +97,8 @@ def test_slow_ranks_are_named_and_counted(log_dir: Path) -> None:
     assert found["ttp_rank_wait_seconds_max"] == 10.0
     assert "ttp_stragglers" not in samples(looked(log_dir, None)), "not known"
     assert samples(looked(log_dir, job_status(ranks)))["ttp_stragglers"] == 0
+    without = [rank_status(rank) for rank in range(4)]
+    assert "ttp_stragglers" not in samples(looked(log_dir, job_status(without))), "not compared, as on an accelerator"
 
 
 def test_sick_nodes_are_counted_each_once(log_dir: Path) -> None:
