@@ -305,7 +305,36 @@ def stopped_in_front_of_its_update(seed: int) -> Scenario:
     return scenario
 
 
+def one_stands_still(seed: int) -> Scenario:
+    """A process is stopped for a while or for good, or its interpreter is held: its agent, which is there, ends it."""
+    scenario = _calm(seed, (even(2), even(4), ring(3))[seed % 3])
+    job, rank = scenario.job, seed // 3 % 2
+    act = (
+        partial(job.stop, rank, None),
+        partial(job.stop, rank, 0.65 + 0.01 * (seed % 20)),
+        partial(job.hog, rank, None),
+    )[seed % 4 % 3]
+    phase = ("COMPUTE", "READY", "DONE")[seed // 2 % 3]
+    job.hook(f"{phase} {AT}", 1 + seed % len(job.everybody), lambda _: act())
+    return scenario
+
+
+def one_stands_still_and_the_other_holder_dies(seed: int) -> Scenario:
+    """Of two that hold a shard one is stopped, and the other dies before the step is published, or when all regroup."""
+    scenario = _calm(seed, harmless=False)
+    job = scenario.job
+    job.hook(f"COMPUTE {AT}", 1, lambda _: job.stop(3, (None, 0.7 + 0.01 * (seed % 30))[seed % 2]))
+    _kill(
+        job,
+        ("stage writing", "stage publishing", "stage regrouping", "replacement started")[seed % 4],
+        1,
+        0.002 * (seed % 10),
+    )
+    return scenario
+
+
 ARRANGED = (
+    one_stands_still, one_stands_still_and_the_other_holder_dies,
     one_dies, one_raises, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
     dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it,
     order_is_carried_out_late, noticed_meanwhile,

@@ -163,16 +163,14 @@ class Comparing:
         """I19: a process that lives is replaced only where its state is torn, or its replica is proven wrong, or where it was silent and the step
         that the others have is on disk."""
         job = self._job
-        was_silent = any(
-            line.event == "death_seen"
-            and line.fields["kind"] == "silent"
-            and (line.fields["rank"], line.fields["pid"]) == (process.rank, process.pid)
-            for _, line in job.journal
-        )
         others = [other.gate.state_step for other in job.ranks if other.alive and other is not process]
         published = [int(str(line.fields["step"])) for _, line in job.journal if line.event == "published"]
         on_disk = max(others, default=0) <= max(published, default=0)  # though the disk may be lost since
-        if process.gate.torn or (self.repairs and self.proven(process.rank)) or (was_silent and on_disk):
+        if (
+            process.gate.torn
+            or (self.repairs and self.proven(process.rank))
+            or (job.in_place.was_silent(process) and on_disk)
+        ):
             return
         job.broken(f"I19: rank {process.rank} is replaced, whose replica is not proven wrong")
 

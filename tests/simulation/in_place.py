@@ -5,6 +5,7 @@ their groups again and are given what they are to hold. What goes wrong in it is
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -65,6 +66,18 @@ class InPlace:
             (process for process in self.former if (process.rank, process.pid) == (rank, pid)), self.job.ranks[rank]
         )
 
+    def was_silent(self, process: Rank) -> bool:
+        """Say whether some controller has taken this process for dead because it was silent."""
+        return any(
+            line.event == "death_seen"
+            and line.fields["kind"] == "silent"
+            and (line.fields["rank"], line.fields.get("pid")) == (process.rank, process.pid)
+            for _, line in self.job.journal
+        )
+
+    def _decided(self) -> Iterator[int]:
+        return (int(str(line.fields["step"])) for _, line in self.job.journal if line.event == "decided")
+
     def process_in(self, rank: int, generation: int) -> Rank:
         """Return the process that trains in that generation: in its place another may wait that a controller had asked for which is lost."""
         known = (self.job.ranks[rank], *reversed(self.former))
@@ -83,20 +96,21 @@ class InPlace:
         if old.alive and old.rank == 0:
             self.job.broken("I22: rank 0's place is given to another process, and its own has not ended")
 
-    def update_begins(self, process: Rank) -> None:
+    def update_begins(self, process: Rank, step: int) -> None:
         """I17: all train in one generation, and none in an older one any more. What runs on where its node was given up may end the step at which
-        it was."""
-        if process in self.former or process.started_s < self.given_up_s.get(f"host{process.node}", -inf):
+        it was, and so may a silent process until its agent has ended it."""
+        if process.started_s < self.given_up_s.get(f"host{process.node}", -inf):
             return
-        if process.generation < self.generation:
+        if process in self.former:
+            self.job.broken(f"I17: rank {process.rank} begins an update, and another process is in its place")
+        newest = max(self.generation, process.generation)
+        those = [self.process_in(rank, newest) for rank in range(len(self.job.ranks))]
+        behind = [other.rank for other in (process, *those) if other.alive and other.generation != newest]
+        if behind and not (self.was_silent(process) and step <= max(self._decided(), default=0)):
             self.job.broken(
-                f"I17: rank {process.rank} begins an update in generation {process.generation}, others train in {self.generation}"
+                f"I17: rank {process.rank} begins an update in generation {process.generation}, and ranks {behind} are not in {newest}"
             )
-        self.generation = max(self.generation, process.generation)
-        those = [self.process_in(rank, self.generation) for rank in range(len(self.job.ranks))]
-        behind = [other.rank for other in those if other.alive and other.generation != self.generation]
-        if behind:
-            self.job.broken(f"I17: an update begins in generation {self.generation}, which ranks {behind} are not in")
+        self.generation = newest
 
     def knows_checkpoint(self, process: Rank, step: int) -> None:
         """As `Saves.saved` looks for what was published before all regrouped."""

@@ -217,7 +217,7 @@ class Job:
             self.thawed_up_to = max(self.thawed_up_to, message.freeze_id)
 
     def update_begins(self, rank: Rank, step: int) -> None:
-        self.in_place.update_begins(rank)
+        self.in_place.update_begins(rank, step)
         nothing_on_disk(rank, f"begins update {step}")
         if rank.acknowledged > self.thawed_up_to:
             self.broken(f"I7: rank {rank.rank} began update {step} after acknowledging freeze {rank.acknowledged}")

@@ -230,6 +230,7 @@ MUTATIONS = (
     # Recoveries without a checkpoint.
     Mutation("a process is ended that is the last holder of a shard", recoveries.last_holder_is_ended, ("I18",), in_place.last_holder_dies_while_another_rolls_forward, within=20),
     Mutation("a process is ended that holds a shard", recoveries.process_is_ended_that_holds_a_shard, ("I9",), in_place.raises_and_the_other_holder_dies, within=40),
+    Mutation("a silent process is ended before the step is on disk", recoveries.silent_process_is_ended_before_the_step_is_on_disk, ("I19",), in_place.one_stands_still, within=20),
     Mutation("a silent process is replaced, and runs on", recoveries.silent_process_is_replaced_and_runs_on, ("I17",), in_place.stopped_in_front_of_its_update, within=20),
     Mutation("recoveries at one step never end", recoveries.recoveries_at_one_step_never_end, ("I11",), in_place.dies_again_and_again, within=5),
     Mutation("ranks regroup before the step is published", recoveries.regroups_before_the_step_is_published, ("I20", "I15"), published_first.one_dies, within=5),

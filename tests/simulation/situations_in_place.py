@@ -26,10 +26,12 @@ _LOSABLE = (Regroup, Regroup, Regrouped, Thaw, Welcome, Freeze, StateReport)
 
 
 def regroups(job: Job, rng: random.Random) -> list[str]:
-    """One rank or two die, one after the other; often something else happens while all regroup."""
+    """One rank or two die or stand still, one after the other; often something else happens while all regroup."""
     notes, steps = [], sorted(rng.sample(range(2, job.training.steps + 1), rng.choice((1, 1, 2, 3))))
     for count, step in enumerate(steps):
-        kind = rng.choice(("kill", "kill", "kill", "kill", "exception", "several kills", "host loss"))
+        kind = rng.choice(
+            ("kill", "kill", "kill", "kill", "exception", "several kills", "host loss", "stop", "interpreter held")
+        )
         moment, whom = f"{rng.choice(PHASES)} {step}", rng.choice(job.everybody)
         job.hook(moment, 1 + rng.randrange(len(job.everybody)), _act(job, rng, kind, whom))
         notes.append(f"{count + 1}: {kind} of rank {whom} at '{moment}'")

@@ -16,10 +16,15 @@ RECOVERED = (
     arranged.one_dies, arranged.one_raises, arranged.the_last_step_is_rolled_forward, arranged.order_is_lost, arranged.controller_dies_behind_it,
     arranged.order_is_carried_out_late,
 )  # fmt: skip
+STILL = (
+    arranged.one_stands_still,
+    arranged.one_stands_still_and_the_other_holder_dies,
+    arranged.stopped_in_front_of_its_update,
+)
 WRITTEN = (
     arranged.dies_when_it_has_regrouped, arranged.raises_and_the_other_holder_dies, arranged.dies_while_another_rolls_forward,
     arranged.controller_dies_meanwhile, arranged.noticed_meanwhile, arranged.cannot_be_regrouped, arranged.dies_again_and_again,
-    arranged.fills_differ, arranged.stopped_in_front_of_its_update, arranged.one_has_no_order_when_the_controller_dies,
+    arranged.fills_differ, arranged.one_has_no_order_when_the_controller_dies,
 )  # fmt: skip
 
 
@@ -37,6 +42,26 @@ def test_training_continues_without_a_checkpoint(build: Callable[[int], Scenario
         assert events(job, "regrouped") and events(job, "finished"), f"seed {seed}"
         assert not events(job, "published"), f"seed {seed}"
         assert len(events(job, "regrouped")) == 1, f"seed {seed}: once a fault"
+
+
+def test_a_process_that_stands_still_is_ended_once_the_step_is_on_disk() -> None:
+    """Training continues in the processes of the others."""
+    for seed in range(24):
+        job = _run(arranged.one_stands_still, seed).job
+        moments = {line.event: at for at, line in job.journal}
+        assert moments["published"] <= moments["regroup_sent"] < moments["finished"], f"seed {seed}"
+        assert len(events(job, "regrouped")) == 1 and not events(job, "exit_sent"), f"seed {seed}"
+        assert len(job.in_place.former) == 1, f"seed {seed}: one process"
+
+
+def test_a_step_that_a_silent_process_holds_too_is_lost_by_no_death() -> None:
+    """On disk, or in the memory of the one that was silent. Nor does it end an update beside the process in its place."""
+    for seed in range(20):
+        _run(arranged.stopped_in_front_of_its_update, seed)
+    ends = [
+        events(_run(arranged.one_stands_still_and_the_other_holder_dies, seed).job, "published") for seed in range(40)
+    ]
+    assert sum(map(bool, ends)) >= 20
 
 
 @pytest.mark.parametrize("build", WRITTEN, ids=lambda build: build.__name__)
@@ -90,5 +115,6 @@ def test_every_arrangement_is_tried() -> None:
         *refused,
         arranged.regroups_after_all_beside_its_write,
         arranged.training_returns_in_front_of_it,
+        *STILL,
     )
     assert set(tried) == set(arranged.ARRANGED) and len(tried) == len(arranged.ARRANGED)

@@ -250,23 +250,19 @@ def agents_repeat_the_exit_of_a_replaced_process(patch: Patch) -> None:
     patch.setattr(Agent, "replaced", lambda self, rank: None)
 
 
+def silent_process_is_ended_before_the_step_is_on_disk(patch: Patch) -> None:
+    regroup_or_write = regroup.regroup_or_write
+
+    def wrong(state: Any, now: float, out: Any) -> Any:
+        if not state.settings.publish_first and regroup._is_possible(state, now, out):
+            return regroup._start(state, now, out)
+        return regroup_or_write(state, now, out)
+
+    patch.setattr(stages, "regroup_or_write", wrong)
+
+
 def silent_process_is_replaced_and_runs_on(patch: Patch) -> None:
-    """A process whose rank is silent is taken for one that has ended, by the controller and by its agent."""
-    why_not = regroup._why_not
-
-    def wrong(state: Any, now: float) -> str:
-        def ended(cause: Any) -> Any:
-            return replace(cause, kind=CauseKind.EXITED) if cause.kind is CauseKind.SILENT else cause
-
-        fault, members = state.at.fault, state.members
-        changed = {
-            rank: replace(member, dead=ended(member.dead), attached=False)
-            for rank, member in enumerate(members.table)
-            if member.dead is not None
-        }
-        known = state.with_fault(replace(fault, causes=tuple(map(ended, fault.causes))))
-        return why_not(replace(known, members=replace(members, table=members.table.put_all(changed))), now)
-
+    """Its agent starts another one in its place, and does not end it."""
     start = Replacements._start
 
     def started_beside(self: Replacements, order: Replace, fails: bool) -> None:
@@ -274,5 +270,4 @@ def silent_process_is_replaced_and_runs_on(patch: Patch) -> None:
             only_now.setattr(Job, "kill", lambda *_: None)
             start(self, order, fails)
 
-    patch.setattr(regroup, "_why_not", wrong)
     patch.setattr(Replacements, "_start", started_beside)
