@@ -128,6 +128,38 @@ def test_however_a_process_ends(tmp_path: Path, whole_job: RunJob, action: str) 
     assert_equal(job, whole_job(2))
 
 
+@pytest.mark.parametrize(
+    ("action", "point", "victim"),
+    [
+        ("stop", "backward", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("stop", "ready", 0), ("stop", "updating", 1), ("stop", "gathering", 1), ("gil", "ready", 1), ("gil", "record", 0), ("gil", "done", 1),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_process_that_stands_still_is_ended_once_the_step_is_on_disk(
+    tmp_path: Path, whole_job: RunJob, action: str, point: str, victim: int
+) -> None:
+    """It is stopped, or a thread of it holds the interpreter: the survivor keeps its process."""
+    job = run_to_end(tmp_path / "job", 2, faults=f"{action}:rank={victim},step=9,point={point}", environ=ON)
+    assert_equal(job, whole_job(2))
+    events = [line["event"] for journal in job.journals() for line in journal]
+    assert len(job.starts()) == 1 and events.index("published") < events.index("regroup_sent") < events.index(
+        "regrouped"
+    )
+    processes = [
+        (line["rank"], line["pid"])
+        for journal in job.journals()
+        for line in journal
+        if line["event"] in ("registered", "replacement_came")
+    ]
+    assert len({pid for rank, pid in processes if rank == victim}) == 2
+    assert len({pid for rank, pid in processes if rank != victim}) == 1
+
+
 @pytest.mark.long
 def test_two_ranks_of_different_shards_at_once_and_a_third_later(tmp_path: Path, whole_job: RunJob) -> None:
     faults = "kill:rank=0,step=9,point=backward;kill:rank=1,step=9,point=backward;kill:rank=3,step=15,point=done"
@@ -142,13 +174,11 @@ def test_two_ranks_of_different_shards_at_once_and_a_third_later(tmp_path: Path,
     [
         "kill:rank=1,step=9,point=backward;stop:rank=1,point=protected,again=1",
         "kill:rank=1,step=9,point=backward;kill:rank=1,step=9,point=ready,again=1",
-        "stop:rank=1,step=9,point=backward",
-        "gil:rank=1,step=9,point=ready",
         "kill:rank=1,step=1,point=backward",
     ],
 )
 def test_what_does_not_end_in_place_is_written(tmp_path: Path, whole_job: RunJob, faults: str) -> None:
-    """A new process that hangs, one that dies again and again, ranks that are silent."""
+    """A new process that hangs, one that dies again and again, a death in the first step."""
     job = run_to_end(tmp_path / "job", 2, faults=faults, environ=ON)
     assert_equal(job, whole_job(2))
     assert len(job.starts()) == 2

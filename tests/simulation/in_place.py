@@ -244,6 +244,8 @@ class Regrouping:
             self._job.note(f"rank {self._process.rank} does not come out of its step")
         elif shared.fails():
             self._fail(order, "raised while its groups were made")
+        elif order.saved and self._job.comparing.acts:
+            self._fail(order, "the step was published before replicas were compared")
         else:
             self._process.later(shared.leaves_after_s(self._process.rank), partial(self._leave, order))
 

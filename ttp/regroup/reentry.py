@@ -121,6 +121,10 @@ class Reentry:
         with self._lock:
             if why := self._closed or self._not_yet:
                 return why
+            if order.saved and getattr(getattr(self._optimizer, "on_divergence", None), "acts", False):
+                return (
+                    f"step {order.step} was published before replicas were compared, which on_divergence is to prevent"
+                )
             self._order = order
             self._out.clear()
             self._ordered.set()

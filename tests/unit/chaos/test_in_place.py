@@ -180,7 +180,7 @@ def test_a_fault_that_was_saved_instead_is_a_finding_and_no_violation(tmp_path: 
     assert (f"finding: {text}" in file.getvalue()) == due
 
 
-def test_what_is_to_end_in_place_is_one_rank_that_ends_or_raises_in_training() -> None:
+def test_what_is_to_end_in_place_is_one_rank_that_ends_raises_or_stands_still_in_training() -> None:
     scenario = Scenario(name="s", seed=1, faults=(), in_place=True)
     kill = FaultSpec(kind="kill", ranks=(1,), point="now")
     cases: list[tuple[FaultSpec, bool]] = [
@@ -188,7 +188,10 @@ def test_what_is_to_end_in_place_is_one_rank_that_ends_or_raises_in_training() -
         (FaultSpec(kind="raise", point="updating"), True),
         (replace(kill, ranks=(0, 1), count=2), False),
         (replace(kill, then=(FaultSpec(kind="kill", ranks=(0,), moment=Moment(event="frozen"), point="now"),)), False),
-        (FaultSpec(kind="stop", ranks=(1,), point="now"), False),
+        (FaultSpec(kind="stop", ranks=(1,), point="now"), True),
+        (FaultSpec(kind="gil", ranks=(1,), point="now"), True),
+        (FaultSpec(kind="stop", ranks=(1,), point="now", for_s=1.0), False),
+        (FaultSpec(kind="hang", ranks=(1,), point="backward"), False),
     ]
     for fault, expected in cases:
         assert scenario.in_place_due(fault) == expected, fault

@@ -110,8 +110,8 @@ class Saves:
 class Protection:
     """One that is asked what becomes of an exception; with the gate and the processor's queue."""
 
-    def __init__(self, reentry: Reentry, then: str) -> None:
-        self.reentry, self.then = reentry, then
+    def __init__(self, reentry: Reentry, then: str, order: messages.Regroup = ORDER) -> None:
+        self.reentry, self.then, self.ordered = reentry, then, order
         self.held: list[BaseException] = []
         self.released = then == "released before"
         self.gate = self.processor = self
@@ -143,7 +143,7 @@ class Protection:
     def hold_after(self, exc: BaseException, until: threading.Event) -> None:
         self.held.append(exc)
         if self.then == "ordered":
-            self.reentry.order(ORDER)
+            self.reentry.order(self.ordered)
             assert until.wait(LONG_S)
 
 
@@ -201,14 +201,27 @@ def test_the_state_is_on_the_host_before_groups_are_left(left: list[str]) -> Non
     assert vars(holder)["copies"][2:] == ["dropped"]
 
 
-@pytest.mark.parametrize("gasp", ["if_needed", "always"])
-def test_a_step_that_was_published_first_counts_as_saved(left: list[str], gasp: str) -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_step_that_was_published_first_counts_as_saved(left: list[str], saved: bool) -> None:
     """It is not saved a second time, and older checkpoints may go (keep_checkpoint_max)."""
-    made = of_rank(1, left, gasp=gasp)
-    protection = Protection(made, "ordered")
+    made = of_rank(1, left)
+    protection = Protection(made, "ordered", replace(ORDER, saved=saved))
     assert made.enters_again(RuntimeError("Connection closed by peer"), protection)  # type: ignore[arg-type]
     made.come_back(protection)  # type: ignore[arg-type]
-    assert ("step 8 is on disk" in left) is (gasp == "always")
+    assert ("step 8 is on disk" in left) is saved
+
+
+@pytest.mark.parametrize(
+    ("choice", "saved", "refused"),
+    [("report", True, False), ("stop", True, True), ("repair", True, True), ("repair", False, False)],
+)
+def test_ranks_that_act_on_differences_leave_where_a_step_was_published_first(
+    left: list[str], choice: str, saved: bool, refused: bool
+) -> None:
+    """What replicas would be compared for is on disk already."""
+    made = of_rank(1, left)
+    made._optimizer.on_divergence = OnDivergence(choice)  # type: ignore[attr-defined]
+    assert made.order(replace(ORDER, saved=saved)).startswith("step 8 was published before replicas") is refused
 
 
 def test_an_exception_that_the_order_itself_has_caused_is_not_reported(reentry: Reentry) -> None:

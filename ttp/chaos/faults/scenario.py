@@ -93,6 +93,8 @@ KINDS: dict[str, FaultKind] = {
 a line in examples/chaos/kinds.yaml. `matrix.py` lists its cells."""
 _SEEN_AT_ONCE = ("kill", "segv", "abort", "exit", "raise", "async")
 """Kinds that are known at once and for certain: what they cost can be replaced, as nothing of it runs on elsewhere."""
+_STANDS_STILL = ("stop", "gil")
+"""Kinds after which a process is silent, for good without `for_s`: its agent ends it."""
 EVENTS = (
     "suspect", "stalled", "hung", "death_seen", "fault_reported", "freeze_sent", "frozen", "decided", "rolled_forward",
     "regroup_sent", "replacement_came", "regrouped", "write_sent", "written", "publish_sent", "published", "exit_sent", "takeover_began", "took_over",
@@ -200,9 +202,11 @@ class Scenario:
         return (*fault.outcomes, *(("in_place",) if more else ()))
 
     def in_place_due(self, fault: FaultSpec) -> bool:
-        """Say whether a fault is to end in place, if replicas cover what one rank held: one rank ends, or raises, in training, and nothing follows."""
+        """Say whether a fault is to end in place, if replicas cover what one rank held: one rank ends, raises or stands still for good in training, and
+        nothing follows."""
         alone = max(len(fault.ranks), fault.count) == 1 and not fault.then
-        return self.in_place and alone and fault.kind in _SEEN_AT_ONCE
+        kind = fault.kind in _SEEN_AT_ONCE or (fault.kind in _STANDS_STILL and not fault.for_s)
+        return self.in_place and alone and kind
 
     @property
     def variables(self) -> Mapping[str, str]:

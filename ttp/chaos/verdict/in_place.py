@@ -14,8 +14,8 @@ from ttp.chaos.verdict.recoveries import Identity, in_place_line, misplaced
 
 ENDS = ("kill", "segv", "abort", "exit")
 """Kinds that end a process."""
-RAISES = ("raise", "async")
-"""Kinds after which a process lives: another one takes its place only where its update is torn."""
+MAY_LIVE = ("raise", "async", "stop", "gil")
+"""Kinds after which a process may live: another one takes its place only where its update is torn, or where it is silent for too long."""
 _WHOM = re.compile(r"rank (\d+) \(pid \d+\)")
 
 
@@ -42,12 +42,12 @@ def problems(incident: FaultOutcome, record: Record) -> list[str]:
 
 
 def _misplaced(incident: FaultOutcome, record: Record, key: Key) -> list[str]:
-    """Exactly the ranks whose process was to end have another one; of those that raised, some may."""
+    """Exactly the ranks whose process was to end have another one; of those that raised or stood still, some may."""
     before, after = _processes(record, key, incident.began_unix_s), _processes(record, key, incident.over_unix_s)
     hit = [(firing.kind, int(match[1])) for firing in incident.firings if (match := _WHOM.match(firing.whom))]
     ended = {rank for kind, rank in hit if kind in ENDS}
-    torn = {rank for kind, rank in hit if kind in RAISES and before.get(rank) != after.get(rank)}
-    return misplaced(before, after, ended | torn)
+    ended |= {rank for kind, rank in hit if kind in MAY_LIVE and before.get(rank) != after.get(rank)}
+    return misplaced(before, after, ended)
 
 
 def _processes(record: Record, key: Key, until_unix_s: float) -> dict[int, Identity]:
