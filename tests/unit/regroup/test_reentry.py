@@ -220,7 +220,7 @@ def test_ranks_that_act_on_differences_leave_where_a_step_was_published_first(
 ) -> None:
     """What replicas would be compared for is on disk already."""
     made = of_rank(1, left)
-    made._optimizer.on_divergence = OnDivergence(choice)  # type: ignore[attr-defined]
+    made._optimizer.on_divergence = OnDivergence(choice)
     assert made.order(replace(ORDER, saved=saved)).startswith("step 8 was published before replicas") is refused
 
 
