@@ -4,12 +4,13 @@ Simulated time series, by seed, through the rank's own measuring (`StepTimes`) a
 part, the clock is the simulation's own. Each rank's own time of a step varies around the job's (log-normal), which varies itself from step to step
 (sequences of other lengths). Besides: one step in a hundred of a rank has a stall with a heavy tail (Pareto), every fiftieth a garbage collection; ranks
 differ for good and drift for hundreds of steps (an Ornstein-Uhlenbeck process); every 200 steps rank 0 evaluates while the others wait and says nothing
-of it; every 500 all ranks save. A rank beats once a second.
+of it; every 500 all ranks save. A rank beats once a second. More ranks do fewer steps and series: `sizes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import random
 import statistics
 import time
@@ -19,6 +20,9 @@ from ttp.controller.stragglers import WINDOW, Change, StragglerWatch
 from ttp.processor.core.step_times import StepTimes
 
 STEPS = 10_000
+RANKS = (2, 8, 64, 1024)
+RANK_STEPS = 2_048_000
+"""Steps of a series times its ranks, at most: more ranks do fewer steps, so that no row takes more than some minutes."""
 SLOWED_AT = 400
 """The step from which on the last rank is slower."""
 
@@ -56,7 +60,9 @@ class Job:
         self._lasting = [1.0 + self._rng.gauss(0.0, noise.lasting) for _ in range(ranks)]
         self._drift = [0.0] * ranks
         self._times = [StepTimes() for _ in range(ranks)]
-        self._beat_at = [self._rng.random() for _ in range(ranks)]
+        self._beats = [(self._rng.random(), rank) for rank in range(ranks)]
+        """When each rank sends its next heartbeat: a heap."""
+        heapq.heapify(self._beats)
         self.watch = StragglerWatch(1.0)
         for rank in range(ranks):
             self.watch.join(rank, f"node{rank // 8}", 100 + rank, "the model")
@@ -78,11 +84,15 @@ class Job:
                 times.pause(end)
                 times.resume(end + 30.0 * self._mean_s)
             end += 30.0 * self._mean_s
-        while min(self._beat_at) <= end:
-            rank = self._beat_at.index(moment := min(self._beat_at))
-            self._beat_at[rank] += 1.0
+        while self._beats[0][0] <= end:
+            moment, rank = self._beats[0]
+            following = moment + 1.0
             if (shares := self._times[rank].take_shares()) is not None:
                 self.watch.take(rank, number, shares[0], moment)
+            else:
+                while following <= end:  # nor have those until the step's end: nothing new is judged by them
+                    following += 1.0
+            heapq.heapreplace(self._beats, (following, rank))
             changes += self.watch.look(moment)
         self.now = end
         return changes
@@ -116,6 +126,11 @@ def found_after(seed: int, ranks: int, noise: Noise, mean_s: float, slowed: floa
     return None, 0.0
 
 
+def sizes(ranks: int, seeds: int, steps: int) -> tuple[int, int]:
+    """Return how many steps a series without a slow rank has, and in how many series a rank becomes slower: as many as asked for, and fewer of many ranks."""
+    return min(steps, RANK_STEPS // ranks), min(4 * seeds, RANK_STEPS // (200 * ranks))
+
+
 def cost(ranks: int, windows: int = 5) -> tuple[float, float, float]:
     """Return the processor time that a heartbeat's `take` and `look` need, microseconds, that the longest `look` needs, milliseconds, and all of a
     window's of a rank, microseconds."""
@@ -142,21 +157,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stragglers", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="of each kind of noise")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[*RANKS])
     parser.add_argument("--cost", type=int, default=10_000, help="ranks of the part that is timed")
     options = parser.parse_args(arguments)
-    print(f"ranks  noise  a step   false alarms in {options.steps} steps   20 % slower: found after (steps)   ratio")
+    print("ranks  noise  a step   false alarms                   20 % slower: found after (steps)   ratio")
     for ranks in options.ranks:
+        count, series = sizes(ranks, options.seeds, options.steps)
         for name, noise in NOISES.items():
             for mean_s in (0.05, 2.0):
-                alarms = [false_alarms(seed, ranks, noise, mean_s, options.steps) for seed in range(options.seeds)]
-                found = [found_after(100 + seed, ranks, noise, mean_s, 1.2) for seed in range(4 * options.seeds)]
+                alarms = [false_alarms(seed, ranks, noise, mean_s, count) for seed in range(options.seeds)]
+                found = [found_after(100 + seed, ranks, noise, mean_s, 1.2) for seed in range(series)]
                 steps = [after for after, _ in found if after is not None]
                 lost = len(found) - len(steps)
-                most = f"median {statistics.median(steps):.0f}, most {max(steps)}" if steps else "never"
+                most = f"median {statistics.median(steps):.0f}, most {max(steps)} of {series}" if steps else "never"
                 ratios = statistics.median(ratio for after, ratio in found if after is not None) if steps else 0.0
                 print(
-                    f"{ranks:5}  {name:6} {mean_s:5.2f} s   {sum(alarms):3} in {len(alarms)} series      {most}"
+                    f"{ranks:5}  {name:6} {mean_s:5.2f} s   {sum(alarms):3} in {len(alarms)} x {count:6,} steps      {most}"
                     f"{f', {lost} not found' if lost else ''}      {ratios:.3f}",
                     flush=True,
                 )

@@ -12,6 +12,7 @@ import yaml
 
 from ttp.launch.arguments import make_parser
 from ttp.launch.endings import REQUEUE_EXIT_CODE
+from ttp.launch.health.check_command import split_check
 
 MANIFEST = Path(__file__).resolve().parents[3] / "examples" / "kubernetes" / "job.yaml"
 VERSIONS = ("1.31", "1.37")
@@ -72,3 +73,6 @@ def test_the_parts_of_the_manifest_agree() -> None:
         "TTP_HOST"
     )  # only earlier ones expand
     assert args.module and args.training_script == "ttp.trainer"
+    assert split_check(args.health_check)[1:] == [
+        "-m", "ttp.doctor.health_check", "--save-dirs", container["volumeMounts"][0]["mountPath"],
+    ]  # fmt: skip

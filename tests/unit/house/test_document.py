@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests import document
+from tests.shown import ROOT
 from ttp.controller.core.facts.state import EDGES, Running
 from ttp.controller.core.transitions import TABLES
 from ttp.proto.messages import Heartbeat
@@ -69,3 +70,12 @@ def test_every_time_of_the_code_is_listed_with_its_value_and_nothing_else_is() -
     assert {key: listed.get(key) for key in expected} == expected
     extra = sorted(set(listed) - set(expected))
     assert not extra, f"listed but not in the code: {extra}"
+
+
+def test_the_number_of_tests_that_need_a_browser_is_that_of_the_file() -> None:
+    written = (document.DOCUMENT.parent / "checking.md").read_text(encoding="utf-8")
+    tests = (ROOT / "tests" / "unit" / "status_page" / "test_in_a_browser.py").read_text(encoding="utf-8")
+    assert (
+        tests.count("@pytest.mark.skipif(PROGRAM is None") == 3
+        and "its three tests in a browser are skipped" in written
+    )
