@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ttp.config import Settings
 from ttp.goodput.policy import FaultRate, Policy, daly
 
 PROCESS, NODE, HANG, LOST = "process", "node", "hang", "lost"
@@ -54,10 +55,20 @@ class Cluster:
     """Of every step under this system."""
     interval_s: float | None = None
     """Between periodic checkpoints; None: Daly's."""
+    ranks_per_node: int = 8
 
     @property
     def per_s(self) -> dict[str, float]:
         return {kind: self.ranks * rate / HOUR for kind, rate in self.per_device_hour.items() if rate > 0.0}
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.ranks_per_node)
+
+    @property
+    def lease_s(self) -> float:
+        """Return the lease of a job of so many ranks that sets none: a lost node is certain after it."""
+        return Settings.from_env({"WORLD_SIZE": str(self.ranks)}).lease_s
 
     @property
     def mean_time_between_s(self) -> float:
@@ -90,6 +101,7 @@ def strategies(cluster: Cluster) -> list[Strategy]:
         for kind, rate in rates.items()
     ]
     in_place = [_regrouped(fault, times, detect) if fault.kind == PROCESS else fault for fault in own]
+    spare = [part for fault in in_place for part in (_seated(fault, cluster) if fault.kind == NODE else (fault,))]
     bound = [_regrouped(fault, times, detect) if fault.covered else fault for fault in own]
     slow = cluster.slowdown
     return [
@@ -97,12 +109,22 @@ def strategies(cluster: Cluster) -> list[Strategy]:
         Strategy(policy=_two_levels("copies in memory", cluster, memory, times.copy_s, 0.0), assumes="as Gemini: copies to other nodes at Daly's interval; a restart loads from memory"),
         Strategy(policy=_two_levels("this system: restart", cluster, own, 0.0, slow), assumes="survivors write the step in flight, all restart from it"),
         Strategy(policy=_two_levels("this system: in place", cluster, in_place, 0.0, slow), assumes="where the node is good one process is replaced; else as above. Built for one node or several; on accelerators only when asked for"),
+        Strategy(policy=_two_levels("this system: in place, with a spare node", cluster, spare, 0.0, slow), assumes="as above, and a spare that is always ready has the ranks of a lost node, but for rank 0's. At most so much: every node fault counts as one that loses the node whole"),
         Strategy(policy=_two_levels("bound: all in place", cluster, bound, 0.0, slow), assumes="every fault that survivors cover, as if a spare were ready and nothing had to be diagnosed", built=False),
     ]  # fmt: skip
 
 
 def _regrouped(fault: FaultRate, times: Times, detect: Mapping[str, float]) -> FaultRate:
     return FaultRate(fault.kind, fault.per_s, detect[fault.kind] + times.regroup_s, True)
+
+
+def _seated(fault: FaultRate, cluster: Cluster) -> tuple[FaultRate, ...]:
+    """Return the faults of a node of which a spare has the ranks, and those of rank 0's node, which end in a restart."""
+    found_s = max(cluster.times.detect_s, cluster.lease_s)
+    seated = FaultRate(
+        fault.kind, fault.per_s * (1.0 - 1.0 / cluster.nodes), found_s + cluster.times.regroup_s, covered=True
+    )
+    return (*((seated,) if cluster.nodes > 1 else ()), replace(fault, per_s=fault.per_s / cluster.nodes))
 
 
 def _interval_source(cluster: Cluster) -> str:

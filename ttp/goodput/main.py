@@ -54,6 +54,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     cluster = parser.add_argument_group("a cluster of your own")
     cluster.add_argument("--ranks", type=whole(1, MOST_RANKS), metavar="N", help="devices of the job")
     cluster.add_argument(
+        "--nproc-per-node", type=whole(1, MOST_RANKS), metavar="N", help="devices of a node (default: 8)"
+    )
+    cluster.add_argument(
         "--like", choices=sorted(RUNS), help=f"take faults and times of a published run (default: {LLAMA})"
     )
     cluster.add_argument(
@@ -88,9 +91,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the text")
     given = parser.parse_args(arguments)
-    given.own = given.ranks is not None or given.like is not None or given.job is not None or bool(given.fault) or any(
-        getattr(given, f"{name}_s") is not None for name in (*_TIMES, "interval")
-    )  # fmt: skip
+    given.own = bool(given.fault) or any(
+        getattr(given, name) is not None
+        for name in ("ranks", "nproc_per_node", "like", "job", "interval_s", *(f"{name}_s" for name in _TIMES))
+    )
     if given.plot is not None and given.plot.suffix.lower() not in plot.FORMATS:
         parser.error(
             f"argument --plot: got {checked.shown(str(given.plot))}, expected a name that ends in {', '.join(plot.FORMATS)}"
@@ -179,7 +183,7 @@ def _cluster(given: argparse.Namespace) -> tuple[Cluster, dict[str, Measured]]:
     if times.step_s <= 0.0:
         raise ConfigError(f"--job: got {times.step_s:g} s for a step, expected more than 0. Name the time: --step-s")
     return replace(
-        cluster, ranks=given.ranks or cluster.ranks, times=times, per_device_hour=rates, slowdown=given.slowdown or 0.0, interval_s=given.interval_s
+        cluster, ranks=given.ranks or cluster.ranks, ranks_per_node=given.nproc_per_node or cluster.ranks_per_node, times=times, per_device_hour=rates, slowdown=given.slowdown or 0.0, interval_s=given.interval_s
     ), known  # fmt: skip
 
 

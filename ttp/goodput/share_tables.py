@@ -60,7 +60,8 @@ def shown_cluster(cluster: Cluster, answers: Sequence[ModelledShare], measured: 
 
 def _cluster_lines(cluster: Cluster, measured: dict[str, Measured]) -> Iterator[str]:
     between = cluster.mean_time_between_s
-    yield f"{cluster.ranks:,} ranks, a fault {'never' if math.isinf(between) else f'every {between / HOUR:.3g} h'}"
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    yield f"{cluster.ranks:,} ranks on {nodes}, a fault {'never' if math.isinf(between) else f'every {between / HOUR:.3g} h'}"
     yield "faults per device-hour: " + ", ".join(f"{kind} {rate:.3g}" for kind, rate in cluster.per_device_hour.items())
     yield "times in s: " + ", ".join(
         f"{name.removesuffix('_s')} {seconds:.3g}" for name, seconds in asdict(cluster.times).items()
@@ -121,7 +122,7 @@ def answer_json(answer: ModelledShare) -> dict[str, Any]:
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
     between = cluster.mean_time_between_s
     return {
-        "ranks": cluster.ranks, "per_device_hour": dict(cluster.per_device_hour), "times": asdict(cluster.times), "slowdown": cluster.slowdown,
+        "ranks": cluster.ranks, "nodes": cluster.nodes, "lease_s": cluster.lease_s, "per_device_hour": dict(cluster.per_device_hour), "times": asdict(cluster.times), "slowdown": cluster.slowdown,
         "mean_time_between_s": None if math.isinf(between) else between,
     }  # fmt: skip
 

@@ -69,7 +69,19 @@ def test_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(shares, list) and shares[0]["saved_every_s"] == 1800.0
     assert main.main(list(given)) == 0
     text = capsys.readouterr().out
-    assert "1,024 ranks, a fault every 32.6 h" in text and "restart 300" in text
+    assert "1,024 ranks on 128 nodes, a fault every 32.6 h" in text and "restart 300" in text
+
+
+def test_the_ranks_of_a_node_and_the_lease_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a job that sets no lease: it is longer with many ranks."""
+    for nodes, lease_s, given in (
+        (16, 3.0, ("--ranks", "64", "--nproc-per-node", "4")),
+        (1, 3.0, ("--ranks", "4")),
+        (4096, 15.0, ("--nproc-per-node", "4")),
+    ):
+        cluster = asked(capsys, *given)["cluster"]
+        assert isinstance(cluster, dict) and (cluster["nodes"], cluster["lease_s"]) == (nodes, lease_s)
+    assert main.main(["--ranks", "4"]) == 0 and "4 ranks on 1 node, a fault every" in capsys.readouterr().out
 
 
 def test_the_simulation_is_shown_beside_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +152,7 @@ WRONG = {
     "a kind": (["--fault", "disk=1e-5"], "argument --fault: got 'disk=1e-5', expected KIND=RATE with one of process, node, hang, lost"),
     "a rate": (["--fault", "node=often"], "argument --fault: got 'often', expected a number from 0 to 1000"),
     "no rate": (["--fault", "node"], "argument --fault: got 'node', expected KIND=RATE"),
+    "no ranks of a node": (["--nproc-per-node", "0"], "argument --nproc-per-node: got '0', expected an integer from 1"),
     "a run": (["--like", "gpt5"], "argument --like: invalid choice: 'gpt5'"),
     "a job": (["--job", "/nowhere/job"], "/nowhere/job"),
     "an address": (["--job", "127.0.0.1:9"], "--job: got the address 127.0.0.1:9, expected a folder"),

@@ -84,13 +84,42 @@ def test_on_a_published_cluster_no_system_is_modelled_on_better_hardware_than_th
 
 @pytest.mark.parametrize("run", MADE, ids=lambda run: run.name)
 def test_strategies_keep_to_their_bounds(run: PublishedRun) -> None:
-    periodic, memory, restart, in_place, bound = (split(strategy.policy) for strategy in strategies(run.cluster))
-    assert bound.steps > in_place.steps > restart.steps > periodic.steps
+    periodic, memory, restart, in_place, spare, bound = (split(each.policy) for each in strategies(run.cluster))
+    assert bound.steps > spare.steps > in_place.steps > restart.steps > periodic.steps
     down_s = run.cluster.times.detect_s + run.cluster.times.restart_s + run.cluster.times.load_s
     share = down_s / (run.cluster.mean_time_between_s + down_s)
     assert restart.steps < 1.0 - share, "restarts of all cost what they cost, whatever is saved"
     assert memory.again < periodic.again and restart.again < memory.again
-    assert [strategy.built for strategy in strategies(run.cluster)] == [True, True, True, True, False]
+    assert [strategy.built for strategy in strategies(run.cluster)] == [*[True] * 5, False]
+
+
+@pytest.mark.parametrize("run", MADE, ids=lambda run: run.name)
+def test_a_spare_node_saves_the_restarts_of_all_lost_nodes_but_rank_0s(run: PublishedRun) -> None:
+    """Without a formula: each of them takes the lease, or the detection where that is longer, and regrouping, in place of all that a restart takes."""
+    *_, in_place, spare, _ = (strategy.policy for strategy in strategies(run.cluster))
+    times, nodes = run.cluster.times, run.cluster.ranks / 8
+    (before,) = (fault for fault in in_place.faults if fault.kind == NODE)
+    seated, rank_0s = (fault for fault in spare.faults if fault.kind == NODE)
+    assert seated.per_s + rank_0s.per_s == pytest.approx(before.per_s)
+    assert rank_0s.per_s == pytest.approx(before.per_s / nodes) and rank_0s.down_s == before.down_s
+    assert seated.down_s == max(15.0 * min(1.0, run.cluster.ranks / 10_000), times.detect_s) + times.regroup_s
+    assert [f for f in spare.faults if f.kind != NODE] == [f for f in in_place.faults if f.kind != NODE]
+    gained = split(spare).steps - split(in_place).steps
+    assert gained == pytest.approx(seated.per_s * (before.down_s - seated.down_s), rel=0.1)
+    drawn = simulate(spare, run.days * 86_400.0, runs=50, seed=11)
+    low, high = drawn.interval(3.29)
+    assert low < split(spare).steps < high and drawn.split.down == pytest.approx(split(spare).down, rel=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "parts"), [(100, 8, [12 / 13, 1 / 13]), (16, 8, [0.5, 0.5]), (16, 4, [0.75, 0.25]), (8, 8, [1.0]), (4, 8, [1.0])])  # fmt: skip
+def test_rank_0s_node_is_one_of_the_nodes(ranks: int, per_node: int, parts: list[float]) -> None:
+    """On one node each of its losses is a restart."""
+    cluster = Cluster(ranks=ranks, ranks_per_node=per_node, per_device_hour={NODE: 0.001}, times=TIMES)
+    *_, in_place, spare, _ = (strategy.policy for strategy in strategies(cluster))
+    assert [fault.per_s * 3600.0 for fault in spare.faults] == pytest.approx([ranks * 0.001 * part for part in parts])
+    assert [fault.down_s for fault in spare.faults] == [25.0, 390.0][-len(parts) :]
+    assert all(fault.covered for fault in spare.faults)
+    assert (spare.faults == in_place.faults) is (len(parts) == 1)
 
 
 TIMES = Times(
@@ -109,10 +138,10 @@ TIMES = Times(
 @pytest.mark.parametrize(
     ("kind", "down"),
     [
-        (PROCESS, [370.0, 310.0, 390.0, 25.0, 25.0]),
-        (NODE, [370.0, 310.0, 390.0, 390.0, 25.0]),
-        (HANG, [960.0, 900.0, 980.0, 980.0, 615.0]),
-        (LOST, [370.0, 370.0, 370.0, 370.0, 370.0]),
+        (PROCESS, [370.0, 310.0, 390.0, 25.0, 25.0, 25.0]),
+        (NODE, [370.0, 310.0, 390.0, 390.0, 25.0, 25.0]),
+        (HANG, [960.0, 900.0, 980.0, 980.0, 980.0, 615.0]),
+        (LOST, [370.0, 370.0, 370.0, 370.0, 370.0, 370.0]),
     ],
 )
 def test_each_kind_of_fault_costs_what_its_strategy_takes(kind: str, down: list[float]) -> None:
@@ -120,7 +149,7 @@ def test_each_kind_of_fault_costs_what_its_strategy_takes(kind: str, down: list[
     cluster = Cluster(ranks=100, per_device_hour={kind: 0.001}, times=TIMES)
     found = [strategy.policy.faults for strategy in strategies(cluster)]
     assert [faults[0].down_s for faults in found] == down
-    assert [faults[0].covered for faults in found] == [False, *[kind != LOST] * 4]
+    assert [faults[0].covered for faults in found] == [False, *[kind != LOST] * 5]
     assert found[0][0].per_s == pytest.approx(100 * 0.001 / 3600.0)
 
 
@@ -132,12 +161,12 @@ def test_persistent_checkpoints_are_as_often_as_uncovered_faults_need_and_copies
     given = [strategy.policy.interval_s for strategy in strategies(replace(cluster, interval_s=1000.0))]
     assert given[0] == 1000.0 and given[2] == 1000.0 and given[1] == pytest.approx(1000.0, rel=0.1)
     covered = [strategy.policy for strategy in strategies(replace(cluster, per_device_hour={NODE: 1e-4}))]
-    assert [policy.held_count for policy in covered[1:]] == [None] * 4, "nothing needs them"
+    assert [policy.held_count for policy in covered[1:]] == [None] * 5, "nothing needs them"
     calm = [
         split(strategy.policy).steps
         for strategy in strategies(replace(cluster, per_device_hour=dict.fromkeys(KINDS, 0.0)))
     ]
-    assert calm[0] == 1.0 and calm[2:] == [1.0] * 3
+    assert calm[0] == 1.0 and calm[2:] == [1.0] * 4
 
 
 def test_a_slowdown_is_this_systems_alone() -> None:
@@ -148,7 +177,7 @@ def test_a_slowdown_is_this_systems_alone() -> None:
     )
     assert after[:2] == before[:2] and [
         one / other for one, other in zip(after[2:], before[2:], strict=True)
-    ] == pytest.approx([1 / 1.1] * 3)
+    ] == pytest.approx([1 / 1.1] * 4)
 
 
 def test_the_times_have_one_option_each() -> None:
