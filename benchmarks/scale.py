@@ -5,8 +5,10 @@ world: the controller's processor time and memory under heartbeats at 1 Hz (one 
 several faults (a fresh controller each), from the death report to the Freeze at all ranks, from the last state reply to the
 write orders, from the write answers to the publish order, to the Exit at all. Then the pure cores alone, to 100,000 ranks.
 
-What the clients take is in the times: two cores for all processes show a controller that waits for its clients. Exit status 1
-when the time from the last state reply to the first write order, or the pure cores' plan, is above its limit.
+What the clients take is in the times: two cores for all processes show a controller that waits for its clients. Each limit is
+reported as kept or missed: of the time from the last state reply to the plan, of the controller's processor time for the orders and
+for the write answers, and of the pure cores' plan. Exit status 1 when one is missed, as that of the answers is with 10,000 ranks
+(docs/decisions/0047).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from ttp.controller.journal import read_events
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.inputs.options import whole
 
-PLAN_LIMIT_MS = 100.0
+LIMITS_MS = {"plan_made": 100.0, "plan_cpu_ms": 400.0, "answers_cpu_ms": 1000.0}
+"""At most, the median of faults in which no rank rolls forward; by keys of LABELS."""
 CORE_PLAN_LIMIT_S = 1.0
 WAIT_S = 180.0
 CALM_ANSWER_S = 0.1
@@ -332,9 +335,9 @@ LABELS = {
     "plan_made": "last state reply to the plan (its journal line)",
     "plan_first": "last state reply to the first WriteOrder",
     "plan_all": "last state reply to the last WriteOrder",
-    "plan_cpu_ms": "controller's processor time for these orders",
+    "plan_cpu_ms": "controller's processor time, last reply to last order",
     "answers_to_publish": "first write answer sent to PublishOrder",
-    "answers_cpu_ms": "controller's processor time for the answers",
+    "answers_cpu_ms": "controller's processor time, first answer to order",
     "exit_all": "Published sent to the last rank's Exit",
     "cpu_ms": "controller's processor time, death to exit",
     "peak_MiB": "controller's peak memory",
@@ -350,7 +353,18 @@ def show(faults: Sequence[dict[str, float]]) -> None:
         values = sorted(fault[key] for fault in faults if key in fault)
         if values:
             unit = UNITS.get(key, "ms")
-            print(f"  {label:45} median {statistics.median(values):9.1f} {unit}  ({values[0]:.1f} to {values[-1]:.1f})")
+            print(f"  {label:54} median {statistics.median(values):9.1f} {unit}  ({values[0]:.1f} to {values[-1]:.1f})")
+
+
+def verdict(what: str, took: float, limit: float, unit: str = "ms") -> str:
+    """Return a line about a limit, which ends with `kept` or `missed`."""
+    return f"{what}: {took:{'.0f' if unit == 'ms' else '.2f'}} {unit}, limit {limit:g}: {'missed' if took > limit else 'kept'}"
+
+
+def verdicts(size: int, faults: Sequence[dict[str, float]]) -> list[str]:
+    """Return a line for each limit of a world, by the medians of its faults."""
+    medians = {key: statistics.median(fault[key] for fault in faults) for key in LIMITS_MS}
+    return [verdict(f"{size:,} ranks: {LABELS[key]}", medians[key], limit) for key, limit in LIMITS_MS.items()]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -368,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heartbeat-s", type=whole(1), default=1, help="seconds between two heartbeats of a stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
     options = parser.parse_args(arguments)
-    missed = []
+    judged = []
     print(standby_memory(), flush=True)
     for size in options.ranks:
         calm = World(size, options.ranks_per_stream, heartbeat_s=options.heartbeat_s)
@@ -386,17 +400,13 @@ def main(arguments: list[str] | None = None) -> int:
             show(faults)
             sys.stdout.flush()
             if not ready_every and faults:
-                plan_ms = statistics.median(fault["plan_made"] for fault in faults)
-                if plan_ms > PLAN_LIMIT_MS:
-                    missed.append(f"{size:,} ranks: the plan took {plan_ms:.0f} ms, limit {PLAN_LIMIT_MS:.0f}")
+                judged += verdicts(size, faults)
     for size in options.core_ranks:
         plan_s = _scale_core.measure(size)
-        if plan_s > CORE_PLAN_LIMIT_S:
-            missed.append(
-                f"pure core, {size:,} ranks: decision and plan took {plan_s:.2f} s, limit {CORE_PLAN_LIMIT_S} s"
-            )
-    for text in missed:
-        print(text, file=sys.stderr)
+        judged.append(verdict(f"pure core, {size:,} ranks: decision and plan", plan_s, CORE_PLAN_LIMIT_S, "s"))
+    missed = [line for line in judged if line.endswith("missed")]
+    for line in judged:
+        print(line, file=sys.stderr if line in missed else sys.stdout)
     return 1 if missed else 0
 
 
