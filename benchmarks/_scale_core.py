@@ -55,6 +55,9 @@ class Bench:
             self.step(event)
         return self.took
 
+    def reached(self, stage: Stage) -> bool:
+        return self.state.stage is stage
+
     def sent(self, kind: type) -> list[tuple[int, Any]]:
         sends = [effect for effect in self.effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
         return [(rank, send.message) for send in sends for rank in send.ranks]
@@ -76,7 +79,7 @@ def measure(size: int) -> float:
         return took[-1]
 
     note("registrations, assembling", bench.run(Received(registration(world, rank)) for rank in range(size)), last=True)
-    assert bench.state.stage is Stage.RUNNING
+    assert bench.reached(Stage.RUNNING)
     beats = (Received(Heartbeat(rank % size, Phase.COMPUTE, STEP)) for rank in range(SAMPLES))
     note("heartbeats, one by one", bench.run(beats))
     together = (
@@ -101,7 +104,7 @@ def measure(size: int) -> float:
     note("write answers, publish order", bench.run(_answers(orders)), last=True)
     ((publisher, order),) = bench.sent(PublishOrder)
     note("published", bench.run([Received(Published(publisher, freeze_id, order.step, "/checkpoints/iter"))]))
-    assert bench.state.stage is Stage.EXITING
+    assert bench.reached(Stage.EXITING)
     print(f"pure core, {size:,} ranks: decision {1e3 * decided:.0f} ms + plan {1e3 * planned:.0f} ms")
     print("\n".join(lines), flush=True)
     return decided + planned

@@ -29,7 +29,8 @@ class World:
 
     @classmethod
     def from_flags(cls, words: list[str]) -> World:
-        return cls(*(int(word) for word in words))
+        size, ranks_per_stream, ready_every, heartbeat_s = (int(word) for word in words)
+        return cls(size, ranks_per_stream, ready_every, heartbeat_s)
 
     def flags(self) -> list[str]:
         return [str(value) for value in astuple(self)[: len(WORLD_FLAGS)]]

@@ -21,6 +21,8 @@ from ttp.processor.core.step_times import StepTimes
 
 STEPS = 10_000
 RANKS = (2, 8, 64, 1024)
+MEANS_S = (0.05, 2.0)
+"""Of a step: many to a heartbeat, and one to two heartbeats."""
 RANK_STEPS = 2_048_000
 """Steps of a series times its ranks, at most: more ranks do fewer steps, so that no row takes more than some minutes."""
 SLOWED_AT = 400
@@ -128,7 +130,7 @@ def found_after(seed: int, ranks: int, noise: Noise, mean_s: float, slowed: floa
 
 def sizes(ranks: int, seeds: int, steps: int) -> tuple[int, int]:
     """Return how many steps a series without a slow rank has, and in how many series a rank becomes slower: as many as asked for, and fewer of many ranks."""
-    return min(steps, RANK_STEPS // ranks), min(4 * seeds, RANK_STEPS // (200 * ranks))
+    return min(steps, max(1, RANK_STEPS // ranks)), min(4 * seeds, max(1, RANK_STEPS // (200 * ranks)))
 
 
 def cost(ranks: int, windows: int = 5) -> tuple[float, float, float]:
@@ -164,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     for ranks in options.ranks:
         count, series = sizes(ranks, options.seeds, options.steps)
         for name, noise in NOISES.items():
-            for mean_s in (0.05, 2.0):
+            for mean_s in MEANS_S:
                 alarms = [false_alarms(seed, ranks, noise, mean_s, count) for seed in range(options.seeds)]
                 found = [found_after(100 + seed, ranks, noise, mean_s, 1.2) for seed in range(series)]
                 steps = [after for after, _ in found if after is not None]

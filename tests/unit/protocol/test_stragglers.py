@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from benchmarks.stragglers import NOISES, SLOWED_AT, false_alarms, found_after
+from benchmarks.stragglers import MEANS_S, NOISES, RANKS, SLOWED_AT, false_alarms, found_after, sizes
+from tests.shown import ROOT
 from ttp.controller import stragglers as module
 from ttp.controller.stragglers import KEPT, MARGIN, MOST_NAMED, OVER, SLOW, WINDOW, Change, StragglerWatch, _others
 
@@ -239,12 +241,28 @@ def test_random_series_keep_the_rules() -> None:
         )
 
 
-@pytest.mark.parametrize(("ranks", "mean_s"), [(2, 2.0), (8, 2.0), (8, 0.05)])
+@pytest.mark.parametrize(("ranks", "mean_s"), [(2, 2.0), (8, 2.0), (8, 0.05), (64, 2.0), (64, 0.05)])
 def test_noise_names_no_rank_in_ten_thousand_steps(ranks: int, mean_s: float) -> None:
     """Stalls with heavy tails, drift, collections, evaluations on one rank, saves: `benchmarks.stragglers` has more of them."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    assert false_alarms(seed, ranks, NOISES["usual"], mean_s, 10_000 if ranks == 2 else 4_000) <= 1
+    assert false_alarms(seed, ranks, NOISES["usual"], mean_s, {2: 10_000, 8: 4_000, 64: 1_000}[ranks]) <= 1
+
+
+def test_more_ranks_do_fewer_steps_in_the_benchmark_and_the_document_has_a_row_for_each() -> None:
+    assert [sizes(ranks, 5, 10_000) for ranks in (2, 8, 64, 1024)] == [(10_000, 20)] * 3 + [(2_000, 10)]
+    assert sizes(10**9, 5, 10_000) == (1, 1)
+    text = (ROOT / "docs" / "stragglers.md").read_text(encoding="utf-8")
+    for ranks in RANKS:
+        steps = 5 * sizes(ranks, 5, 10_000)[0]
+        for noise in NOISES:
+            for mean_s in MEANS_S:
+                row = rf"(?m)^\| {ranks:,} \| {noise} \| {mean_s:g} s \| \d+ in {steps:,}( steps)? \| [\d,]+( steps)?, at most [\d,]+ \|"
+                assert re.search(row, text), row
+    missed = [
+        re.findall(rf"(?m)^\| 2 \| {noise} \| 0.05 s \| .* at most (\d+) \|", text)[0] for noise in ("usual", "loud")
+    ]
+    assert "up to {} steps in usual noise and {} in loud noise".format(*missed) in text and int(min(missed)) > 200
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
