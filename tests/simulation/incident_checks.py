@@ -55,7 +55,11 @@ def _wrong_outcome(job: Job, controller: Controller, incident: Incident, since_s
     """What it says is saved is on disk, by those that wrote it, and the steps that it says are lost were finished."""
     published = [line.fields for at, line in controller.journal if line.event == "published" and since_s <= at <= at_s]
     saved = incident.saved
-    first = job.times.publish_first or any(culprit.kind == CauseKind.SILENT.value for culprit in incident.culprits)
+    silent = any(
+        line.event == "death_seen" and line.fields["kind"] == "silent" and since_s <= at <= at_s
+        for at, line in controller.journal
+    )
+    first = job.times.publish_first or silent
     if incident.in_place and (
         incident.steps_lost != 0 or (saved is not None and not first) or (saved is None and job.times.publish_first)
     ):

@@ -301,7 +301,7 @@ MUTATIONS = (
     Mutation("faults that are refused are not reported", memories.refused_faults_are_not_reported, ("I15",), within=60),
     Mutation("a report counts steps as lost that were saved", memories.steps_before_the_saved_one_count_as_lost, ("I15",), within=60),
     Mutation("a report of a restart names no checkpoint of an earlier recovery", recoveries.published_step_is_forgotten_behind_a_recovery, ("I15",), published_first.all_die_behind_it, within=20),
-    Mutation("a report of a restart names no checkpoint that was reported in an earlier round", memories.checkpoints_of_an_earlier_round_are_forgotten, ("I15",), within=60),
+    Mutation("a report of a restart names no checkpoint that was reported in an earlier round", memories.checkpoints_of_an_earlier_round_are_forgotten, ("I15",), within=200),
     Mutation("ranks report no checkpoint", adapters.reports_name_no_checkpoint, ("I15",), within=60),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),

@@ -76,6 +76,5 @@ def test_the_number_of_tests_that_need_a_browser_is_that_of_the_file() -> None:
     written = (document.DOCUMENT.parent / "checking.md").read_text(encoding="utf-8")
     tests = (ROOT / "tests" / "unit" / "status_page" / "test_in_a_browser.py").read_text(encoding="utf-8")
     assert (
-        tests.count("@pytest.mark.skipif(PROGRAM is None") == 3
-        and "its three tests in a browser are skipped" in written
+        tests.count("@pytest.mark.skipif(PROGRAM is None") == 5 and "its five tests in a browser are skipped" in written
     )

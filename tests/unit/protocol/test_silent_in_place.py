@@ -106,7 +106,7 @@ def test_else_all_leave_when_it_is_published(make: Callable[[], ControllerBench]
     assert bench.at(Stage.EXITING) and bench.sent(Exit) and not bench.said_to_agents(Replace)
 
 
-def test_an_agent_that_falls_silent_while_it_is_written_is_asked_for_nothing() -> None:
+def test_an_agent_that_falls_silent_while_it_is_written_is_not_asked() -> None:
     bench = written(silent(STOPPED))
     time_passes(bench, LEASE_S)
     publish(bench)
