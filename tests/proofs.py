@@ -336,7 +336,7 @@ TESTED |= {
         ".gradient_accumulation --rounds 3 --length 8",
         ".split_models",
         " gate",
-        ".peers --runs 1 --systems ttp,torchrun",
+        ".peers --runs 1 --systems ttp_in_place,ttp,torchrun",
         ".restart",
         " death_watch",
         ".death_watch --kills 20",

@@ -1,7 +1,7 @@
-"""TTP, torchrun with DCP and other systems take turns with the same trainer: a rank is killed, then another.
+"""TTP in place, TTP by a restart, torchrun with DCP and other systems take turns with the same trainer: a rank is killed, then another.
 
     make bench BENCH=peers
-    python -m benchmarks.peers --runs 1 --systems ttp,torchrun
+    python -m benchmarks.peers --runs 1 --systems ttp_in_place,ttp,torchrun
 
 Each system has an environment of its own under build/peers, made at its first use; TTP and torchrun run in that of the benchmark. One job at a
 time; in each a rank is killed by SIGKILL at a random step, and again when training continues. A second series kills rank 0. The figures are written
@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.peers import report, trial
 from benchmarks.peers.environments import ROOT, NotInstalled, python_of, version_of
-from benchmarks.peers.systems import PLAIN, SYSTEMS, TORCH, System
+from benchmarks.peers.systems import OWN, PLAIN, SYSTEMS, TORCH, System
 
 OUTPUT = ROOT / "output" / "peers"
 DOCUMENT = ROOT / "docs" / "comparison.md"
@@ -111,7 +111,7 @@ def summary(system: System, job: trial.Result) -> str:
     if job.error:
         return f"{system.title} did not begin: {job.error}"
     kills = [
-        f"rank {kill.rank} killed, {seconds(kill.recovery.back_s)}, {kill.recovery.lost} steps lost"
+        f"rank {kill.rank} killed, {seconds(kill.recovery.back_s)}, {kill.recovery.lost} steps lost{', the others kept running' if kill.stayed else ''}"
         for kill in job.kills
     ]
     return f"{system.title}: {'; '.join(kills) or 'no kill'}"
@@ -123,9 +123,10 @@ def seconds(value: float | None) -> str:
 
 def missed(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return TTP's kills that were not survived, or cost a step."""
-    kills = [kill for job in found["jobs"] if job["system"] == "ttp" for kill in job["kills"]]
+    jobs = [job for job in found["jobs"] if job["system"] in OWN]
+    kills = [kill for job in jobs for kill in job["kills"]]
     failed = [kill for kill in kills if kill["recovery"]["new_s"] is None or kill["recovery"]["lost"]]
-    return failed + [job for job in found["jobs"] if job["system"] == "ttp" and job["error"]]
+    return failed + [job for job in jobs if job["error"]]
 
 
 def main(argv: Sequence[str]) -> int:

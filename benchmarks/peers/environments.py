@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.systems import TORCH, System, own_python
+from benchmarks.peers.systems import OWN, SYSTEMS, TORCH, System, own_python
 from ttp.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,4 +49,6 @@ def last_line(text: str) -> str:
 
 def version_of(system: System) -> str:
     """Return the system's version; torch's where the system is torch."""
-    return system.package.partition("==")[2] or (VERSION if system.title == "TTP" else f"torch {TORCH}")
+    return system.package.partition("==")[2] or (
+        VERSION if system in [SYSTEMS[name] for name in OWN] else f"torch {TORCH}"
+    )

@@ -38,6 +38,12 @@ def survived(kills: Sequence[Values]) -> str:
     return f"{len(figures(kills, 'new_s'))} of {len(kills)}" if kills else "-"
 
 
+def kept(kills: Sequence[Values]) -> str:
+    """Say after how many kills the other ranks had the processes that they had before; a run of an earlier version does not know."""
+    known = [kill["stayed"] for kill in kills if kill.get("stayed") is not None]
+    return f"{sum(known)} of {len(known)}" if known else "-"
+
+
 def cell(values: Sequence[float], form: str = ".2f") -> str:
     """Write median and range."""
     if not (found := spread(values)):
@@ -66,6 +72,7 @@ def recovery_row(found: Values, system: str) -> list[str]:
         cell(figures(kills, "lost"), "g"),
         cell(figures(kills, "new_s")),
         f"{cell(full)}, {len(full)} of {len(kills)}" if SYSTEMS[system].refills else "never: fewer ranks go on",
+        kept([*kills, *first]),
         survived(later),
         by_rank_0,
     ]
@@ -84,8 +91,8 @@ def step_row(found: Values, system: str) -> list[str]:
 
 
 RECOVERY_HEADS = (
-    "system", "survived", "kill to next step, s", "steps lost", "to a new step, s", "all ranks again, s", "second kill survived",
-    "rank 0 killed: survived, to next step",
+    "system", "survived", "kill to next step, s", "steps lost", "to a new step, s", "all ranks again, s", "others kept running",
+    "second kill survived", "rank 0 killed: survived, to next step",
 )  # fmt: skip
 STEP_HEADS = ("system", "version", "saves", "ranks", "step off, ms", "step on, ms", "median on / off", "mean on / off")
 

@@ -103,6 +103,13 @@ def recovery(steps: Sequence[Step], killed_s: float, pid: int, ranks: int) -> Re
     )
 
 
+def stayed(steps: Sequence[Step], killed_s: float, pid: int) -> bool | None:
+    """Say whether all processes but the killed one that were in the last step before are in the first one after it; None: there is not any."""
+    before = [step for step in steps if step.unix_s <= killed_s or pid in step.pids]
+    after = [step for step in steps if step.unix_s > killed_s and pid not in step.pids]
+    return before[-1].pids - {pid} <= after[0].pids if before and after else None
+
+
 def step_times(steps: Sequence[Step], until_s: float, ranks: int) -> list[float]:
     """Return the seconds from each step to the next in the first attempt, before a time and with all ranks, without the first ones."""
     steady = [step for step in steps if step.ranks == ranks and step.unix_s < until_s]

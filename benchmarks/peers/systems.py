@@ -136,7 +136,8 @@ EVERY = "every {every} steps"
 NVRX = "nvidia-resiliency-ext==0.4.1"
 TORCHFT = "torchft-nightly==2026.10.26"
 SYSTEMS: dict[str, System] = {
-    "ttp": System("TTP", "at the fault", ttprun),
+    "ttp_in_place": System("TTP, in place", "at the fault, if needed", ttprun, environ={"TTP_IN_PLACE": "unrehearsed"}),
+    "ttp": System("TTP, by restart", "at the fault", ttprun, environ={"TTP_IN_PLACE": "False"}),
     "torchrun": System("torchrun + DCP", f"{EVERY}, synchronous", torchrun("dcp"), environ=NEW_STORE),
     "torchrun_async": System(
         "torchrun + DCP, async", f"{EVERY}, async", torchrun("dcp"), environ={**NEW_STORE, "PEERS_SAVE": "async"}
@@ -152,6 +153,8 @@ SYSTEMS: dict[str, System] = {
         "lm-resiliency", "in memory, every step", torchrun("lm_resiliency"), "lm-resiliency==0.2.0", ranks=2, environ=NEW_STORE
     ),
 }  # fmt: skip
+OWN = ("ttp_in_place", "ttp")
+"""One program: the survivors keep running, or all processes restart."""
 PLAIN = System("plain DDP", "nothing", torchrun("dcp"), environ={**NEW_STORE, "PEERS_SAVE": "none"})
 """What the step time is compared with; nothing is killed."""
 

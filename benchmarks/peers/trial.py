@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers.environments import last_line
-from benchmarks.peers.steps import Recovery, StepFiles, Steps, recovery, step_times
+from benchmarks.peers.steps import Recovery, StepFiles, Steps, recovery, stayed, step_times
 from benchmarks.peers.systems import Job, System
 from ttp.chaos.observed.training_job import marked
 
@@ -41,6 +41,8 @@ class Kill:
     recovery: Recovery
     ended: bool
     """Whether the job ended instead."""
+    stayed: bool | None
+    """Whether the other ranks kept their processes."""
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ class Trial:
         self.wait_for(lambda _: back().new_s is not None, AWAY_S)
         if self.system.refills and back().new_s is not None:
             self.wait_for(lambda _: back().full_s is not None, REFILL_S)
-        return Kill(rank, ranks, place, back(), self.ended())
+        return Kill(rank, ranks, place, back(), self.ended(), stayed(self.steps.finished, killed_s, pid))
 
     def ended(self) -> bool:
         """True when every process that was started has ended."""

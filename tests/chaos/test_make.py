@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ SIZES = {
     "benchmarks.gradient_accumulation": "--layers 1 --width 64 --length 8 --rounds 2",
     "benchmarks.lost_node": "--times 1 --cases spare --against .",
     "benchmarks.messages": "",
-    "benchmarks.peers": "--runs 1 --rank-0-runs 0 --kills 1 --systems ttp,torchrun",
+    "benchmarks.peers": "--runs 1 --rank-0-runs 0 --kills 1 --systems ttp_in_place,ttp,torchrun",
     "benchmarks.recovery": "--ranks 2 --megabytes 1 --kills 2",
     "benchmarks.restart": "--ranks 2 --jobs 1 --kills-a-job 1",
     "benchmarks.scale": "--ranks 16 --core-ranks 100 --faults 1 --seconds 0.5",
@@ -85,6 +86,24 @@ def test_every_benchmark_runs_small(module: str) -> None:
     """So little measures nothing: whether the limit was kept is not asked."""
     done = run(sys.executable, "-m", module, *SIZES[module].split())
     assert done.returncode in (0, 1) and done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_peers_are_compared_with_ttp_in_place_and_by_restart() -> None:
+    """One program: in the first row the others keep their processes, in the second all have other ones; the step after the kill is a new one in both."""
+    small = ("--runs", "1", "--rank-0-runs", "1", "--kills", "1", "--seed", "8")
+    done = run(sys.executable, "-m", "benchmarks.peers", *small, "--systems", "ttp_in_place,ttp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((ROOT / "output" / "peers" / "8.json").read_text())
+    kills = {
+        name: [kill for job in found["jobs"] if job["system"] == name for kill in job["kills"]]
+        for name in ("ttp_in_place", "ttp")
+    }
+    assert [kill["stayed"] for kill in kills["ttp_in_place"]] == [True, True], done.stdout
+    assert [kill["stayed"] for kill in kills["ttp"]] == [False, False], done.stdout
+    for kill in (*kills["ttp_in_place"], *kills["ttp"]):
+        back = kill["recovery"]
+        assert back["lost"] == 0 and back["back_s"] == back["new_s"] == back["full_s"], kill
 
 
 @pytest.mark.long

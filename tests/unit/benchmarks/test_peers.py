@@ -16,10 +16,11 @@ import pytest
 
 from benchmarks.peers import environments, report
 from benchmarks.peers.__main__ import PARAMETERS, arguments, missed, turns
-from benchmarks.peers.steps import WARM_UP, Recovery, Step, StepFiles, Steps, recovery, spread, step_times
-from benchmarks.peers.systems import SYSTEMS, WORKERS, Job, Process, System, own_python
+from benchmarks.peers.steps import WARM_UP, Recovery, Step, StepFiles, Steps, recovery, spread, stayed, step_times
+from benchmarks.peers.systems import OWN, SYSTEMS, WORKERS, Job, Process, System, own_python
 from benchmarks.peers.trial import Trial
 from ttp.chaos.observed.training_job import marked
+from ttp.version import VERSION
 
 
 def line(step: int, rank: int, unix_s: float, *, ranks: int = 2, attempt: str = "0", pid: int = 0) -> dict[str, Any]:
@@ -48,6 +49,17 @@ def test_a_step_that_is_trained_again_does_not_count_the_ranks_of_the_first_time
     assert steps.finished == []
     steps.add([line(3, 0, 9.5, attempt="1", pid=20)])
     assert [step.number for step in steps.finished] == [3]
+
+
+def test_a_recovery_in_place_does_not_count_the_process_that_was_killed() -> None:
+    """It had reported a step that no survivor has a record of; the others and the process in its place train it again, in the same attempt."""
+    steps = Steps()
+    steps.add([line(2, rank, 1.0, attempt="0 after step 0") for rank in (0, 1)])
+    steps.add([line(3, 1, 2.0, attempt="0 after step 0"), line(3, 0, 3.0, attempt="0 after step 2")])
+    assert [step.number for step in steps.finished] == [2]
+    steps.add([line(3, 1, 3.5, attempt="0 after step 2", pid=30)])
+    assert steps.finished[1:] == [finished(3, 3.5, 10, 30, attempt="0 after step 2")]
+    assert recovery(steps.finished, 2.5, 11, 2) == Recovery(back_s=1.0, lost=0, new_s=1.0, full_s=1.0)
 
 
 def test_the_process_of_a_rank_is_that_of_its_newest_line() -> None:
@@ -104,6 +116,20 @@ def test_without_a_step_after_a_kill_there_was_not_any_recovery() -> None:
     assert recovery([finished(5, 0.5, 1, 2)], 1.0, 2, 2) == Recovery(None, None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("after", "kept"),
+    [((1, 2), True), ((1, 2, 9), True), ((1, 8, 9), False), ((7, 8, 9), False)],
+    ids=["fewer", "in place", "one of the others too", "restart"],
+)
+def test_whether_the_others_keep_their_processes_is_seen_from_the_first_step_after(
+    after: tuple[int, ...], kept: bool
+) -> None:
+    """The last step before counts, though its last survivor finished it after the kill."""
+    steps = [finished(4, 0.5, 1, 3), finished(5, 2.1, 1, 2, 3), finished(6, 5.0, *after), finished(7, 6.0, 1, 2, 9)]
+    assert stayed(steps, 2.0, 3) is kept
+    assert stayed(steps[:2], 2.0, 3) is None and stayed(steps[2:], 2.0, 3) is None
+
+
 def test_the_step_time_is_of_the_first_attempt_with_all_ranks_after_the_warm_up() -> None:
     alone = [finished(number, number, 1) for number in range(1, 4)]
     steps = [finished(number, 10.0 + number / 2, 1, 2) for number in range(4, 4 + WARM_UP + 3)]
@@ -121,9 +147,11 @@ def test_the_spread_is_median_least_and_most() -> None:
 # --- tables ---
 
 
-def kill(back_s: float | None, *, place: int = 0, lost: int = 0, full_s: float | None = None) -> dict[str, Any]:
+def kill(
+    back_s: float | None, *, place: int = 0, lost: int = 0, full_s: float | None = None, **known: bool
+) -> dict[str, Any]:
     found = {"back_s": back_s, "lost": None if back_s is None else lost, "new_s": back_s, "full_s": full_s}
-    return {"rank": 1, "ranks": 3, "place": place, "recovery": found, "ended": False}
+    return {"rank": 1, "ranks": 3, "place": place, "recovery": found, "ended": False, **known}
 
 
 def job(
@@ -154,12 +182,23 @@ FOUND = values(
 def test_a_row_has_survivors_medians_and_the_second_kills_alone() -> None:
     row = report.recovery_row(FOUND, "torchrun")
     assert row[1:4] == ["3 of 4", "7.00 (6.00-8.00)", "4 (1-10)"]
-    assert row[5:] == ["7.50 (6.50-8.50), 3 of 4", "1 of 2", "1 of 1, 9.00 (9.00-9.00) s"]
+    assert row[5:] == ["7.50 (6.50-8.50), 3 of 4", "-", "1 of 2", "1 of 1, 9.00 (9.00-9.00) s"]
 
 
 def test_a_system_that_replaces_no_rank_never_has_all_again() -> None:
     row = report.recovery_row(FOUND, "nvrx")
-    assert row[5:] == ["never: fewer ranks go on", "-", "-"]
+    assert row[5:] == ["never: fewer ranks go on", "-", "-", "-"]
+
+
+def test_a_row_counts_the_kills_after_which_the_others_kept_running() -> None:
+    """Those of rank 0 too; where nothing followed it is not known."""
+    jobs = [
+        job("ttp_in_place", kill(0.4, stayed=True), kill(0.9, stayed=False)),
+        job("ttp_in_place", kill(0.5, stayed=True), victim="0"),
+    ]
+    found = values(*jobs, job("ttp", kill(0.9, stayed=False), kill(None)))
+    assert report.RECOVERY_HEADS[6] == "others kept running"
+    assert [report.recovery_row(found, name)[6] for name in report.ran(found)] == ["2 of 3", "0 of 1"]
 
 
 def test_the_step_time_is_compared_with_plain_ddp() -> None:
@@ -210,6 +249,7 @@ def test_an_earlier_run_is_written_into_the_document(tmp_path: Path, monkeypatch
         ([job("ttp", kill(1.0), kill(None))], 1),
         ([job("ttp", kill(1.0, lost=1))], 1),
         ([job("ttp", error="E")], 1),
+        ([job("ttp", kill(1.0)), job("ttp_in_place", kill(0.4, lost=1), kill(None))], 2),
     ],
 )
 def test_only_a_kill_that_ttp_did_not_survive_whole_is_a_failure(jobs: list[dict[str, Any]], failed: int) -> None:
@@ -232,7 +272,7 @@ def test_each_round_has_every_system_once_and_plain_ddp_for_each_number_of_ranks
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["--systems", "ttp,horovod"])
-    assert "no system horovod: expected some of ttp, torchrun" in capsys.readouterr().err
+    assert "no system horovod: expected some of ttp_in_place, ttp, torchrun" in capsys.readouterr().err
 
 
 def test_a_system_that_pip_does_not_install_gives_pips_last_line(
@@ -277,6 +317,13 @@ def test_the_toy_model_has_as_many_parameters_as_the_document_says(tmp_path: Pat
         [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, check=True
     )
     assert int(done.stdout) == PARAMETERS
+
+
+def test_the_two_rows_of_ttp_are_one_program_and_one_version() -> None:
+    """What differs is whether it may continue in place; the environment of whoever measures changes neither."""
+    one, other = (SYSTEMS[name] for name in OWN)
+    assert one.start is other.start and environments.version_of(one) == environments.version_of(other) == VERSION
+    assert (one.environ["TTP_IN_PLACE"], other.environ["TTP_IN_PLACE"]) == ("unrehearsed", "False")
 
 
 def test_every_system_starts_a_worker_that_is_there(tmp_path: Path) -> None:
