@@ -316,8 +316,12 @@ TESTED: dict[str, Proof] = {
     "ttp doctor --listen 29500": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
     "ttp doctor --peer node-a:29500": Proof("tests/unit/doctor/test_main.py::test_two_nodes_ask_each_other"),
     "ttp selftest": Proof("tests/unit/selftest/test_main.py::test_the_command_ttp_has_it", {"ttp.selftest.main": "selftest"}),
-    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [--in-place [--twice EVERY] [--spare RANK]] [trainer overrides]":
+    "python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]":
         Proof(f"{_COMMANDS}::test_random_kills_find_nothing"),
+    "python -m ttp.chaos.kills --in-place [--twice EVERY] [--spare RANK] [--median-s S] [--p99-s S] [--least-in-place SHARE]":
+        Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
+    "python -m ttp.chaos.kills --in-place --kills 2000 --ranks 3 --median-s 0.5 --p99-s 1.5 --least-in-place 0.98":
+        Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python -m ttp.chaos.kills --in-place": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python -m ttp.chaos.kills --in-place --kills 200 --ranks 3 --twice 6": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),
     "python -m ttp.chaos.kills --in-place --ranks 3 --kills 14": Proof(f"{_COMMANDS}::test_random_kills_in_place_find_nothing"),

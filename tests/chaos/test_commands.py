@@ -61,9 +61,10 @@ def test_random_kills_find_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_random_kills_in_place_find_nothing(tmp_path: Path) -> None:
-    """Two of four kills hit the process that comes for the one before, too; what was not in place has its reason in the summary."""
+    """Two of four kills hit the process that comes for the one before, too; what was not in place has its reason in the summary. Limits that a loaded machine keeps."""
     options = ("--in-place", "--kills", "4", "--ranks", "2", "--twice", "2", "--output", str(tmp_path))
-    done = run("-m", "ttp.chaos.kills", *options, *SMALL)
+    limits = ("--median-s", "60", "--p99-s", "60", "--least-in-place", "0.5")
+    done = run("-m", "ttp.chaos.kills", *options, *limits, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"4 kills, 4 without a lost step; \d+ steps compared: EQUAL \(seed \d+\)", done.stdout), (
         done.stdout
@@ -72,6 +73,7 @@ def test_random_kills_in_place_find_nothing(tmp_path: Path) -> None:
     assert [len(fault["ranks"]) for fault in content["faults"]] == [1, 2, 1, 2] and content["wrong"] == []
     single = [fault["ending"] for fault in content["faults"] if len(fault["ranks"]) == 1]
     assert [one["how"] for one in single] == ["in place", "in place"], done.stdout
+    assert [one["kept"] for one in content["limits"]] == [True] * 3 and done.stdout.count("kept: ") == 3
     assert f"in place: {sum(fault['ending']['how'] == 'in place' for fault in content['faults'])} of 4" in done.stdout
 
 

@@ -1,11 +1,12 @@
 """`make chaos`: one long job, killed again and again at random moments, judged against a job that nothing happened to.
 
-    python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [--in-place [--twice EVERY] [--spare RANK]] [trainer overrides]
+    python -m ttp.chaos.kills [--kills 20] [--ranks 4] [--seed S] [--output DIR] [trainer overrides]
+    python -m ttp.chaos.kills --in-place [--twice EVERY] [--spare RANK] [--median-s S] [--p99-s S] [--least-in-place SHARE]
 
 Every kill picks its rank and its moment at random (seed printed). The job must come back from each by itself; at the end
 the loss and grad norm of every step and the final weights must be the baseline job's bits, no committed step may be lost,
 and no process may be left behind. `--in-place`: other processes take the places of those that were killed, and the others keep running
-(`ttp.chaos.kills_in_place`). Exit status 0 or 1.
+(`ttp.chaos.kills_in_place`). Exit status 0 or 1; 1 also where a limit was missed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ttp.chaos.verdict.timeline import (
     timeline,
 )
 from ttp.errors import ConfigError
-from ttp.inputs.options import whole
+from ttp.inputs.options import above_zero, whole
 from ttp.text.console import open_console
 
 STEPS_BETWEEN = 8
@@ -45,6 +46,10 @@ STEPS_BETWEEN = 8
 STEPS_A_KILL = 2 * STEPS_BETWEEN + 4
 """Steps that the job is given for each kill: on a busy machine a few pass before one is looked for, and the job must not be over
 before the last."""
+
+
+LIMITS = ("median_s", "p99_s", "least_in_place")
+"""Options that only recoveries in place are judged by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,23 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         default=0,
         help="in place: after every so many kills the new process is killed, too (0: never)",
     )
-    return parser.parse_known_args(argv)
+    seconds = above_zero("seconds", 3600)
+    for name, quantity in (("--median-s", "median"), ("--p99-s", "99th percentile")):
+        text = f"in place: the {quantity} of the time from a single kill to the next new step must not be longer"
+        parser.add_argument(name, type=seconds, metavar="S", help=text)
+    parser.add_argument(
+        "--least-in-place",
+        type=above_zero("a share", 1),
+        metavar="SHARE",
+        help="in place: at least this share of the single kills must end without a checkpoint",
+    )
+    args, overrides = parser.parse_known_args(argv)
+    for name in LIMITS:
+        if getattr(args, name) is not None and not args.in_place:
+            parser.error(
+                f"--{name.replace('_', '-')} without --in-place: expected both. Add --in-place, or leave the limit out"
+            )
+    return args, overrides
 
 
 def run(

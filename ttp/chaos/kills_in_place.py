@@ -3,7 +3,7 @@
 Each kill waits until the one before is over: a step was made that was none before. What cannot be ended in place must end by a checkpoint and a restart, which
 is counted with the reason that the controller noted, and is not a failure. Judged from outside: in place exactly the killed ranks have other processes;
 no committed step is lost; losses, norms and final weights are the baseline job's bits; no process and no file stays behind; and in the processes
-that live on nothing adds up with every recovery.
+that live on nothing adds up with every recovery. Limits of the times and of the share that ends in place are judged where they are given.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ttp.chaos.verdict.recoveries import (
     FaultEnding,
     FaultTally,
     Identity,
+    RecoveryLimits,
     ending_of,
     quantile,
 )
@@ -47,7 +48,7 @@ BACK_S = 150.0
 
 
 def main(console: Console, args: Namespace, overrides: Sequence[str], seed: int, output: Path) -> int:
-    """Run the kills and return the exit status: 0 if all is as it should be, wherever the faults ended. Raises JobError."""
+    """Run the kills and return the exit status: 0 if all is as it should be, wherever the faults ended, within the limits. Raises JobError."""
     rng = random.Random(seed)
     tally, looks = FaultTally(), list[list[Held]]()
     temporary = files.make_temporary("ttp-kills-")
@@ -73,10 +74,12 @@ def main(console: Console, args: Namespace, overrides: Sequence[str], seed: int,
     wrong += [f"left behind: {one}" for one in (*job.leftovers(), *baseline.leftovers(), *litter)]
     wrong += [f"left behind: {path.name}" for path in job.output_dir.glob("checkpoints/*_tmp*")]
     wrong += [f"adds up: {one}" for one in adding_up(looks)]
+    limits = RecoveryLimits(args.median_s, args.p99_s, args.least_in_place)
     content = {"seed": seed, "ranks": args.ranks, "faults": [asdict(fault) for fault in tally.faults], "wrong": wrong}
+    content["limits"] = [{"text": text, "kept": kept} for text, kept in tally.kept(limits)]
     content["held"] = [[asdict(held) for held in look] for look in looks]
     (output / "kills.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return _report(console, tally, same, wrong, seed)
+    return _report(console, tally, limits, same, wrong, seed)
 
 
 def _job(folder: Path, args: Namespace, overrides: Sequence[str], temporary: Path) -> TrainingJob:
@@ -186,9 +189,19 @@ def summary(tally: FaultTally) -> list[str]:
     return lines + [f"not in place, {count} times: {reason}" for reason, count in tally.reasons().items()]
 
 
-def _report(console: Console, tally: FaultTally, same: RunComparison, wrong: Sequence[str], seed: int) -> int:
+def _report(
+    console: Console,
+    tally: FaultTally,
+    limits: RecoveryLimits,
+    same: RunComparison,
+    wrong: Sequence[str],
+    seed: int,
+) -> int:
     for line in summary(tally):
         console.print(escape(line))
+    judged = tally.kept(limits)
+    for text, kept in judged:
+        console.print(f"{'[bold green]kept[/]' if kept else '[bold red]missed[/]'}: {escape(text)}")
     for difference in same.differences[:20]:
         console.print(f"[red]difference[/]: {escape(difference)}")
     for one in wrong[:40]:
@@ -198,4 +211,4 @@ def _report(console: Console, tally: FaultTally, same: RunComparison, wrong: Seq
         f"{len(tally.faults)} kills, {without} without a lost step; {same.steps} steps compared:"
         f" {'[bold green]EQUAL[/]' if same.equal else '[bold red]NOT EQUAL[/]'} (seed {seed})"
     )
-    return 0 if same.equal and not wrong else 1
+    return 0 if same.equal and not wrong and all(kept for _, kept in judged) else 1

@@ -17,6 +17,7 @@ from ttp.chaos.verdict.recoveries import (
     EndedFault,
     FaultEnding,
     FaultTally,
+    RecoveryLimits,
     ending_of,
     in_place_line,
     misplaced,
@@ -200,3 +201,37 @@ def test_the_summary_has_medians_tails_and_reasons() -> None:
         "not in place, 2 times: rank N died",
     ]
     assert [quantile([1.0, 2.0, 3.0], share) for share in (0.01, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
+
+
+LIMITS = RecoveryLimits(median_s=0.5, p99_s=1.5, in_place=0.98)
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "by_checkpoint_ms", "kept"),
+    [
+        ([500.0] * 100, [], [True, True, True]),
+        ([499.0] * 49 + [502.0] * 51, [], [False, True, True]),
+        ([400.0] * 98, [1501.0] * 2, [True, False, True]),  # a time counts however the fault ended
+        ([400.0] * 97 + [1501.0], [600.0] * 2, [True, True, True]),  # one of a hundred is beyond the 99th percentile
+        ([400.0] * 97, [600.0] * 3, [True, True, False]),
+        ([], [], [False, False, False]),
+    ],
+)
+def test_limits_are_of_all_single_kills(times_ms: list[float], by_checkpoint_ms: list[float], kept: list[bool]) -> None:
+    """One that hits the process in the lost one's place, too, takes longer, and does not count."""
+    tally = FaultTally([fault(ms=ms) for ms in times_ms] + [fault(BY_CHECKPOINT, ms=ms) for ms in by_checkpoint_ms])
+    tally.faults += [fault(BY_CHECKPOINT, ms=9000.0, ranks=(1, 1)) for _ in range(9)]
+    assert [good for _, good in tally.kept(LIMITS)] == kept
+
+
+def test_a_limit_is_reported_with_what_was_measured_and_only_where_it_is_given() -> None:
+    tally = FaultTally([fault(ms=250.0), fault(ms=300.0), fault(BY_CHECKPOINT, ms=900.0)])
+    assert tally.kept(RecoveryLimits()) == []
+    assert tally.kept(LIMITS) == [
+        ("kill to new step, median of 3 single kills: 0.300 s, limit 0.5 s", True),
+        ("kill to new step, p99 of 3 single kills: 0.900 s, limit 1.5 s", True),
+        ("in place: 2 of 3 single kills, limit 98.0%", False),
+    ]
+    assert [text for text, _ in tally.kept(RecoveryLimits(p99_s=0.1))] == [
+        "kill to new step, p99 of 3 single kills: 0.900 s, limit 0.1 s"
+    ]

@@ -6,6 +6,7 @@ Pure functions over journals, metrics and process numbers.
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -181,6 +182,17 @@ def _stages(lines: Sequence[Line], killed_s: float, new_step_s: float) -> dict[s
     return {stage: 1e3 * (reached[stage] - killed_s) for stage in STAGES if stage in reached}
 
 
+@dataclass(frozen=True, slots=True)
+class RecoveryLimits:
+    """What faults of one kill must keep to, however they ended; None: no limit."""
+
+    median_s: float | None = None
+    """From the kill to the new step."""
+    p99_s: float | None = None
+    in_place: float | None = None
+    """The least share that ends in place."""
+
+
 @dataclass(slots=True)
 class FaultTally:
     """Many faults, summed up."""
@@ -195,6 +207,24 @@ class FaultTally:
 
     def count(self, how: str) -> int:
         return sum(one.ending.how == how for one in self.faults)
+
+    def kept(self, limits: RecoveryLimits) -> list[tuple[str, bool]]:
+        """Return each limit that there is, with what was measured, and whether it was kept. Without a fault of one kill none is."""
+        single = [one.ending for one in self.faults if len(one.ranks) == 1]
+        times_s = sorted(one.stages_ms["new step"] / 1e3 for one in single) or [inf]
+        found = []
+        for name, took_s, limit_s in (
+            ("median", statistics.median(times_s), limits.median_s),
+            ("p99", quantile(times_s, 0.99), limits.p99_s),
+        ):
+            if limit_s is not None:
+                text = f"kill to new step, {name} of {len(single)} single kills: {took_s:.3f} s, limit {limit_s:g} s"
+                found.append((text, took_s <= limit_s))
+        if limits.in_place is not None:
+            count = sum(one.how == IN_PLACE for one in single)
+            text = f"in place: {count} of {len(single)} single kills, limit {limits.in_place:.1%}"
+            found.append((text, bool(single) and count >= limits.in_place * len(single)))
+        return found
 
     def reasons(self) -> dict[str, int]:
         """Return how often each reason led to a checkpoint, the most frequent first; which rank or address it names does not count."""

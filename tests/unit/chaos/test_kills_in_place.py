@@ -1,0 +1,95 @@
+"""`python -m ttp.chaos.kills --in-place` with made-up faults: its exit status, its lines, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.chaos.test_recoveries import fault
+from ttp.chaos import kills, kills_in_place
+from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, EndedFault
+from ttp.chaos.verdict.timeline import RunComparison
+
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Return a function that runs the command line over these faults; nothing is started."""
+
+    def run(faults: list[EndedFault], *options: str) -> int:
+        @contextmanager
+        def job(folder: Path, *_: object) -> Iterator[SimpleNamespace]:
+            folder.mkdir(parents=True)
+            nothing = {name: list for name in ("metrics", "leftovers")}
+            yield SimpleNamespace(mark="x", output_dir=folder, final=dict, wait=lambda _: 0, **nothing)
+
+        left = iter(faults)
+        monkeypatch.setattr(kills_in_place, "_job", job)
+        monkeypatch.setattr(kills_in_place, "_fault", lambda *_: next(left))
+        monkeypatch.setattr(kills_in_place, "marked", lambda _: [])
+        monkeypatch.setattr(kills_in_place, "compare", lambda *_: RunComparison(3, ()))
+        output = str(tmp_path / "out")
+        return kills.main(["--in-place", "--kills", str(len(faults)), "--seed", "1", "--output", output, *options])
+
+    return run
+
+
+GIVEN = ("--median-s", "0.5", "--p99-s", "1.5", "--least-in-place", "0.6")
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "lines"),
+    [
+        ([fault(ms=400.0), fault(ms=500.0)], 0, ["kept", "kept", "kept"]),
+        ([fault(ms=501.0), fault(ms=502.0)], 1, ["missed", "kept", "kept"]),
+        ([fault(ms=300.0), fault(ms=310.0), fault(ms=1600.0)], 1, ["kept", "missed", "kept"]),
+        ([fault(ms=300.0), fault(BY_CHECKPOINT, ms=400.0)], 1, ["kept", "kept", "missed"]),
+    ],
+)
+def test_a_limit_that_is_missed_is_reported_and_is_the_exit_status(
+    faults: list[EndedFault],
+    status: int,
+    lines: list[str],
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(faults, *GIVEN) == status
+    output = capsys.readouterr().out
+    found = [line.split(":")[0] for line in output.splitlines() if line.startswith(("kept: ", "missed: "))]
+    assert found == lines, output
+    content = json.loads((tmp_path / "out" / "kills.json").read_text())
+    assert [one["kept"] for one in content["limits"]] == [line == "kept" for line in lines]
+
+
+def test_without_limits_times_are_only_reported(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([fault(ms=9000.0), fault(BY_CHECKPOINT, ms=9000.0)]) == 0
+    output = capsys.readouterr().out
+    assert "median 9,000" in output and "kept: " not in output and "missed: " not in output
+
+
+def test_what_is_wrong_is_not_made_good_by_the_times(command: Command) -> None:
+    assert command([fault(ms=100.0, after_step=9)], *GIVEN) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--median-s", "0.5"], "--median-s without --in-place: expected both"),
+        (["--least-in-place", "0.9"], "--least-in-place without --in-place: expected both"),
+        (["--in-place", "--p99-s", "0"], "got '0', expected seconds above 0, at most 3600"),
+        (["--in-place", "--least-in-place", "98"], "got '98', expected a share above 0, at most 1"),
+    ],
+)
+def test_a_limit_that_cannot_be_judged_is_refused(
+    options: list[str], refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        kills.main(options)
+    assert ended.value.code == 2 and refused in capsys.readouterr().err
