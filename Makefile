@@ -10,6 +10,7 @@ KILLS ?=
 BENCH ?=
 DEMO_ARGS ?=
 MATRIX_ARGS ?=
+MATRIX_IN_PLACE_ARGS ?= $(MATRIX_ARGS)
 PAIRS_ARGS ?=
 FLAKY_ARGS ?=
 FUZZ_ARGS ?=
@@ -28,10 +29,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo [KILL_RANK=0] [SEED=7]  train, kill a rank, recover, compare with a baseline run"
 	@echo "make test                         linters, types, every test but the long ones"
-	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments, the matrix of faults"
+	@echo "make chaos [KILLS=20] [MATRIX_ARGS='--minutes 60']  the long tests, many real kills at random moments and the matrix of faults, by restart and in place"
 	@echo "make newest                       the demo, DDP and FSDP2, one fault each, with the newest torch that pip gives (a part of make chaos)"
 	@echo "make flaky [FLAKY_ARGS='--minutes 60']  every test with real processes ten times beside two busy ones; goes on where it was"
-	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input and attackers, faults on a device of threads, real kills"
+	@echo "make soak [SEED=0] [COUNT=1000000] [KILLS=300]  simulated jobs by seed, two faults of all kinds, bad input and attackers, faults on a device of threads, real kills by restart and in place"
 	@echo "make mutants [MUTANTS_ARGS='--most 300']  the next 30 small changes of the machines, each in up to 20,000 random jobs; goes on where it was"
 	@echo "make bench [BENCH='gate scale']   benchmarks"
 	@echo "make docs                         the generated tables of docs/protocol.md and docs/architecture.md, and its picture"
@@ -62,7 +63,9 @@ chaos: $(STAMP)
 	$(PY) -m pytest tests -m long
 	@$(MAKE) --no-print-directory newest
 	@$(PY) -m ttp.chaos.kills $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m ttp.chaos.kills --in-place --ranks 3 --output output/kills-in-place $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 	@$(PY) -m ttp.cli chaos matrix $(MATRIX_ARGS)
+	@$(PY) -m ttp.cli chaos matrix --in-place $(MATRIX_IN_PLACE_ARGS)
 
 # In an environment of its own: all pinned versions but torch's.
 newest:
@@ -83,9 +86,11 @@ bench: $(STAMP)
 soak: $(STAMP)
 	@$(PY) -m tests.simulation.soak $(if $(SEED),$(SEED),0) $(if $(COUNT),$(COUNT),1000000)
 	@$(PY) -m tests.model.pairs $(PAIRS_ARGS)
+	@$(PY) -m tests.model.pairs --in-place --most 300000 $(PAIRS_ARGS)
 	@$(PY) -m tests.fuzz $(if $(SEED),$(SEED),0) $(FUZZ_ARGS)
 	@$(PY) -m tests.device.campaign $(if $(SEED),$(SEED),0) $(if $(DEVICE_FAULTS),$(DEVICE_FAULTS),10000)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m ttp.chaos.kills --in-place --ranks 3 --twice 6 --output output/kills-in-place --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)
 	@$(PY) -m tests.simulation.mutants.by_seeds $(MUTANTS_ARGS)

@@ -108,7 +108,7 @@ def test_the_peers_are_compared_with_ttp_in_place_and_by_restart() -> None:
 
 @pytest.mark.long
 def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> None:
-    """All five, one after the other, and `make` ends well."""
+    """All of them, one after the other, pairs and kills by restart and in place, and `make` ends well."""
     done = make(
         "soak",
         "SEED=5",
@@ -128,3 +128,6 @@ def test_soak_is_jobs_by_seed_and_pairs_of_faults_and_kills(tmp_path: Path) -> N
         "1 kills, 1 without a lost step",
     ):
         assert reported in done.stdout, done.stdout
+    for twice in ("left at 300 situations: kill + raise", "1 kills, 1 without a lost step"):
+        assert done.stdout.count(twice) == 2, done.stdout
+    assert "in place: 1 of 1" in done.stdout, done.stdout

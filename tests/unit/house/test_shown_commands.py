@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,29 @@ def test_make_runs_what_there_is() -> None:
         if target == "test":
             assert 'pytest tests --ignore tests/chaos -m "not long"' in done.stdout
             assert 'pytest tests/chaos -m "not long"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "programs"),
+    [("chaos", ("ttp.chaos.kills", "ttp.cli chaos matrix")), ("soak", ("ttp.chaos.kills", "tests.model.pairs"))],
+)
+def test_real_and_searched_faults_are_run_by_restart_and_in_place(target: str, programs: Sequence[str]) -> None:
+    """With the same bounds, and with results in folders of their own."""
+    given = ["KILLS=7", "SEED=3", "MATRIX_ARGS=--minutes 9", "PAIRS_ARGS=--workers 5"]
+    done = subprocess.run(
+        ["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    for program in programs:
+        lines = [line for line in done.stdout.splitlines() if f"-m {program} " in line]
+        assert ["--in-place" in line for line in lines] == [False, True], done.stdout
+        bounds = {
+            "ttp.chaos.kills": ("--kills 7", "--seed 3"),
+            "ttp.cli chaos matrix": ("--minutes 9",),
+            "tests.model.pairs": ("--workers 5",),
+        }[program]
+        assert all(bound in line for line in lines for bound in bounds), lines
+    kills = [line for line in done.stdout.splitlines() if "-m ttp.chaos.kills " in line]
+    assert ["--output output/kills-in-place" in line for line in kills] == [False, True]
 
 
 def test_the_environment_that_make_makes_is_activated() -> None:
