@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from benchmarks.recovery import (
     BYTES,
     LAYERS,
     REPLICAS,
+    STAGES,
     VOCABULARY,
+    WORDS,
     WRITTEN_FIRST,
     OneKill,
     fit,
@@ -21,6 +24,7 @@ from benchmarks.recovery import (
     report,
     stamped,
 )
+from tests.shown import ROOT
 from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, IN_PLACE
 
 
@@ -60,6 +64,13 @@ def test_the_tables_have_medians_and_what_missed_the_limit(capsys: pytest.Captur
     assert "0.300 (0.200 to 0.400, 3)" in text and "0.30" in text
     assert "1.000 (1.000 to 1.200, 3)" in text
     assert "not in place: 3 ranks, 5.0 MB: rank 1 died" in text and text.count("fit of") == 2
+
+
+def test_the_document_has_the_stages_that_are_printed() -> None:
+    """In their order, by the words of the table."""
+    document = (ROOT / "docs" / "how_in_place_works.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| .* \|$", document.partition("## How long it takes")[2], re.MULTILINE)
+    assert rows == [WORDS.get(stage, stage) for stage in STAGES[IN_PLACE]]
 
 
 def test_what_is_written_first_is_another_way_with_its_own_moment(capsys: pytest.CaptureFixture[str]) -> None:
