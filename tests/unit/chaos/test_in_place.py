@@ -104,6 +104,13 @@ def skips_a_step(record: Record) -> None:
     record.steps = [one for one in record.steps if one.step != KEPT + 1]
 
 
+def former_process_trains_on(record: Record) -> None:
+    """Long after the fault is over; of its own steps before the gates opened none counts."""
+    record.steps += [replace(reported(KEPT, unix_s, 1, 0), pid=71) for unix_s in (99.0, 100.39)]
+    record.steps.append(replace(reported(LAST, 200.0, 1, 0), pid=71))
+    record.steps.append(replace(reported(LAST, 200.0, 1, 0), pid=81))
+
+
 def one_rank_only(record: Record) -> None:
     record.steps = [one for one in record.steps if one.rank == 0 or one.step <= KEPT]
 
@@ -116,12 +123,14 @@ def one_rank_only(record: Record) -> None:
         (another_is_published, "step 6 was published, and training continued after 5"),
         (older, "it went on after step 4, and step 5 had been finished"),
         (skips_a_step, "rank 0 went on with step 7, expected 6"),
+        (former_process_trains_on, "process 71 finished step 8 after process 81 had taken its place as rank 1"),
         (one_rank_only, "rank 1 finished no step afterwards"),
     ],
 )
 def test_what_is_wrong_after_a_recovery_in_place_is_found(change: Callable[[Record], None], text: str) -> None:
     state, found = verdicts(made_run(change))["in place"]
     assert state == VIOLATED and f"kill of rank 1: {text}" in found
+    assert found.count("process 71 finished") == (change is former_process_trains_on)
 
 
 def test_the_step_may_be_published_first() -> None:
@@ -228,6 +237,18 @@ def test_the_memory_of_a_process_that_was_replaced_is_kept() -> None:
         recorder.receive({"rank": 1}, KEY, {**hello, "pid": pid})
     assert [curve.pid for curve in recorder.record.curves()] == [71, 81]
     assert recorder.record.memory[KEY, 1].pid == 81
+
+
+def test_a_step_is_of_the_process_that_reports_it() -> None:
+    """A former one has a connection of its own until it ends."""
+    recorder = Recorder()
+    hello = {"type": "hello", "unix_s": 1.0, "world_size": 2, "save_dirs": []}
+    for pid in (71, 81):
+        recorder.receive({"rank": 1, "pid": pid}, KEY, {**hello, "pid": pid})
+    step = {"type": "step", "step": 6, "unix_s": 2.0, "grad_norm": "", "sums": []}
+    for pid in (81, 71):
+        recorder.receive({"rank": 1, "pid": pid}, KEY, step)
+    assert [one.pid for one in recorder.record.steps] == [81, 71]
 
 
 def test_the_cells_of_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,8 @@ class ReportedStep:
     grad_norm: str
     sums: tuple[str, ...]
     recovered: bool = False
+    pid: int = 0
+    """The process that has reported it; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class Recorder:
             case "log_dir":
                 self._tails.setdefault(message["log_dir"], JournalTail(Path(message["log_dir"])))
             case "step":
-                record.steps.append(_reported(message, rank, key, recovered=False))
+                record.steps.append(_reported(message, rank, key, int(facts["pid"]), recovered=False))
                 record.memory[key, rank].step = record.steps[-1].step
                 self._stands(key, record.steps[-1].step)
             case "resumed":
@@ -176,7 +178,7 @@ class Recorder:
                 record.resumes.append(Resumed(int(message["step"]), unix_s, rank, key, message["path"], skipped))
                 if message["record"] is not None:
                     fields = {**message["record"], "step": message["step"], "unix_s": unix_s}
-                    record.steps.append(_reported(fields, rank, key, recovered=True))
+                    record.steps.append(_reported(fields, rank, key, int(facts["pid"]), recovered=True))
 
     def _stands(self, key: Key, step: int) -> None:
         record = self.record
@@ -227,8 +229,8 @@ class Recorder:
             self.record.checkpoints.append(Seen(str(path), found.step, unix_s, "", found.cause.kind.value))
 
 
-def _reported(message: Line, rank: int, key: Key, *, recovered: bool) -> ReportedStep:
+def _reported(message: Line, rank: int, key: Key, pid: int, *, recovered: bool) -> ReportedStep:
     sums = tuple(message["sums"])
     return ReportedStep(
-        int(message["step"]), float(message["unix_s"]), rank, key, message["grad_norm"], sums, recovered
+        int(message["step"]), float(message["unix_s"]), rank, key, message["grad_norm"], sums, recovered, pid
     )

@@ -38,6 +38,7 @@ def problems(incident: FaultOutcome, record: Record) -> list[str]:
         if kept < incident.committed - incident.unproven:
             wrong.append(f"it went on after step {kept}, and step {incident.committed} had been finished")
         wrong += _next_step(record, key, lines, kept, incident.over_unix_s)
+    wrong += _former(record, key, lines, incident.over_unix_s)
     return [f"{incident.drawn_text}: {text}" for text in wrong]
 
 
@@ -70,4 +71,18 @@ def _next_step(record: Record, key: Key, lines: Sequence[Line], kept: int, until
         f"rank {rank} went on with step {step}, expected {kept + 1}"
         for rank, step in sorted(first.items())
         if step != kept + 1
+    ]
+
+
+def _former(record: Record, key: Key, lines: Sequence[Line], until_unix_s: float) -> list[str]:
+    """A process whose place another one has taken finishes no step after the gates have opened, however late it is."""
+    opened, now = in_place_line(lines), _processes(record, key, until_unix_s)
+    if opened is None:
+        return []
+    came = {pid for unix_s, its, _, pid in record.hellos if its == key and unix_s <= until_unix_s}
+    former = came - {pid for pid, _ in now.values()}
+    return [
+        f"process {one.pid} finished step {one.step} after process {now[one.rank][0]} had taken its place as rank {one.rank}"
+        for one in record.steps
+        if one.key == key and one.pid in former and one.unix_s > float(opened["unix_s"])
     ]
