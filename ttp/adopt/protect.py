@@ -443,9 +443,10 @@ class Guard:
         self._curves.step_ends(step, self._adopted.last_record, protection.processor.step_s if protection else None)
         self._usage.step_ended(step)
         if self._options.compare_every and step % self._options.compare_every == 0:
-            for text in self._adopted.check_replicas():
-                if self.session.rank == 0:
-                    show(logging.WARNING, f"silent corruption? After step {step}, {text}")
+            texts = self._adopted.check_replicas()
+            if texts and self.session.rank == 0:
+                what = self._adopted.on_divergence.reported("; ".join(texts))
+                show(logging.WARNING, f"silent corruption? After step {step}, {what}")
         if self._options.save_interval and step % self._options.save_interval == 0:
             self._save_periodically()
         reentry = self.session.reentry

@@ -68,14 +68,6 @@ def divergences(
     return tuple(found)
 
 
-def text(found: Sequence[Divergence]) -> str:
-    """Say in a line which tensors differ, between whom, and what to do."""
-    return (
-        f"{differences(found)}; memory, a device or the wire has altered one of them:"
-        " check these hosts, and go back to a checkpoint from before the last comparison that found nothing"
-    )
-
-
 def differences(found: Sequence[Divergence]) -> str:
     """Say which tensors differ, and between whom."""
     first = found[0]

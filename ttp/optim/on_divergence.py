@@ -58,6 +58,12 @@ class OnDivergence:
     def acts(self) -> bool:
         return self.choice != "report"
 
+    def reported(self, text: str) -> str:
+        """Return what is logged where a difference is only reported. `text`: what differs."""
+        path = self.checkpoint_before(self.equal_after)
+        back = path or f"a checkpoint from before it (none was found in {', '.join(self.searched) or 'any directory'})"
+        return f"{text}; memory, a device or the wire has altered one of them. They were equal after step {self.equal_after}: check these hosts, and go back to {back}"
+
     def settle(self, step: int, text: str, found: Collection[Majority], rank: int) -> None:
         """All holders have read twice that they differ after `step`: take this thread out of its step. `text`: what differs. Raises ReplicasDiffer,
         WrongReplica on a rank whose replica is wrong, WrongPeer on the others."""

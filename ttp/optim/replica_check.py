@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.exchange.json_collectives import exchange_json, world
-from ttp.optim.comparison import Divergence, Part, differences, differing_shards, divergences, not_known, text
+from ttp.optim.comparison import Divergence, Part, differences, differing_shards, divergences, not_known
 from ttp.optim.on_divergence import Disputes, Majority, OnDivergence, majority
 from ttp.optim.partition import ParameterPart
 from ttp.optim.shard_layout.layout import Layout
@@ -70,7 +70,7 @@ class ReplicaCheck:
         new = not_known(found, self.divergences)
         self.divergences += new
         if new and self._parts[0].rank == 0:
-            log.warning("%s", text(new))
+            log.warning("%s", self.on_divergence.reported(differences(new)))
 
 
 def compare_parts(

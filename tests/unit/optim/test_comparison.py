@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from ttp.optim.comparison import Divergence, differing_shards, divergences, text
+from ttp.optim.comparison import Divergence, differences, differing_shards, divergences
+from ttp.optim.on_divergence import OnDivergence
 from ttp.optim.shard_layout.layout import Layout, ParamSpec
 from ttp.optim.sums import mixed, sums_of
 
@@ -32,13 +33,23 @@ def test_the_tensor_and_its_holders_are_named() -> None:
     reported = [{0: [same, whole]}, {}, {0: [same, altered]}, {}]
     (found,) = divergences(300, (0,), reported, LAYOUT)
     assert found == Divergence(300, "optim.state.w.exp_avg", 0, 512, ((0,), (2,)))
-    said = text([found])
-    assert said.startswith("step 300: replicas differ in optim.state.w.exp_avg[0:512]: rank 0 against rank 2;"), said
+    said = differences([found])
+    assert said.startswith("step 300: replicas differ in optim.state.w.exp_avg[0:512]: rank 0 against rank 2"), said
+
+
+def test_where_a_difference_is_only_reported_the_checkpoint_from_before_it_is_named() -> None:
+    choice = OnDivergence("report")
+    choice.equal_after, choice.searched = 200, ("/a", "/b")
+    assert choice.reported("step 300: replicas differ in w: rank 0 against rank 2").endswith(
+        "They were equal after step 200: check these hosts, and go back to a checkpoint from before it (none was found in /a, /b)"
+    )
+    choice.checkpoint_before = lambda step: f"/a/iter_{step:07d}"
+    assert choice.reported("what differs").endswith("check these hosts, and go back to /a/iter_0000200")
 
 
 def test_a_long_list_is_cut_and_counted() -> None:
     found = [Divergence(1, f"k{i}", 0, 1, ((0, 1), (2,))) for i in range(9)]
-    assert "k3[0:1] and 5 more: ranks 0, 1 against rank 2" in text(found)
+    assert "k3[0:1] and 5 more: ranks 0, 1 against rank 2" in differences(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
