@@ -201,11 +201,11 @@ def set_aside(path: Path) -> None:
 
 def set_aside_later(log_dir: Path) -> None:
     """Do so with the journals of all later attempts than the first, which is about to begin, as an earlier launch had more attempts; and
-    with the stacks of all its hangs. Raises OSError."""
+    with the stacks of all its hangs and the curve of its status page. Raises OSError."""
     for path in (*log_dir.glob("journal_*.jsonl"), *log_dir.glob("standby_*_*.jsonl")):
         if path.stem.split("_")[1] != "0":
             set_aside(path)
-    for path in log_dir.glob("stacks_*.txt"):
+    for path in (*log_dir.glob("stacks_*.txt"), log_dir / "status_curve.json"):
         _set_aside(path)
 
 

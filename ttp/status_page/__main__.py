@@ -33,6 +33,7 @@ from ttp.status.find_job import Job
 from ttp.status.look import look
 from ttp.status.page_access import Access, PagePlace
 from ttp.status_page import certificate
+from ttp.status_page.curve import FILE_NAME
 from ttp.status_page.http_server import CLOSE_S, PageServer, Responses
 from ttp.status_page.looks import Looks
 
@@ -77,7 +78,7 @@ def serve(options: argparse.Namespace) -> None:
     token = page_access.read_token(token_file)
     own_pem, context = make_context(options.bind, token)
     be_operator(options.job_id)
-    looks = Looks(partial(look, Job(log_dir), all_ranks=True, ask_at=ask_from_inside))
+    looks = Looks(partial(look, Job(log_dir), all_ranks=True, ask_at=ask_from_inside), curve_file=log_dir / FILE_NAME)
     started = secrets.token_hex(8)
     server = listen(options.bind, options.port, looks.answers, Access(token, started, time.time), context)
     host = f"[{options.advertise}]" if ":" in options.advertise else options.advertise

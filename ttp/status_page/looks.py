@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ttp.errors import ConfigError
@@ -37,13 +38,15 @@ class Looks:
         wait: Callable[[float], object] = time.sleep,
         busy_s: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.monotonic,
+        curve_file: Path | None = None,
     ) -> None:
-        """`look()`: with all ranks and all faults. Raises ConfigError. `busy_s()`: the processor time so far, which a look may not take much of."""
+        """`look()`: with all ranks and all faults. Raises ConfigError. `busy_s()`: the processor time so far, which a look may not take much of.
+        `curve_file`: where the curve is kept for the next page; None: nowhere."""
         self._look = look
         self._wait = wait
         self._busy_s = busy_s
         self._clock = clock
-        self._curve = PaceCurve()
+        self._curve = PaceCurve(curve_file)
         self._pause_s = PERIOD_S
         self._failed = False
         self._answers: tuple[float, Mapping[str, Response]] = (clock(), {"/": page_response()})
