@@ -56,8 +56,9 @@ GUARDIAN_POLL_S = 0.5
 NO_CERTIFICATE = 5
 MOST_RANKS = 1_000_000
 _SECONDS = above_zero("seconds", 1e12)
-_TIMES = {name: value for name, value in ControllerSettings("", 1, 1).flat().items() if type(value) is float}
-"""What can be set, with its default: `--lease-s` for `lease_s`."""
+_DEFAULTS = ControllerSettings("", 1, 1).flat()
+_TIMES = {name: value for name, value in _DEFAULTS.items() if type(value) is float}
+"""What can be set in seconds, with its default: `--lease-s` for `lease_s`."""
 PORT_RETRY_S = 0.25
 LOOK_TIMEOUT_S = 30.0
 """A stopped controller, or one that is cut off, learns of its successor when it continues, if that is not longer after."""
@@ -93,6 +94,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--journal", type=Path, required=True, help="file for the event log, as JSON lines")
     parser.add_argument("--local-dirs", action="store_true", help="every node has checkpoint directories of its own")
     parser.add_argument(
+        "--most-in-place",
+        type=whole(1),
+        default=_DEFAULTS["most_in_place"],
+        metavar="N",
+        help="write the next fault after so many that ended in place (default %(default)s)",
+    )
+    parser.add_argument(
         "--publish-first", action="store_true", help="a step is published before ranks that continue in place regroup"
     )
     parser.add_argument(
@@ -105,7 +113,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def settings_of(options: argparse.Namespace) -> ControllerSettings:
     """Return what `process.arguments` was given."""
-    names = ControllerSettings("", 1, 1).flat().keys() & vars(options).keys()
+    names = _DEFAULTS.keys() & vars(options).keys()
     return ControllerSettings.from_flat({name: getattr(options, name) for name in names})
 
 

@@ -35,6 +35,7 @@
 | TTP_REHEARSE | none | `every:N`: at every N-th step the ranks leave `train`, make their process groups again and enter it again, and a step that is not the same twice ends the job |
 | TTP_IN_PLACE | what the trainer asks for | False: a lost rank always costs a checkpoint and a restart; True: the others keep running wherever they can, on the CPU; unrehearsed: also where no rehearsal has shown that they can; cuda: on an accelerator too, where it was tried on one device |
 | TTP_IN_PLACE_S | 5 | seconds that all ranks have for it before a checkpoint is written instead |
+| TTP_MAX_IN_PLACE | 100 | faults of one attempt that may end in place: the next one is written, and ends in a restart |
 | TTP_GASP | if_needed | if_needed: the newest step is written if the others cannot go on in place; always: it is written first in every fault, and then they go on in place. With TTP_IN_PLACE=cuda always is the default |
 | TTP_STATUS_PORT | none | port at which the leading controller's page and metrics are served; 0: any free one; not set: nowhere. ttprun sets it by --status-port |
 | TTP_STATUS_TOKEN_FILE | status_token beside the journals | the file of the token that the page asks for; ttprun sets it by --status-token-file |
@@ -68,7 +69,7 @@ VARIABLES = (
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
     "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
-    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_GASP", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
+    "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_MAX_IN_PLACE", "TTP_GASP", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
 _TESTS_OWN = "TTP_TEST_"
@@ -117,6 +118,7 @@ class Settings:
     in_place: str = ""
     """What TTP_IN_PLACE says: `off`, `on`, `unrehearsed`, `cuda`; empty: nothing."""
     in_place_s: float = 5.0
+    most_in_place: int = 100
     gasp: str = "if_needed"
     """When the emergency checkpoint of a fault is written that ends in place: `always`, first; `if_needed`, if it does not end so."""
     status_port: int = -1
@@ -204,6 +206,10 @@ class Settings:
             raise ConfigError(f"invalid TTP_MIRROR_KEEP={self.mirror_keep}: expected an integer >= 0")
         if not LEAST_S <= self.in_place_s <= MOST_S:
             raise ConfigError(f"invalid TTP_IN_PLACE_S={self.in_place_s}: expected seconds above 0, at most {MOST_S:g}")
+        if not 1 <= self.most_in_place <= _LARGEST:
+            raise ConfigError(
+                f"invalid TTP_MAX_IN_PLACE={self.most_in_place}: expected an integer >= 1. Set TTP_IN_PLACE=False to allow none"
+            )
         if not 0 <= self.standbys < 10:
             raise ConfigError(f"invalid TTP_STANDBYS={self.standbys}: expected 0 to 9")
 
@@ -241,6 +247,7 @@ class Settings:
             rehearse_every=_rehearse(environ),
             in_place=_in_place(environ),
             in_place_s=_number(environ, "TTP_IN_PLACE_S", 5.0),
+            most_in_place=_integer(environ, "TTP_MAX_IN_PLACE", 100),
             gasp=_gasp(environ),
             status_port=status_port(environ),
             status_token_file=status_token_file(environ),

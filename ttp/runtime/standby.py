@@ -68,6 +68,7 @@ def controller_settings(settings: Settings, place: int, world_size: int) -> Cont
         standbys=standbys_of(settings, world_size),
         local_dirs=not settings.shared_dirs,
         in_place_s=0.0 if settings.in_place == "off" else settings.in_place_s,
+        most_in_place=settings.most_in_place,
         publish_first=settings.gasp == "always",
     )
 

@@ -20,6 +20,14 @@ def test_every_controller_judges_silence_and_hangs_by_the_jobs_own_settings() ->
         assert settings_of(parse(["--journal", "j.jsonl", *arguments(given)])) == given
 
 
+def test_every_controller_knows_how_many_faults_may_end_in_place() -> None:
+    """By `TTP_MAX_IN_PLACE`; what the controller does then: `often enough` of tests/unit/protocol/test_regroup.py."""
+    for environ, most in (({}, 100), ({"TTP_MAX_IN_PLACE": "2"}, 2)):
+        for place in range(2):
+            given = controller_settings(Settings.from_env(environ), place, 2)
+            assert settings_of(parse(["--journal", "j.jsonl", *arguments(given)])).most_in_place == most
+
+
 def test_what_a_controller_waits_for_follows_a_long_lease() -> None:
     """In the simulation's proportion: for an answer longer than a lease, for ranks that lost it as long as they look for one."""
     settings = Settings(heartbeat_s=5.0, lease_s=15.0)

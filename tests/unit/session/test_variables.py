@@ -35,6 +35,13 @@ def test_a_time_that_no_timer_takes_is_refused(name: str) -> None:
         Settings.from_env({name: "1e10", "TTP_LEASE_S": "1e11"} if name == "TTP_HEARTBEAT_S" else {name: "1e10"})
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1e3", "many", "9999999999"])
+def test_a_count_that_is_none_is_refused_in_one_line(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^invalid TTP_MAX_IN_PLACE=.*expected an integer[^\n]*$") as refused:
+        Settings.from_env({"TTP_MAX_IN_PLACE": value})
+    assert value in str(refused.value)
+
+
 def test_a_floor_that_is_set_holds_before_fifty_steps_too() -> None:
     by_default, chosen = Settings.from_env({}), Settings.from_env({"TTP_HANG_FLOOR_S": "7"})
     assert (by_default.hang.floor_s, by_default.hang.early_floor_s) == (10.0, 60.0)
