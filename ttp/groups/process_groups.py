@@ -10,6 +10,7 @@ torch keeps its own table of groups, in the order in which they were made: nothi
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ CLOSED_S = 2.0
 """Connections that are open for longer after they were shut down: their groups cannot be made again."""
 _LOOK_S = 0.001
 _PREFIX = "ttp_generation_"
+_OF_A_GENERATION = re.compile(rf"{_PREFIX}(\d+)\.(\d+)/")
 _TAGGED = "user:"
 
 
@@ -143,7 +145,6 @@ class ProcessGroups:
         if made[0].group is not self._made:
             self._store = self.meeting or c10d._world.pg_map[made[0].group][1]
         self.let_go()
-        before = self._prefix
         self.recovery, self.generation = (recovery, 0) if recovery else (self.recovery, self.generation + 1)
         rank = dist.get_rank()
         if recovery:
@@ -157,7 +158,7 @@ class ProcessGroups:
         self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
         if rank == 0:
-            self._forget_keys(before)
+            self._forget_keys()
 
         current = set(successors.values())
 
@@ -213,18 +214,25 @@ class ProcessGroups:
         """What the keys of the groups of now begin with."""
         return f"{_PREFIX}{self.recovery}.{self.generation}"
 
-    def _forget_keys(self, prefix: str) -> None:
-        """Take an earlier generation's keys out of the store: every rank has left it, since all have formed a later one."""
-        store = self._store
+    def _forget_keys(self) -> None:
+        """Take the keys of all earlier generations out of the store: every rank has left them, since all have formed this one. A process in the place
+        of a lost rank 0 does not know which there were. Other ranks may be in a later one already."""
+        store, own = self._store, (self.recovery, self.generation)
         while isinstance(store, c10d.PrefixStore):
             store = store.underlying_store
         with contextlib.suppress(RuntimeError, AttributeError):  # a store that lists no keys keeps them
             for key in store.list_keys():
-                if f"{prefix}/" in key:
+                if (of := generation_of(key)) is not None and of < own:
                     store.delete_key(key)
 
 
 GROUPS = ProcessGroups()
+
+
+def generation_of(key: str) -> tuple[int, int] | None:
+    """Return the recovery and the generation of which this key of the store is; None: of none."""
+    found = _OF_A_GENERATION.search(key)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def recipes() -> list[Recipe]:

@@ -30,7 +30,7 @@ from ttp.errors import AbortedCollective, CheckpointError, ConfigError, Controll
 from ttp.exchange import agreed as agreed_module
 from ttp.exchange.agreed import Agreements
 from ttp.groups.polled_wait import wait_for
-from ttp.groups.process_groups import GROUPS, ProcessGroups, recipes
+from ttp.groups.process_groups import GROUPS, ProcessGroups, generation_of, recipes
 from ttp.groups.vacancy import init_process_group, vacant
 from ttp.proto.messages import CommitRecord
 from ttp.regroup.wrappers import buckets, renew_model
@@ -284,6 +284,7 @@ def in_place(index: int, world: int, rounds: int, port: int, folder: str) -> Non
             assert summed() == world * (world - 1) / 2
         pairs = [successor(pair) for pair in pairs]
         counts: tuple[int, int] | None = None
+        keys: tuple[int, int] | None = None
         for number in range(max(0, first + 1), rounds):
             _until_killed(store, groups, pairs, rank, number, world)
             successor = groups.make_again(number + 2)
@@ -294,11 +295,21 @@ def in_place(index: int, world: int, rounds: int, port: int, folder: str) -> Non
             now = len(os.listdir("/proc/self/fd")), threading.active_count()
             assert counts is None or now[0] <= counts[0] + 400, f"descriptors and threads: {counts}, now {now}"
             counts = counts or now
+            older, *kept = _keys(store, (number + 2, 0))
+            assert not older and (keys is None or keys == tuple(kept)), f"keys of earlier generations: {older}; {keys}, now {kept}"
+            keys = keys or (kept[0], kept[1])
         dist.barrier()
         Path(folder, f"done_{rank}").touch()
     except BaseException:
         Path(folder, f"error_{index}").write_text(traceback.format_exc())
     os._exit(0)
+
+
+def _keys(store: Any, generation: tuple[int, int]) -> tuple[list[str], int, int]:
+    """Return the store's keys of earlier generations, and how many there are of this one and of none. Another rank may be in a later one already."""
+    of = {key: generation_of(key) for key in store.list_keys() if "dying" not in key}
+    older = [key for key, its in of.items() if its is not None and its < generation]
+    return older, list(of.values()).count(generation), list(of.values()).count(None)
 
 
 def _pairs(world: int) -> list[Any]:

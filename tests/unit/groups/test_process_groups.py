@@ -50,6 +50,19 @@ def test_generations_are_kept_apart(name: str, run: Run) -> None:
     run(name, 2)
 
 
+def test_keys_of_all_earlier_generations_go_and_those_of_later_ones_stay() -> None:
+    """A process in rank 0's place has made none of the earlier ones; another rank may make its groups for the next fault already."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    outer = dist.PrefixStore("job", store)  # type: ignore[attr-defined]
+    later = ("ttp_generation_3.0/a", "ttp_generation_3.1/a", "ttp_generation_10.0/a", "ttp_agreed/2.0/a", "a")
+    for key in (*later, "ttp_generation_0.0/a", "ttp_generation_0.1/a", "ttp_generation_2.11/a", "ttp_generation_2.11/b"):
+        outer.set(key, "")
+    groups = ProcessGroups()
+    groups._store, groups.recovery = outer, 3
+    groups._forget_keys()
+    assert {key.removeprefix("/").removeprefix("job/") for key in store.list_keys() if "init" not in key} == set(later)
+
+
 @pytest.mark.parametrize("switches", [40, pytest.param(500, marks=pytest.mark.long)])
 def test_nothing_grows_however_often_they_are_made_again(switches: int, run: Run) -> None:
     run("nothing_grows", 2, switches)
