@@ -21,6 +21,7 @@ EVERY = "every:3"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = (
     Axes(data=3),
+    Axes(data=4),
     Axes(data=2, tensor=2, sequence=True),
     Axes(data=2, pipeline=2),
     Axes(data=2, pipeline=2, virtual=2),

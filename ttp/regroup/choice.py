@@ -41,8 +41,9 @@ def choose(
     copies: bool,
     own_form: bool,
 ) -> str:
-    """Return why a lost rank is not replaced in place; empty: it is (every rank calls, and gets the same). Rank 0 reports it, where the program or
-    TTP_IN_PLACE asks for it. In a process that takes a lost one's place the others have chosen already."""
+    """Return why a lost rank is not replaced in place; empty: it is (every rank calls, and gets the same). Rank 0 reports it in every job of several
+    ranks that ttprun has started, and wherever the program or TTP_IN_PLACE asks for it. In a process that takes a lost one's place the others have
+    chosen already."""
     why = why_not_in_place(settings, optimizer, bool(in_place), copies=copies, own_form=own_form)
     if vacant():
         return why
@@ -52,7 +53,8 @@ def choose(
     why = next((each for each in whys if each), "")
     if why and not whys[0]:
         why = f"rank {whys.index(why)}: {why}"
-    if rank == 0 and (in_place or settings.in_place):
+    asked = bool(in_place or settings.in_place)
+    if rank == 0 and settings.enable and (asked or (settings.launched and len(whys) > 1)):
         show(logging.INFO, f"a rank that dies costs a checkpoint and a restart: {why}" if why else _exposure(settings))
     return why
 
@@ -73,7 +75,12 @@ def why_not_in_place(
     program. `copies`: of the state in the agent's memory. `own_form`: checkpoints are in a form of the trainer's own."""
     cases = (
         (settings.in_place == "off", "TTP_IN_PLACE=False"),
-        (not (asked or settings.in_place), "the program has not asked for more (in_place=True)"),
+        (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
+        (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process"),
+        (
+            not (asked or settings.in_place),
+            "the program has not asked for more (in_place=True, docs/how_in_place_works.md#your-own-program)",
+        ),
         (not settings.launched, "the job was not started by ttprun"),
         (
             not is_forked(),
@@ -86,8 +93,6 @@ def why_not_in_place(
             "TTP_GASP=always has a step on disk before its replicas are compared, which on_divergence is to prevent (TTP_GASP=if_needed)",
         ),
         (GROUPS.meeting is not None, "this process had a session before"),
-        (own_form or not optimizer.spans_job, "the trainer keeps its checkpoints, or its collectives, itself"),
-        (not hasattr(optimizer, "fill"), "the state of this optimizer cannot be given to another process"),
         (
             settings.launched and not GROUPS.replaceable,
             "the program has joined by torch.distributed.init_process_group (ttp.init_process_group)",

@@ -296,7 +296,9 @@ def in_place(index: int, world: int, rounds: int, port: int, folder: str) -> Non
             assert counts is None or now[0] <= counts[0] + 400, f"descriptors and threads: {counts}, now {now}"
             counts = counts or now
             older, *kept = _keys(store, (number + 2, 0))
-            assert not older and (keys is None or keys == tuple(kept)), f"keys of earlier generations: {older}; {keys}, now {kept}"
+            assert not older and (keys is None or keys == tuple(kept)), (
+                f"keys of earlier generations: {older}; {keys}, now {kept}"
+            )
             keys = keys or (kept[0], kept[1])
         dist.barrier()
         Path(folder, f"done_{rank}").touch()

@@ -55,7 +55,13 @@ def test_keys_of_all_earlier_generations_go_and_those_of_later_ones_stay() -> No
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     outer = dist.PrefixStore("job", store)  # type: ignore[attr-defined]
     later = ("ttp_generation_3.0/a", "ttp_generation_3.1/a", "ttp_generation_10.0/a", "ttp_agreed/2.0/a", "a")
-    for key in (*later, "ttp_generation_0.0/a", "ttp_generation_0.1/a", "ttp_generation_2.11/a", "ttp_generation_2.11/b"):
+    for key in (
+        *later,
+        "ttp_generation_0.0/a",
+        "ttp_generation_0.1/a",
+        "ttp_generation_2.11/a",
+        "ttp_generation_2.11/b",
+    ):
         outer.set(key, "")
     groups = ProcessGroups()
     groups._store, groups.recovery = outer, 3

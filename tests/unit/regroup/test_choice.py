@@ -122,6 +122,7 @@ def test_an_accelerator_has_to_be_asked_for_by_name(monkeypatch: pytest.MonkeyPa
     assert why_not_in_place(in_place(), Optimizer(), True, copies=True, own_form=False) == "copies='memory'"  # type: ignore[arg-type]
 
 
+RESTART = "a rank that dies costs a checkpoint and a restart: "
 NEVER = "train() was not rehearsed yet"
 
 
@@ -157,6 +158,43 @@ def test_what_was_not_rehearsed_restarts_and_the_start_says_which(
         if why
         else "the others keep theirs. Until it has its state, 5 s at most, the newest step is in" in line
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "own_form", "ranks", "lines"),
+    [
+        (
+            {},
+            False,
+            2,
+            [
+                f"{RESTART}the program has not asked for more (in_place=True, docs/how_in_place_works.md#your-own-program)"
+            ],
+        ),
+        ({}, True, 2, [f"{RESTART}the trainer keeps its checkpoints, or its collectives, itself"]),
+        ({"in_place": "off"}, False, 2, [f"{RESTART}TTP_IN_PLACE=False"]),
+        ({}, False, 1, []),
+        ({"launched": False}, False, 2, []),
+        ({"enable": False}, False, 2, []),
+        ({"enable": False, "in_place": "on"}, False, 2, []),
+    ],
+)
+def test_the_start_says_what_a_death_costs_where_nobody_has_asked_for_more(
+    settings: dict[str, Any],
+    own_form: bool,
+    ranks: int,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, by rank 0 of several ranks of ttprun's; how to have it is named only where it can be had."""
+    caplog.set_level("INFO", "ttp")
+    monkeypatch.setattr(GROUPS, "replaceable", True)
+    monkeypatch.setattr(module, "exchange_json", lambda value, device: [value] * ranks)
+    given: Any = (in_place(**settings), Optimizer(), False, Kept(""))
+    for rank in range(ranks):
+        choose(*given, rank=rank, copies=False, own_form=own_form)
+    assert caplog.messages == lines
 
 
 def test_what_is_against_it_on_one_rank_is_so_on_all(
