@@ -129,14 +129,16 @@ def test_training_that_raises(
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rank_0_and_its_controller_at_once(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob, ranks: int) -> None:
-    """The standby on the other node orders the agent of rank 0's to start another process, which then comes to that standby."""
+    """The standby on the other node has the newest step written: no process in rank 0's place has come to it, whose groups others may have."""
     with start(tmp_path / "job", nodes(2), ranks, MORE_STEPS) as job:
         train_a_little(job, 0, 20)
         os.kill(job.controller_pids()[0], signal.SIGKILL)
         job.kill(0)
         finish(job)
     assert lines_of(job, 0, "took_over")
-    assert_recovered(job, {0}, 1)
+    [line] = lines_of(job, 0, "not_in_place")
+    assert line["reason"] == "rank 0's process has never come to this controller: others may train on elsewhere"
+    assert len(job.starts()) == 2 and len(lines_of(job, 0, "published")) == 1
     assert_whole(job, whole_job(2 * ranks, MORE_STEPS))
 
 
