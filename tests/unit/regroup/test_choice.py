@@ -179,7 +179,7 @@ def test_what_was_not_rehearsed_restarts_and_the_start_says_which(
         ({"enable": False, "in_place": "on"}, False, 2, []),
     ],
 )
-def test_the_start_says_what_a_death_costs_where_nobody_has_asked_for_more(
+def test_the_start_names_what_a_death_costs_where_nothing_asks_for_more(
     settings: dict[str, Any],
     own_form: bool,
     ranks: int,
