@@ -305,6 +305,19 @@ def stopped_in_front_of_its_update(seed: int) -> Scenario:
     return scenario
 
 
+def rank_0_dies_with_its_controller(seed: int) -> Scenario:
+    """At the same moment, on the only node: a standby leads that rank 0 has never come to."""
+    scenario = _calm(seed, even(4, on_one_host=4), standbys=1)
+    job = scenario.job
+
+    def strike(_: int) -> None:
+        job.controllers[0].kill()
+        job.kill(0)
+
+    job.hook(f"{('COMPUTE', 'READY', 'DONE')[seed % 3]} {AT}", 1 + seed % 4, strike)
+    return scenario
+
+
 def one_stands_still(seed: int) -> Scenario:
     """A process is stopped for a while or for good, or its interpreter is held: its agent, which is there, ends it."""
     scenario = _calm(seed, (even(2), even(4), ring(3))[seed % 3])
@@ -334,7 +347,7 @@ def one_stands_still_and_the_other_holder_dies(seed: int) -> Scenario:
 
 
 ARRANGED = (
-    one_stands_still, one_stands_still_and_the_other_holder_dies,
+    one_stands_still, one_stands_still_and_the_other_holder_dies, rank_0_dies_with_its_controller,
     one_dies, one_raises, the_last_step_is_rolled_forward, dies_when_it_has_regrouped, last_holder_dies_while_another_rolls_forward, last_holder_dies_beside_a_replacement,
     dies_while_another_rolls_forward, raises_and_the_other_holder_dies, controller_dies_meanwhile, one_has_no_order_when_the_controller_dies, controller_dies_behind_it,
     order_is_carried_out_late, noticed_meanwhile,

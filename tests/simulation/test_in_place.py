@@ -14,7 +14,7 @@ from tests.simulation.truth import events
 
 RECOVERED = (
     arranged.one_dies, arranged.one_raises, arranged.the_last_step_is_rolled_forward, arranged.order_is_lost, arranged.controller_dies_behind_it,
-    arranged.order_is_carried_out_late,
+    arranged.order_is_carried_out_late, arranged.rank_0_dies_with_its_controller,
 )  # fmt: skip
 STILL = (
     arranged.one_stands_still,

@@ -108,6 +108,8 @@ def _decided_late(job: Job, verdict_s: float) -> list[str]:
     took_s, limit_s = verdict_s - first_s, UNTROUBLED_S + max(0.0, unseen_s(job, verdict_s) - job.times.lease_s)
     if all(rank.rank in job.killed or rank.ended_s < verdict_s for rank in job.ranks):  # somebody may come back
         limit_s += job.times.orphan_timeout_s
+    if any(line.event == "regroup_failed" for _, line in job.journal):
+        limit_s += job.times.in_place_s
     return [f"I11: {took_s:.2f} s from the first death to the word, nothing held it up"] if took_s > limit_s else []
 
 

@@ -99,7 +99,7 @@ def _why_not(state: StateAt[Ordered], now: float) -> str:
         return f"a fault of kind {', '.join(sorted(kind.value for kind in kinds)) or CauseKind.PEER_ERROR.value}"
     if returned := _training_returned(state):
         return returned
-    if state.members.table[0].registration is None:
+    if state.members.table[0].registration is None and not _is_on_one_node(state):
         return "rank 0's process has never come to this controller: others may train on elsewhere"
     step = dump.decision.step
     if dump.decision.copies:
@@ -124,6 +124,11 @@ def _why_not(state: StateAt[Ordered], now: float) -> str:
     if before.step == step and before.at_step >= MOST_AT_A_STEP:
         return f"no step was finished since {before.at_step} recoveries at step {step}"
     return ""
+
+
+def _is_on_one_node(state: State) -> bool:
+    """Say whether one agent has every rank. Its node is rank 0's, and so it was never given up."""
+    return any(len(agent.ranks) == state.settings.world_size for agent in state.agents)
 
 
 def _training_returned(state: State) -> str:

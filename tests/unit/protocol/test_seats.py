@@ -416,6 +416,15 @@ def test_without_rank_0s_process_a_new_controller_has_the_step_written() -> None
     assert "rank 0's process has never come" in bench.logged("not_in_place")[0]["reason"]
 
 
+def test_on_one_node_a_new_controller_has_rank_0_replaced_without_having_seen_it() -> None:
+    """One agent has all ranks: none has a process elsewhere."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1", in_place_s=20.0)
+    bench.say(AgentHello("a", (0, 1, 2, 3), (100, 101, 102, 103)), WorkerExit(0, 100, "signal SIGKILL", 0.0))
+    bench.say(*(able(rank, "a", controllers=("s0", "s1"), job_groups=2) for rank in (1, 2, 3)))
+    bench.all_report(7, READY, ranks=(1, 2, 3))
+    assert bench.at(Stage.REGROUPING) and bench.said_to_agents(Replace) == {"a": [Replace(0, 0, bench.state.freeze_id)]}
+
+
 def test_a_fault_of_a_process_that_was_forgotten_means_nothing() -> None:
     bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
     bench.say(able(2, controllers=("s0", "s1"), job_groups=2))
