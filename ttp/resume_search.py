@@ -71,10 +71,11 @@ class ResumeSearch:
             self._on_skip(path)
 
         def usable(manifest: Manifest) -> None:
-            try:
-                check(manifest.state["trainer"])
-            except ValueError as error:
-                raise CorruptCheckpoint(f"manifest.json: state.trainer.{error}") from error
+            for part, judge in (("optimizer", optimizer.check_host_state), ("trainer", check)):
+                try:
+                    judge(manifest.state[part])
+                except ValueError as error:
+                    raise CorruptCheckpoint(f"manifest.json: state.{part}.{error}") from error
 
         request = Request(
             save_dirs=self._directories.named,

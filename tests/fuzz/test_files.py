@@ -26,8 +26,9 @@ from ttp.checkpoint.format import dcp, durable, file_index
 from ttp.checkpoint.format import manifest as manifests
 from ttp.checkpoint.reader import read_into
 from ttp.checkpoint.verify import verify
-from ttp.errors import CheckpointError, ConfigError, CorruptCheckpoint
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from ttp.launch.hosts.rank_table import read_rank_table
+from ttp.optim.replica_optimizer import LossScale, TTPReplicaOptimizer
 from ttp.proto.messages import CommitRecord, FileEntry, ShareResult
 from ttp.trainer.config.loader import load_config
 
@@ -168,15 +169,39 @@ def a_body() -> dict[str, Any]:
     return body
 
 
+@cache
+def an_optimizer() -> TTPReplicaOptimizer:
+    return TTPReplicaOptimizer(torch.nn.Linear(2, 2).named_parameters(), replicas=1, lr=0.1, loss_scale=LossScale())
+
+
 @given(st.randoms(use_true_random=True))
 def test_a_sealed_manifest_is_read_or_corrupt(rng: random.Random) -> None:
-    """What was read can be written and read again, with the same content."""
+    """What was read can be written and read again, with the same content; an optimizer loads its state, or refuses it and keeps its own."""
+    body = changed(a_body(), rng)
+    if rng.random() < 0.4:
+        body = copy.deepcopy(a_body())
+        body["state"]["optimizer"] = changed(body["state"]["optimizer"], rng)
     try:
-        found = manifests.from_bytes(resealed(changed(a_body(), rng)), "manifest.json")
+        found = manifests.from_bytes(resealed(body), "manifest.json")
     except CorruptCheckpoint as error:
         one_line(error)
         return
     assert manifests.to_bytes(found) == manifests.to_bytes(manifests.from_bytes(manifests.to_bytes(found), "again"))
+    optimizer, saved = an_optimizer(), found.state["optimizer"]
+    try:
+        optimizer.check_host_state(saved)
+    except ValueError as error:
+        one_line(error)
+        return
+    optimizer.load_begin()
+    try:
+        optimizer.load_end(found.step, saved)
+    except CheckpointMismatch as error:
+        assert len(saved["param_groups"]) != 1
+        one_line(error)
+        return
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    assert [float(beta1), float(beta2), float(optimizer.param_groups[0]["lr"])] and optimizer.loss_scale > 0
 
 
 @cache

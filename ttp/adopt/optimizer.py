@@ -39,7 +39,7 @@ from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, ConfigError, NonFinite, ProtocolError
 from ttp.exchange.json_collectives import exchange_json, world
 from ttp.interfaces.update_tracker import UpdateTracker
-from ttp.optim.base_state import hyper_parameters, restore_hyper_parameters
+from ttp.optim.base_state import check_host_state, hyper_parameters, restore_hyper_parameters
 from ttp.optim.on_divergence import OnDivergence
 from ttp.optim.shard_layout.split import gradient_of
 from ttp.optim.shard_layout.workload import workload_of
@@ -403,6 +403,9 @@ class AdoptedOptimizer:
     def load_begin(self) -> list[HeldTensor]:
         self._steps.tear("a load")
         return self.load_targets()
+
+    def check_host_state(self, saved: dict[str, Any]) -> None:
+        check_host_state(self.optimizer.param_groups, saved)
 
     def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
         saved = host_state["param_groups"]

@@ -96,5 +96,8 @@ class ProtectedOptimizer(Protocol):
     def load_begin(self) -> list[HeldTensor]:
         """Return views of all the state, to be filled in place. Until `load_end` the state belongs to no step."""
 
+    def check_host_state(self, saved: dict[str, Any]) -> None:
+        """Check what `load_end` would take, while the state stays what it is. Raises ValueError naming the key's path."""
+
     def load_end(self, step: int, host_state: dict[str, Any]) -> None:
         """Take the filled state as that of `step`. Collective. Raises CheckpointMismatch."""

@@ -2,7 +2,7 @@
 
 Owns how a base optimizer is built over pieces and how its state comes to exist before the first step, with exactly the
 values that it would have had by itself: so a checkpoint of step 0 has the same keys as any other, and a loader has
-tensors to fill. Never communicates.
+tensors to fill. Owns the JSON-able part of that state: how it is described, checked and put back. Never communicates.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from ttp.errors import CheckpointMismatch, ConfigError
+from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ScaleState
 
 _FUSED = ("Adam", "AdamW", "SGD")
@@ -166,6 +167,57 @@ def described(
         "loss_scale": {"scale": scale.scale, "good_steps": scale.good_steps, **forgiven},
         "param_groups": listed,
     }
+
+
+def check_host_state(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any], scales: bool = False) -> None:
+    """Check what a checkpoint has of `described` before anything is loaded: each setting is of the kind, and a list as long, as in `groups`; where
+    this run `scales` its loss, so did that one. A setting that is None in `groups`, or that one side lacks, may be anything; the number of groups
+    is for `restore_hyper_parameters`. Raises ValueError naming the key's path."""
+    listed = checked.items(*checked.field(saved, "param_groups", ""))
+    for group, (item, path) in zip(groups, listed, strict=False):
+        for key, value in checked.mapping(item, path).items():
+            if key != "params" and key not in KERNEL_CHOICES:
+                own = group.get(key, group.get("lr") if key == "initial_lr" else None)
+                _check_setting(own, value, f"{path}.{key}")
+    if scales:
+        scale = checked.mapping(*checked.field(saved, "loss_scale", ""))
+        if checked.number(*checked.field(scale, "scale", "loss_scale")) <= 0:
+            raise checked.Invalid("loss_scale.scale", scale["scale"], "a finite number above 0")
+        checked.integer(*checked.field(scale, "good_steps", "loss_scale"))
+        checked.integer(scale.get("forgiven", 0), "loss_scale.forgiven")
+
+
+def _check_setting(own: object, value: object, path: str) -> None:
+    """Check that a saved value can take the place of this run's own. Raises Invalid."""
+    match own:
+        case torch.Tensor():
+            _check_setting(own.item(), value, path)
+            try:
+                torch.empty((), dtype=own.dtype).fill_(value)  # type: ignore[call-overload]
+            except (RuntimeError, ValueError, OverflowError):
+                raise checked.Invalid(path, value, f"a number that a tensor of {own.dtype} can hold") from None
+        case bool():
+            checked.boolean(value, path)
+        case int() | float():
+            fits = isinstance(value, float) or (type(value) is int and abs(value) <= checked.INT64_MAX)
+            if not fits:
+                raise checked.Invalid(path, value, "a number")
+        case str():
+            checked.string(value, path)
+        case list() | tuple():
+            found = list(checked.items(value, path))
+            if own and len(found) != len(own):
+                raise checked.Invalid(path, value, f"a list of length {len(own)}")
+            for mine, (item, where) in zip(own, found, strict=False):
+                _check_setting(mine, item, where)
+        case Mapping():
+            checked.mapping(value, path)
+
+
+def saved_scale(saved: Mapping[str, Any]) -> ScaleState:
+    """Return the loss scale that `described` has written."""
+    scale = saved["loss_scale"]
+    return ScaleState(float(scale["scale"]), int(scale["good_steps"]), int(scale.get("forgiven", 0)))
 
 
 def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]], step: int) -> None:

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError, ConfigError
 from ttp.interfaces.update_tracker import UpdateTracker
+from ttp.optim import base_state
 from ttp.optim.assembly import mark_copied, named_groups
-from ttp.optim.base_state import base_defaults, described, hyper_parameters, restore_hyper_parameters, state_kinds
 from ttp.optim.buckets import GradBuckets
 from ttp.optim.comparison import Divergence
 from ttp.optim.partition import Cut, Gather, build_part, by_process_group, expected_tensors, job_params
@@ -118,7 +118,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         groups, named = named_groups(params, copies)
         device = named[0].param.device
         named = mark_copied(named, copies, barrier if span is None else span, device)
-        kwargs, defaults = base_defaults(base, base_kwargs, device)
+        kwargs, defaults = base_state.base_defaults(base, base_kwargs, device)
         super().__init__(groups, defaults)
         self._built = True
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -153,14 +153,14 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._params = job_params(self._parts, span, device)
         self._gather = Gather(self._parts)
         self._local_copy = local_copy
-        self._at_ready = [hyper_parameters(g) for g in self.param_groups]
+        self._at_ready = [base_state.hyper_parameters(g) for g in self.param_groups]
         for part in self._parts:
             part.shards.create_base(base, kwargs, self._at_ready)
         if self.lane.ordered:
             with self.lane.roll_stream():
                 for part in self._parts:
                     part.shards.warm_up(base, kwargs, self._at_ready, isinstance(clip, ClipValue))
-        self._kinds = state_kinds(base, kwargs, self._at_ready, device)
+        self._kinds = base_state.state_kinds(base, kwargs, self._at_ready, device)
         self._divisor = self.gradient_divisor
         self._steps.host_state = self._host_backup = self._describe()
         placed = [bucket for part in self._parts for bucket in part.buckets()]
@@ -255,7 +255,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.finish_gather()  # a gather still under way may write where the update will
         with state.in_collective():
             self._buckets.finish()
-            self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+            self._at_ready = [base_state.hyper_parameters(group) for group in self.param_groups]
             self._rates = tuple(float(group["lr"]) for group in self._at_ready)
             self._divisor = self.gradient_divisor
             squares = self._squares()  # launched before the wait: the device has something to do
@@ -400,15 +400,17 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._backup_step = -1
         self._share_params()
 
+    def check_host_state(self, saved: dict[str, Any]) -> None:
+        base_state.check_host_state(self.param_groups, saved, self._rule is not None)
+
     def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
         """Take the filled state as that of `step`, whose record is `record`, and refresh the parameters. Collective.
 
         Raises CheckpointMismatch when `host_state` belongs to another arrangement of param groups.
         """
-        restore_hyper_parameters(self.param_groups, host_state["param_groups"], step)
+        base_state.restore_hyper_parameters(self.param_groups, host_state["param_groups"], step)
         if self._rule is not None:
-            scale = host_state["loss_scale"]
-            self._scale = ScaleState(float(scale["scale"]), int(scale["good_steps"]), int(scale.get("forgiven", 0)))
+            self._scale = base_state.saved_scale(host_state)
         for part in self._parts:
             part.shards.spread_scalars()
         self._set_step(step, record)
@@ -434,7 +436,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._steps.restart(step, record)
         self.on_divergence.equal_after = step
         self._backup_step = -1
-        self._at_ready = [hyper_parameters(group) for group in self.param_groups]
+        self._at_ready = [base_state.hyper_parameters(group) for group in self.param_groups]
         self._steps.host_state = self._host_backup = self._describe()
 
     def _squares(self) -> torch.Tensor:
@@ -478,7 +480,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
 
     def _describe(self, learning_rates: Sequence[float] | None = None) -> dict[str, Any]:
         """Build the host state for the state as it is; with `learning_rates`, those of the update just done."""
-        return described(self.current_step, self._scale, self._at_ready, learning_rates or ())
+        return base_state.described(self.current_step, self._scale, self._at_ready, learning_rates or ())
 
     def _from_backup(self, step: int | None) -> bool:
         if self._steps.holds(step):
