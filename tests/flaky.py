@@ -1,7 +1,8 @@
 """Every test with real processes, many times beside busy ones: `make flaky`.
 
 A test that passes once and fails once is a defect: of the test, or of what it tests. Owns the choice of places, the busy processes, and
-a state file, with which an interrupted run goes on where it was. Never repeats a failed run: every failure counts.
+a state file, with which an interrupted run goes on where it was. Never repeats a failed run: every failure counts. Long tests are not among
+them unless asked for (`--marks long`): a pass of them takes an hour.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -21,21 +23,34 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMES = 10
 BUSY = 2
 WORKERS = 3
+MARKS = "not long"
 PLACES = (
     *(
         f"tests/unit/{folder}"
         for folder in (
             *("launch", "fork_server", "runtime", "session", "groups", "regroup", "mindio", "optim", "chaos", "adopt"),
-            *("doctor", "selftest", "status", "status_page"),
+            *("doctor", "selftest", "status", "status_page", "copies", "mirror", "identity", "examples", "benchmarks"),
         )
     ),
-    "tests/unit/trainer/test_layouts.py",
-    "tests/unit/trainer/test_prepare.py",
+    *(f"tests/unit/checkpoint/test_{name}.py" for name in ("signature", "stock_torch")),
+    *(f"tests/unit/cli/test_{name}.py" for name in ("cli", "fuzz_command")),
+    *(
+        f"tests/unit/trainer/test_{name}.py"
+        for name in ("layouts", "layouts_in_full", "encoder_decoder", "recompute", "prepare")
+    ),
+    "tests/unit/goodput/test_main.py",
     "tests/parity",
     "tests/chaos",
     "tests/device",
+    "tests/fuzz",
 )
 """Folders and files whose tests start processes, or ranks as threads under a real controller."""
+LEFT_OUT = {
+    "tests/simulation": "a simulated clock: a seed shows the same every time, and processes only divide the seeds among them or hold a mutant",
+    "tests/model": "searches without a clock; processes only divide them",
+    "tests/unit/house": "linters, and builds of the distribution and of the site: commands that end by themselves",
+}
+"""Files and folders whose tests start processes as well, and why they are not repeated."""
 
 
 @dataclass
@@ -158,20 +173,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=TIMES, help="runs of each place (default %(default)s)")
     parser.add_argument("--busy", type=int, default=BUSY, help="busy processes beside them (default %(default)s)")
     parser.add_argument("--workers", type=int, default=WORKERS, help="tests at the same time (default %(default)s)")
-    parser.add_argument("--marks", default="not long", help="which tests, as pytest -m (default: %(default)s)")
+    parser.add_argument("--marks", default=MARKS, help="which tests, as pytest -m (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "output/flaky", help="state and outputs (default output/flaky)"
     )
     given = parser.parse_args(arguments)
-    given.folder.mkdir(parents=True, exist_ok=True)
+    folder: Path = given.folder
+    if given.marks != MARKS:  # other tests of the same places
+        folder /= re.sub(r"\W+", "_", given.marks) or "all"
+    folder.mkdir(parents=True, exist_ok=True)
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    state = State.load(given.folder / "state.json", asked.stdout.strip() or "no commit")
+    state = State.load(folder / "state.json", asked.stdout.strip() or "no commit")
     places = places_of(given.places or PLACES)
     with busy(given.busy):
-        run_all(
-            state, places, given.times, given.marks, given.workers, given.folder, time.monotonic() + 60 * given.minutes
-        )
+        run_all(state, places, given.times, given.marks, given.workers, folder, time.monotonic() + 60 * given.minutes)
     print(summary(state, places, given.times))
     return 1 if state.failures else 0
 
