@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.simulation.mutants import by_seeds
-from tests.simulation.mutants.changes import MODULES, mutants_of
+from tests.simulation.mutants.changes import MODULES, ROOT, mutants_of
+from tests.simulation.mutants.equivalents import reason
+from tests.simulation.mutants.not_by_seeds import NOT_BY_SEEDS
+from tests.simulation.mutations import MUTATIONS
 
 UNSEEN = ("controller.core.facts.pace", "standstill", "len(named) > _NAMED: LtE")
 
@@ -50,6 +55,52 @@ def test_what_they_do_not_show_is_said_and_more_jobs_begin_behind_those_that_wer
         assert f"NOT FOUND by {jobs} seeds" in capsys.readouterr().out
     assert ranges == [(0, 2), (2, 3)]
     assert json.loads(path.read_text())["found"] == {name: {"jobs": 5, "by": ""}}
+
+
+def named_rows() -> dict[str, str]:
+    """Return the mutants of NOT_BY_SEEDS by name, with the unit tests that find them."""
+    mutants = {(m.module, m.source, m.change): m for module in MODULES for m in mutants_of(module)}
+    rows = {row: one.test for one in NOT_BY_SEEDS for row in one.rows}
+    stale = [row for row in rows if row not in mutants or reason(mutants[row])]
+    assert not stale, f"rows of mutants that are no more, or change nothing: {stale}"
+    assert len(rows) == sum(len(one.rows) for one in NOT_BY_SEEDS) and all(one.rows for one in NOT_BY_SEEDS)
+    return {mutants[row].name: test for row, test in rows.items()}
+
+
+def test_what_random_jobs_are_known_not_to_find_is_reported_and_fails_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they find it after all: then its row is wrong."""
+    name, test = next(iter(named_rows().items()))
+    given = ["--mutant", name, "--jobs", "2", "--state"]
+    assert by_seeds.main([*given, str(tmp_path / "state.json")]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("not found by 2 seeds, as is known (") and f"; {test} finds it)" in output
+    assert "0 found by seeds alone, 1 not found by 2 (1 of them as is known)" in output
+    monkeypatch.setattr(by_seeds, "look", lambda change, first, count: by_seeds.Found(first + 1, "I1"))
+    assert by_seeds.main([*given, str(tmp_path / "found.json")]) == 1
+    assert "REMOVE ITS ROW" in capsys.readouterr().out
+
+
+def test_the_document_lists_what_random_jobs_are_known_not_to_find() -> None:
+    """Row for row, and how many wrong variants there are."""
+    text = (ROOT / "docs/limits.md").read_text(encoding="utf-8").partition("## What random jobs do not find")[2]
+    table = text[text.index("| small change |") :].partition("\n\n")[0].splitlines()[2:]
+    assert table == [f"| {one.change} | {one.why} | `{one.test}` |" for one in NOT_BY_SEEDS]
+    assert "The other nine are held by unit tests" in text and len(NOT_BY_SEEDS) == 9
+    assert f"Of the {len(MUTATIONS)} wrong variants by hand" in text
+
+
+@pytest.mark.long
+def test_unit_tests_find_what_random_jobs_do_not() -> None:
+    """The ones that the table names."""
+    rows = named_rows()
+    for test in sorted(set(rows.values())):
+        names = [word for name, by in rows.items() if by == test for word in ("--mutant", name)]
+        command = [sys.executable, "-m", "tests.simulation.mutants", "--seeds", "0", *names]
+        command += ["--tests", str(ROOT / "tests/unit/protocol" / test)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_change_of_the_code_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
