@@ -12,6 +12,7 @@ import torch
 
 from tests.device import backend
 from tests.device.ranks import Rank
+from ttp.adopt.trainer_state.fingerprint import Fingerprint
 
 SOON_S = 0.2
 """What has not ended by then waits, where a test needs to know that it waits."""
@@ -214,6 +215,24 @@ def storage_can_be_given_back_and_grown(rank: Rank) -> None:
     assert x.sum().item() == 128
     assert torch.arange(5, device=rank.device).tolist() == [0, 1, 2, 3, 4]
     assert x.nonzero().numel() == 64
+
+
+def fingerprint_is_known_once_the_copy_has_arrived(rank: Rank) -> None:
+    """That of the same batch on the CPU, though it is changed in place meanwhile; who asks for it at once waits for nothing."""
+    sim, host = _sim(), {"x": torch.arange(1000.0), "y": torch.arange(12, dtype=torch.int16), "z": ["a", 3]}
+    expected = Fingerprint(host).value()
+    batch = {key: value.to(rank.device) if torch.is_tensor(value) else value for key, value in host.items()}
+    assert Fingerprint(batch).value() == expected != ""  # the sampled places are on the device now
+    backend.hang()
+    found = Fingerprint(batch)
+    assert found.known() == ""
+    batch["x"].zero_()
+    waiting = _ends(found.value)
+    assert waiting is not None and found.known() == ""
+    backend.release(rank.device.index)
+    waiting.join(30.0)
+    sim.synchronize()
+    assert found.known() == found.value() == expected
 
 
 def forked_process_cannot_use_it(rank: Rank) -> None:

@@ -231,8 +231,8 @@ def open_cells(plan: MatrixPlan) -> list[MatrixCase]:
 
 
 def next_batch(todo: Sequence[MatrixCase], most: int) -> list[MatrixCase]:
-    """Return the cells that the next job takes, in order. One that costs the only standby and starts nothing anew ends a job: without
-    one, nothing is promised of a later fault of the controller (docs/limits.md)."""
+    """Return the cells that the next job takes, in order. One that costs a controller while all train ends a job: another standby is there
+    within seconds, and a later fault of the controller that comes before may cost steps (docs/limits.md)."""
     for count, cell in enumerate(todo[:most], 1):
         if cell.kind in ("kill_controller", "stop_controller") and cell.phase == "training":
             return list(todo[:count])

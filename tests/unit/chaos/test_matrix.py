@@ -70,8 +70,8 @@ def test_the_first_cells_are_one_of_each_kind() -> None:
     assert {cell.kind for cell in first} == kinds
 
 
-def test_no_cell_comes_after_one_that_leaves_its_attempt_without_a_standby() -> None:
-    """A kill or stop of the controller while all train starts nothing anew; the next job has a standby again."""
+def test_no_cell_comes_after_one_that_costs_a_controller_while_all_train() -> None:
+    """The next fault might come before another standby is there; the next job has one from its start."""
     todo, jobs = ordered(MatrixPlan(output=Path(), repeat=2)), []
     before = list(todo)
     while todo:

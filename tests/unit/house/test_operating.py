@@ -1,4 +1,4 @@
-"""docs/operating.md and docs/errors.md name what the code has: every error with its exit status, every cause, and words that are printed."""
+"""docs/operating.md and docs/errors.md name what the code has: every error with its exit status, every cause, every limit, and words that are printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import ttp.chaos.cli
 import ttp.checkpoint.cli.main
 import ttp.trainer.train
 from tests.rooms import product
-from ttp import cli, errors
+from ttp import cli, errors, session
+from ttp.config import Settings
+from ttp.controller.core.facts import membership, pace
+from ttp.hang_limits import HangLimits
+from ttp.processor.driver import FREEZE_TIMEOUT_S
 from ttp.proto.messages import CauseKind
 from ttp.trainer.__main__ import FOR_THE_RESTART, main
 
@@ -134,3 +138,67 @@ def quoted() -> list[str]:
 def test_quoted_words_are_said_by_the_code(word: str) -> None:
     """A message that changes has to change here, too."""
     assert word in said()
+
+
+def limits() -> list[tuple[str, str, str]]:
+    """Return situation, limit and setting of each row of "Which limit applies when", as the code has them."""
+    ours, large, hang = Settings(), Settings.from_env({"WORLD_SIZE": "10000"}), HangLimits()
+    times = {2.0: "twice", 3.0: "three times"}
+    pause_s = inspect.signature(session.Session.pause).parameters["at_most_s"].default
+    others = f"{hang.factor:g} *slow* steps, {times[pace.PAUSE_FACTOR]} the longest standstill so far"
+    return [
+        ("a process has ended", "none: seen within milliseconds", ""),
+        (
+            "a rank is silent: node lost, partition",
+            f"{ours.lease_s:g} s ({large.lease_s:g} s with 10,000 ranks)",
+            "`TTP_LEASE_S`",
+        ),
+        (
+            f"a rank is silent, its agent sees its process running: compiling, or C code holds the interpreter; step {pace.ENOUGH} has",
+            f"{membership.VOUCHED_START_FACTOR * ours.vouched_lease_s:g} s",
+            f"{times[membership.VOUCHED_START_FACTOR]} `TTP_VOUCHED_LEASE_S`",
+        ),
+        (f"the same from step {pace.ENOUGH} on", f"{ours.vouched_lease_s:g} s", "`TTP_VOUCHED_LEASE_S`"),
+        (
+            f"no rank progresses, heartbeats go on; step {pace.ENOUGH} has not",
+            f"{hang.start_s:g} s",
+            "`TTP_HANG_START_S`",
+        ),
+        (
+            f"the same between step {pace.ENOUGH} and step {pace.MANY}",
+            f"the largest of {hang.early_floor_s:g} s, {others}",
+            "`TTP_HANG_FLOOR_S`, `TTP_HANG_FACTOR`",
+        ),
+        (f"the same from step {pace.MANY} on", f"the largest of {hang.floor_s:g} s, {others}", "the same"),
+        (
+            "an evaluation or save of the trainer's own",
+            "as any other standstill: the row above that applies",
+            "the same",
+        ),
+        (
+            "`with session.pause(at_most_s):`",
+            f"`at_most_s` ({pause_s:g} s by default), then as any other standstill",
+            "the trainer",
+        ),
+        ("`session.save()`, periodic saves", f"{session.SAVE_AT_MOST_S:g} s, then the same", ""),
+        ("loading a checkpoint at the start", f"{session.RESUME_AT_MOST_S:g} s, then the same", ""),
+        ("an update that does not end while gates close", f"{FREEZE_TIMEOUT_S:g} s", ""),
+        ("the whole fault", f"{ours.total_timeout_s:g} s", "`TTP_OT`"),
+    ]
+
+
+def test_which_limit_applies_when_is_what_the_code_has() -> None:
+    """Row by row, and the numbers in the paragraphs around the table."""
+    text = TEXT.partition("## Which limit applies when")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    for (situation, limit, setting), row in zip(limits(), rows[2:], strict=True):
+        assert row[0].startswith(situation) and row[1:] == [limit, setting], row
+    hang = HangLimits()
+    assert f"*slow* is the {100 * pace.HIGH:g} % quantile of the newest {pace.KEPT}." in text
+    assert (
+        pace.UNEVEN == 2
+        and f"{2 * hang.factor:g} *slow* steps in place of {hang.factor:g} where *slow* is over twice the median"
+        in text
+    )
+    assert f"replaces both {hang.early_floor_s:g} s and {hang.floor_s:g} s" in text
+    assert membership.VOUCHED_PART == 1 / 4 and "never exceeds a quarter of `TTP_OT`" in " ".join(text.split())
