@@ -218,8 +218,9 @@ def storage_can_be_given_back_and_grown(rank: Rank) -> None:
 
 
 def fingerprint_is_known_once_the_copy_has_arrived(rank: Rank) -> None:
-    """That of the same batch on the CPU, though it is changed in place meanwhile; who asks for it at once waits for nothing."""
-    sim, host = _sim(), {"x": torch.arange(1000.0), "y": torch.arange(12, dtype=torch.int16), "z": ["a", 3]}
+    """That of the same batch on the CPU, though it is changed in place meanwhile; `known` does not wait."""
+    sim = _sim()
+    host: dict[str, Any] = {"x": torch.arange(1000.0), "y": torch.arange(12, dtype=torch.int16), "z": ["a", 3]}
     expected = Fingerprint(host).value()
     batch = {key: value.to(rank.device) if torch.is_tensor(value) else value for key, value in host.items()}
     assert Fingerprint(batch).value() == expected != ""  # the sampled places are on the device now

@@ -98,7 +98,7 @@ def scaled_run(folder: Path, seed: int = 0) -> tuple[torch.nn.Module, ttp.TTPRep
 def test_an_optimizers_state_that_cannot_be_loaded_is_passed_over_before_anything_is_overwritten(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    """For the older one, with which training goes on; one that is named is refused, and the weights stay."""
+    """For the older one, from which training continues; one that is named is refused, and the weights stay."""
     model, optimizer, session = scaled_run(tmp_path)
     do_steps(model, optimizer, session, 2)
     session.save()
@@ -129,7 +129,13 @@ def test_the_settings_of_a_trainers_own_optimizer_are_judged_by_their_kind() -> 
     """One that is a tensor takes what that can hold; what this run does not set yet, or has as None, may be anything."""
     model = torch.nn.Linear(2, 2)
     rate = torch.tensor(0.1)
-    group = {"params": model.parameters(), "name": "all", "span": None, "history": [], "about": {"a": 1}}
+    group: dict[str, Any] = {
+        "params": model.parameters(),
+        "name": "all",
+        "span": None,
+        "history": [],
+        "about": {"a": 1},
+    }
     adopted = AdoptedOptimizer(model, torch.optim.AdamW([group], lr=rate))
     good = {"lr": 1, "betas": [0, 0.9], "span": "x", "history": [1, 2], "new": [None], "foreach": 3, "about": {}}
     adopted.check_host_state({"param_groups": [good]})
