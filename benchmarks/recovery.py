@@ -15,6 +15,7 @@ import math
 import random
 import re
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -243,6 +244,7 @@ def main() -> int:
     print(f"seed {options.seed}, {options.kills} kills for each way, size and number of ranks", flush=True)
     kills: list[OneKill] = []
     root = Path(tempfile.mkdtemp(prefix="ttp_recovery_"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the job in progress as well
     try:
         for ranks in options.ranks:
             for megabytes in options.megabytes:
