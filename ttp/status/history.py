@@ -5,7 +5,7 @@ Owns the reading of journals and of the launchers' report together. Asks no cont
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ttp.exchange import last_step, time_marks
-from ttp.inputs.input_file import open_text
+from ttp.inputs import checked
 from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import ReportLine, of_this_job
-from ttp.launch.report.story_file import REPORT_NAME
+from ttp.launch.report.story_file import REPORT_NAME, read_events
 from ttp.launch.report.time_use import (
     AttemptTime,
     Loss,
@@ -38,8 +38,10 @@ RESTARTED = "restarted"
 """A fault's last stage: from the order to exit, or to continue, until the next finished step."""
 _SAME_S = 0.01
 """A fault's row has its times in milliseconds."""
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What a file that is missing, cut off or altered may raise."""
+_MOST_S = 2.5e11
+"""The end of the year 9891: no time is later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +127,34 @@ def read(log_dir: Path) -> History:
         attempts += [found] if found is not None else []
     path = log_dir / REPORT_NAME
     try:
-        return _together(log_dir, attempts, read_report(path), notes)
+        return _shown(_together(log_dir, attempts, read_report(path), notes))
     except _UNREADABLE as error:
         text = f"{path} is broken ({_briefly(error)}): it is passed over, and the journals beside it are read alone. Move the file away"
         return _together(log_dir, attempts, [], [*notes, text])
+
+
+def _shown(history: History) -> History:
+    """Return it. Raises ValueError where it has a number that cannot be shown. Of the attempts that is known."""
+    for part in ("faults", "end", "times", "losses", "use"):
+        _check_numbers(getattr(history, part), part)
+    return history
+
+
+def _check_numbers(value: object, path: str) -> None:
+    """Raise ValueError for a number that is not finite, or greater than any time and any step is."""
+    if isinstance(value, float):
+        checked.number(value, path, -_MOST_S, _MOST_S)
+    elif type(value) is int:
+        checked.integer(value, path, -checked.INT64_MAX)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            _check_numbers(each, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            _check_numbers(each, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            _check_numbers(getattr(value, each.name), f"{path}.{each.name}")
 
 
 def _briefly(error: BaseException) -> str:
@@ -139,24 +165,10 @@ def _briefly(error: BaseException) -> str:
 def read_report(path: Path) -> list[ReportLine]:
     """Return a launchers' report's lines, without those that were cut off; none where there is no file. Raises OSError, and ValueError for
     a file that is something else."""
-    lines: list[ReportLine] = []
-    broken = 0
     try:
-        with open_text(path) as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    line = json.loads(text)
-                except json.JSONDecodeError:
-                    broken = broken or number
-                    continue
-                if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-                    raise ValueError(f"line {number}: got {text.strip()[:80]!r}, expected an object with the key event")
-                lines.append(line)
+        return [*read_events(path)]
     except FileNotFoundError:
         return []
-    if broken and not lines:
-        raise ValueError(f"line {broken} is not JSON, expected one JSON object a line")
-    return lines
 
 
 # --- journals ---
@@ -175,7 +187,7 @@ def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
     times = attempt_time(number, lines, time_marks.read(log_dir, number, begun_unix_s), begun_unix_s)
     directories = [line["fields"]["directory"] for line in lines if line["event"] == "write_sent"]
     directories += [str(Path(line["fields"]["path"]).parent) for line in lines if line["event"] == "published"]
-    return PastAttempt(
+    found = PastAttempt(
         number=number,
         begun_unix_s=begun_unix_s,
         last_unix_s=float(lines[-1]["unix_s"]),
@@ -191,10 +203,13 @@ def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
         finished=any(line["event"] == "finished" for line in lines),
         time=times,
     )
+    _check_numbers(found, "attempt")
+    return found
 
 
 def _holder(row: Mapping[str, Any]) -> HolderRow:
-    return HolderRow(str(row["ranks"]), str(row["host"]), list(row["shards"]), list(row["also_on"]))
+    shards, also_on = ([str(each) for each in row[name]] for name in ("shards", "also_on"))
+    return HolderRow(str(row["ranks"]), str(row["host"]), shards, also_on)
 
 
 def _faults(number: int, lines: Sequence[Line]) -> Iterator[FaultRow]:
@@ -209,7 +224,7 @@ def _faults(number: int, lines: Sequence[Line]) -> Iterator[FaultRow]:
         elif line["event"] == "thawed" and frozen is not None:
             began, first = float(frozen["unix_s"]), frozen["fields"]
             yield FaultRow(
-                attempt=number, unix_s=began, kind=FALSE_ALARM, ranks=list(first["culprits"]), cause=str(first["text"]), outcome=FALSE_ALARM,
+                attempt=number, unix_s=began, kind=FALSE_ALARM, ranks=[int(rank) for rank in first["culprits"]], cause=str(first["text"]), outcome=FALSE_ALARM,
                 detail="", step=None, steps_lost=0, took_s=round(unix_s - began, 3),
             )  # fmt: skip
             frozen = None
@@ -248,7 +263,7 @@ def _row(number: int, began_unix_s: float, took_s: float | None, fields: Mapping
         outcome="saved" if saved is not None else "not saved",
         detail=str(saved["path"]) if saved is not None else str(fields["not_saved"]),
         step=int(saved["step"]) if saved is not None else None,
-        steps_lost=None if fields["steps_lost"] is None else int(fields["steps_lost"]),
+        steps_lost=_optional_int(fields["steps_lost"]),
         took_s=took_s,
         stages_s={
             stage: round(fields["took_ms"][stage] / 1e3, 3) for stage in STAGES if stage in (fields["took_ms"] or ())
@@ -374,4 +389,9 @@ def _end(
     step = int(last["step"]) if last else max((attempt.last_step for attempt in attempts), default=0) or None
     saved = last["saved_step"] if last else next((each.step for each in reversed(faults) if each.step), None)
     lost = line.get("steps_lost") if not line.get("unknown_losses") else None
-    return End(float(line["unix_s"]), str(line["result"]), str(line["why"]), step, saved, lost)
+    why = str(line["why"])
+    return End(float(line["unix_s"]), str(line["result"]), why, step, _optional_int(saved), _optional_int(lost))
+
+
+def _optional_int(value: Any) -> int | None:
+    return None if value is None else int(value)

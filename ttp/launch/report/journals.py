@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.controller.core.facts.incident import NO_RANKS_TEXT
+from ttp.inputs import checked
 from ttp.inputs.input_file import open_text
 
 Line = Mapping[str, Any]
@@ -21,15 +22,35 @@ def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
     """Return the lines of an attempt's leading controllers, in order of time, without lines that were cut off.
 
     An earlier job may have appended to files of the same names: lines older than the attempt are not the attempt's.
-    Raises OSError and ValueError.
+    Raises OSError, and ValueError for a line that no controller writes; what its fields must hold, their readers know.
     """
     lines: list[Line] = []
     for path in _journals(log_dir, start):
         place = int(path.stem.rpartition("_")[2]) if path.stem.startswith("standby") else 0
         with open_text(path) as file:
-            read = [json.loads(line) for line in file if line.endswith("\n")]
+            read = [
+                _read_line(text, f"{path.name}, line {number}")
+                for number, text in enumerate(file, 1)
+                if text.endswith("\n")
+            ]
         lines += [{**line, "controller": place} for line in read if line["unix_s"] >= begun_unix_s]
-    return leading_lines(lines)
+    try:
+        return leading_lines(lines)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"got a line whose fields no controller writes ({type(error).__name__}: {error})") from None
+
+
+def _read_line(text: str, where: str) -> dict[str, Any]:
+    try:
+        line = checked.mapping(json.loads(text), "line")
+        checked.number(*checked.field(line, "unix_s", ""))
+        checked.string(*checked.field(line, "event", ""))
+        checked.mapping(*checked.field(line, "fields", ""))
+    except RecursionError:
+        raise ValueError(f"{where}: got values nested too deep to be read") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return line
 
 
 def journal_sizes(log_dir: Path, start: int) -> Mapping[str, int]:

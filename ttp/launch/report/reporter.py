@@ -59,7 +59,7 @@ CLOSE_ON_ALL = (
     " close(). Call close() on every rank, or decorate the training function with ttp.ttp_to_persist"
 )
 _NEVER_ASSEMBLED = "no journal on this node shows that all ranks were protected"
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What a journal that is missing, cut off or altered may raise."""
 
 

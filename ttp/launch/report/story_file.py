@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp import files
+from ttp.inputs import checked
 from ttp.inputs.input_file import open_text
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.report.journals import Line
@@ -113,10 +114,23 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def read_events(path: Path) -> list[Line]:
-    """Return a story.jsonl's lines, without those that were cut off. Raises OSError."""
+    """Return a story.jsonl's lines, without those that were cut off. Raises OSError, and ValueError for a file that is something else."""
     found: list[Line] = []
+    broken = 0
     with open_text(path) as file:
-        for line in file:
-            with suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                broken = broken or number
+                continue
+            except RecursionError:
+                raise ValueError(f"line {number}: got values nested too deep to be read") from None
+            if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+                raise ValueError(
+                    f"line {number}: got {checked.shown(text.strip())}, expected an object with the key event"
+                )
+            found.append(line)
+    if broken and not found:
+        raise ValueError(f"line {broken} is not JSON, expected one JSON object a line")
     return found

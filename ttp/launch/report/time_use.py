@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ttp.exchange.time_marks import SAVED, STEPPED, Mark
+from ttp.inputs import checked
 from ttp.launch.report.journals import Line, leading_lines
 from ttp.proto.incident import EVENT
 from ttp.text.wording import counted
@@ -153,7 +154,7 @@ def _pauses(lines: Sequence[Line], stepped: Sequence[Mark]) -> Iterable[Pause]:
             frozen = None
         elif line["event"] == EVENT:
             frozen = None
-            took_ms = dict(line["fields"]["took_ms"] or {})
+            took_ms = _milliseconds(line["fields"]["took_ms"])
             in_place = bool(line["fields"].get("in_place"))
             yield Pause(
                 kind=IN_PLACE if in_place else FAULT,
@@ -182,9 +183,14 @@ def mean_step_s(attempt: AttemptTime) -> float | None:
     return steps_s / (attempt.last_step - attempt.first_step)
 
 
+def _milliseconds(took_ms: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return an incident's times. Raises TypeError, ValueError for others."""
+    return {stage: checked.number(ms, f"took_ms.{stage}") for stage, ms in (took_ms or {}).items()}
+
+
 def with_fault(attempt: AttemptTime, began_unix_s: float, took_ms: Mapping[str, float] | None) -> AttemptTime:
     """Return the attempt with the fault that ended it as its agent knows it."""
-    stages = dict(took_ms or {})
+    stages = _milliseconds(took_ms)
     ended = began_unix_s + stages.pop("total", 0.0) / 1e3
     pauses = [pause for pause in without_fault(attempt).pauses if pause.began_unix_s < began_unix_s]
     fault = Pause(kind=FAULT, began_unix_s=began_unix_s, ended_unix_s=ended, took_ms=stages)
@@ -374,8 +380,8 @@ def _step_time(
 def read_use(fields: Mapping[str, Any]) -> TimeUse:
     """Return the value of the key `time_use` of an `end` line. Raises KeyError, TypeError, ValueError."""
     return TimeUse(
-        ranks=int(fields["ranks"]),
-        whole_s=float(fields["whole_s"]),
+        ranks=checked.integer(fields["ranks"], "time_use.ranks", 1),
+        whole_s=checked.number(fields["whole_s"], "time_use.whole_s", 0.001),
         rank_s={part: float(fields["rank_s"][part]) for part in PARTS},
         steps_again=int(fields["steps_again"]),
         certain=bool(fields["certain"]),
