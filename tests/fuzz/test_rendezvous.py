@@ -29,9 +29,10 @@ BYTES = (b"", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"\0", b"null", b"{}", b
 
 
 def an_entry(base: object, rng: random.Random) -> bytes:
-    content = json.dumps(changed(base, rng)).encode()
-    if rng.random() < 0.25:
-        content = rng.choice((*BYTES, rng.randbytes(20), content[: rng.randrange(len(content))]))
+    """Return an entry with a value of any kind in it, or bytes at random. `base`: what agents write; a string is written as it is."""
+    content = base.encode() if isinstance(base, str) else json.dumps(changed(base, rng)).encode()
+    if rng.random() < 0.25 or isinstance(base, str):
+        content = rng.choice((content, *BYTES, rng.randbytes(20), content[: rng.randrange(len(content))]))
     return content
 
 

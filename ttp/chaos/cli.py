@@ -252,7 +252,7 @@ def _plan(args: argparse.Namespace, output: Path, which: str) -> matrix.MatrixPl
     kinds = tuple(args.kinds.split(",")) if args.kinds else ()
     known = dict.fromkeys(cell.kind for cell in matrix.cells(which))
     if unknown := [kind for kind in kinds if kind not in known]:
-        raise ConfigError(f"--kinds: got {unknown[0]!r}, expected some of {', '.join(known)}")
+        raise ConfigError(f"--kinds: got {checked.shown(unknown[0])}, expected some of {', '.join(known)}")
     return matrix.MatrixPlan(
         output=output,
         repeat=args.repeat,

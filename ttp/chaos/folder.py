@@ -13,7 +13,15 @@ _MADE = r"run_\d+|baseline(\.json)?|lap_\d+|unbroken(\.json)?|result\.json|repor
 
 
 def empty(output: Path, *, keep: bool = False) -> None:
-    """Remove what an earlier run left. `keep`: leave it. Raises ConfigError for a folder with anything else in it."""
+    """Remove what an earlier run left. `keep`: leave it. Raises ConfigError for a folder with anything else in it, and for one that cannot be
+    used."""
+    try:
+        _empty(output, keep)
+    except OSError as error:
+        raise ConfigError(f"--output: got {output}: {error.strerror}, expected a folder that can be written") from None
+
+
+def _empty(output: Path, keep: bool) -> None:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output: got {output}, a file, expected a folder")
     if not output.exists() or keep:

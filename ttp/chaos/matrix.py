@@ -35,6 +35,7 @@ from ttp.chaos.run.harness import OnProgress
 from ttp.chaos.verdict.fault_outcome import NOT_REACHED
 from ttp.chaos.verdict.in_place import finding
 from ttp.chaos.verdict.invariants import VIOLATED
+from ttp.errors import ConfigError
 
 RANKS = 4
 STEPS = 220
@@ -240,8 +241,13 @@ def next_batch(todo: Sequence[MatrixCase], most: int) -> list[MatrixCase]:
 
 
 def read_lines(output: Path) -> list[dict[str, Any]]:
-    """Return what has been run so far, of all shards whose files lie there."""
-    return [line for path in sorted(output.glob("cells*.jsonl")) for line in read_jsonl(path)]
+    """Return what has been run so far, of all shards whose files lie there. Raises ConfigError for files that cannot be read."""
+    try:
+        return [line for path in sorted(output.glob("cells*.jsonl")) for line in read_jsonl(path)]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--output: got {output}, whose cells cannot be read ({' '.join(str(error).split())}), expected the folder of a matrix"
+        ) from None
 
 
 def command(*, nodes: bool = False) -> list[str]:

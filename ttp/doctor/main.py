@@ -20,6 +20,7 @@ from ttp.doctor import finding, job_layout, save_directories, this_machine, two_
 from ttp.doctor.finding import Finding
 from ttp.doctor.save_directories import CheckpointSize
 from ttp.errors import ConfigError
+from ttp.inputs import checked
 from ttp.inputs.options import whole
 from ttp.text.console import open_console
 from ttp.trainer.config.memory_size import memory_bytes
@@ -162,7 +163,7 @@ def _place(text: str, option: str) -> tuple[str, int]:
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found[2]) < 65536 or (option == "--peer" and not found[1]):
         expected = "host:port" if option == "--peer" else "a port, or host:port"
-        raise ConfigError(f"invalid {option}: got {text!r}, expected {expected}")
+        raise ConfigError(f"invalid {option}: got {checked.shown(text)}, expected {expected}")
     return (found[1] or "").strip("[]"), int(found[2])
 
 

@@ -66,7 +66,7 @@ def from_file(path: Path, option: str = FILE_VARIABLE, what: str = "secret") -> 
             content = file.read(MOST_BYTES + 64) or b""
     except OSError as error:
         raise ConfigError(
-            f"invalid {option}={str(path)!r}: {error.strerror or error}, expected a file with the job's {what}. {HOW_TO_MAKE}"
+            f"invalid {option}={str(path)[:500]!r}: {error.strerror or error}, expected a file with the job's {what}. {HOW_TO_MAKE}"
         ) from None
     if mode & _EXPOSED:
         raise ConfigError(

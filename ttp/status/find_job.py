@@ -50,16 +50,23 @@ class KnownController:
 def find(named: str) -> Job:
     """Return the job that is named: by a folder, or by host:port. Raises ConfigError: there is none."""
     folder = Path(named)
-    if not folder.exists():
+    try:
+        exists = folder.exists()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"invalid job: got {checked.shown(named)} ({why}), expected the job's folder, or host:port"
+        ) from None
+    if not exists:
         if (match := _ADDRESS.fullmatch(named)) and 0 < int(match[2]) < 65536:
             return Job(None, named)
         raise ConfigError(
-            f"invalid job: got {named!r}, which is not there, expected a folder (the job's output_dir, log_dir or checkpoint directory) or the"
+            f"invalid job: got {checked.shown(named)}, which is not there, expected a folder (the job's output_dir, log_dir or checkpoint directory) or the"
             " address of its controller, host:port"
         )
     if not folder.is_dir():
         raise ConfigError(
-            f"invalid job: got {named!r}, which is not a folder, expected the job's output_dir, log_dir or checkpoint directory"
+            f"invalid job: got {checked.shown(named)}, which is not a folder, expected the job's output_dir, log_dir or checkpoint directory"
         )
     places = [folder / place for place in PLACES]
     for place in places:
@@ -67,7 +74,7 @@ def find(named: str) -> Job:
             return Job(place)
     looked = ", ".join(str(place) for place in places)
     raise ConfigError(
-        f"no job found: got {named!r}, expected a folder with journal_0.jsonl or {REPORT_NAME} in it (looked into {looked}). Name the job's"
+        f"no job found: got {checked.shown(named)}, expected a folder with journal_0.jsonl or {REPORT_NAME} in it (looked into {looked}). Name the job's"
         " output_dir or log_dir, or its controller's host:port"
     )
 

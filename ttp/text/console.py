@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import sys
 from typing import IO
 
 from rich.console import Console
@@ -25,6 +27,9 @@ def open_console(file: IO[str] | None = None, *, soft_wrap: bool = True, ends_pr
     soft_wrap: lines go on over a terminal's edge; without it, and where there are tables with long cells, they are folded.
     ends_program: where the reader is gone the program ends with 1; else that is a BrokenPipeError.
     """
+    stream = file or sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")  # a path need not be UTF-8
     kind = Console if ends_program else _Raising
     console = kind(file=file, highlight=False, soft_wrap=soft_wrap)
     if not console.is_terminal:

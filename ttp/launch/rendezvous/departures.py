@@ -41,7 +41,7 @@ class Excluded:
 
 def failed_for_good(job_store: Store) -> str:
     """Return the reason of a node that cannot restart; empty: there is none."""
-    return str(job_store.get(FAILED).decode()) if job_store.check([FAILED]) else ""
+    return str(job_store.get(FAILED).decode(errors="replace")) if job_store.check([FAILED]) else ""
 
 
 def publish_departure(store: Store, run_id: str, why: str) -> int:
@@ -55,7 +55,7 @@ def departures_after(store: Store, run_id: str, number: int) -> tuple[str, ...]:
     """Return the reasons of the nodes that left after the `number`-th, in order, up to the first that is not written yet."""
     found: list[str] = []
     while store.check([key := f"{_left(run_id)}/{number + len(found) + 1}"]):
-        found.append(store.get(key).decode())
+        found.append(store.get(key).decode(errors="replace"))
     return tuple(found)
 
 
@@ -81,7 +81,7 @@ def ask_to_leave(store: Store, run_id: str, number: int, why: str) -> None:
 def asked_to_leave(store: Store, run_id: str, number: int) -> str:
     """Return why the agent with that entry was asked to leave; empty: it was not."""
     key = _drain(run_id, number)
-    return str(store.get(key).decode()) if store.check([key]) else ""
+    return str(store.get(key).decode(errors="replace")) if store.check([key]) else ""
 
 
 def _decoded(entry: bytes) -> Excluded:
@@ -100,7 +100,7 @@ def publish_over(store: Store, run_id: str, why: str) -> None:
 
 def over(store: Store, run_id: str) -> str:
     """Return why the job is over; empty if no node has published it."""
-    return str(store.get(_over(run_id)).decode()) if store.check([_over(run_id)]) else ""
+    return str(store.get(_over(run_id)).decode(errors="replace")) if store.check([_over(run_id)]) else ""
 
 
 def publish_success(store: Store, run_id: str, node: str) -> None:

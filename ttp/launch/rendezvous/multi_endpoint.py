@@ -29,6 +29,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ttp.errors import ConfigError
+from ttp.inputs import checked
 from ttp.inputs.options import whole
 from ttp.launch.hosts.listening import LOOPBACK, address_of, serve
 from ttp.launch.hosts.rank_table import is_own_address
@@ -74,11 +75,26 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             found.append(Endpoint(*parse_rendezvous_endpoint(part, DEFAULT_PORT)))
         except ValueError as error:
             raise ConfigError(
-                f"invalid --rdzv-endpoint: got {part!r} in {text!r} ({error}), expected host[:port], or several separated by commas"
+                f"invalid --rdzv-endpoint: got {checked.shown(part)} in {checked.shown(text)} ({_briefly(error)}), expected host[:port], or several separated by commas"
             ) from None
     if len(set(found)) != len(found):
-        raise ConfigError(f"invalid --rdzv-endpoint: got {text!r}, expected each endpoint once")
+        raise ConfigError(f"invalid --rdzv-endpoint: got {checked.shown(text)}, expected each endpoint once")
     return tuple(found)
+
+
+def read_epoch(store: Store, key: str) -> int:
+    """Return a store's epoch; 0: it is not in use. Raises RuntimeError where another program has written there."""
+    if not store.check([key]):
+        return 0
+    entry = bytes(store.get(key))
+    if not entry.isdigit() or len(entry) > 18:
+        raise RuntimeError(f"the store's entry {key!r} is no epoch: got {checked.shown(entry)}, expected a number")
+    return int(entry)
+
+
+def _briefly(error: ValueError) -> str:
+    """Return torch's own words, which have the host's name in them."""
+    return " ".join(str(error).encode("ascii", "backslashreplace").decode().split())[:300]
 
 
 class Stores:
@@ -315,7 +331,7 @@ class Window:
 
     def epoch_in(self, store: Store) -> int:
         """Return a store's epoch; 0: it is not in use."""
-        return int(store.get(self._epoch_key)) if store.check([self._epoch_key]) else 0
+        return read_epoch(store, self._epoch_key)
 
     def open(self, before: int, epoch: int, meeting: str = "") -> int | None:
         """Set the endpoint's epoch; return the one that it has now: another agent may have been faster. `meeting`: see `Stores.begin_anew`."""
@@ -331,7 +347,7 @@ class Window:
     def meeting_of(self, epoch: int) -> str:
         """Return what was published for the meeting under that epoch; empty: nothing, or no store answers."""
         key = f"{self._epoch_key}/{epoch}"
-        return self.ask(lambda store: str(store.get(key).decode()) if store.check([key]) else "") or ""
+        return self.ask(lambda store: str(store.get(key).decode(errors="replace")) if store.check([key]) else "") or ""
 
     def ask(self, question: Callable[[Store], T], within_s: float = math.inf) -> T | None:
         """Call the store; None where none answers. A call that hangs is abandoned. Raises OtherSecret."""
