@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 USAGE = 2
 MOST_RANKS, MOST_SECONDS, MOST_RATE, MOST_FAULTS = 10_000_000, 1e9, 1e3, 2e5
+LEAST_SECONDS = 1e-6
+"""Of what there cannot be none of."""
 _TIMES = {
     "save": "training waits so long for a persistent checkpoint",
     "detect": "from a fault until it is certain",
@@ -110,8 +112,9 @@ def _number(most: float, *, above: bool = False) -> Callable[[str], float]:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0.0 <= value <= most or (above and value == 0.0):
-            bounds = f"above 0, at most {most:g}" if above else f"from 0 to {most:g}"
+        least = LEAST_SECONDS if above else 0.0
+        if not least <= value <= most:
+            bounds = f"above 0 (from {least:g}), at most {most:g}" if above else f"from 0 to {most:g}"
             raise argparse.ArgumentTypeError(f"got {checked.shown(text)}, expected a number {bounds}")
         return value
 
@@ -182,6 +185,10 @@ def _cluster(given: argparse.Namespace) -> tuple[Cluster, dict[str, Measured]]:
     times = replace(times, **own)
     if times.step_s <= 0.0:
         raise ConfigError(f"--job: got {times.step_s:g} s for a step, expected more than 0. Name the time: --step-s")
+    if times.save_s < LEAST_SECONDS and given.interval_s is None:
+        raise ConfigError(
+            f"--save-s: got {times.save_s:g} s, expected at least {LEAST_SECONDS:g}, as there is no best interval else. Name one: --interval-s"
+        )
     return replace(
         cluster, ranks=given.ranks or cluster.ranks, ranks_per_node=given.nproc_per_node or cluster.ranks_per_node, times=times, per_device_hour=rates, slowdown=given.slowdown or 0.0, interval_s=given.interval_s
     ), known  # fmt: skip
