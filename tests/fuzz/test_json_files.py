@@ -22,6 +22,7 @@ from ttp.chaos.run.campaign import read_baseline
 from ttp.controller.replay import main as replay_main
 from ttp.errors import ConfigError
 from ttp.exchange import controller_file, last_step, saved_alone, time_marks
+from ttp.regroup import kept_result
 from ttp.trainer.convert import read_config
 
 settings.load_profile("fuzz")
@@ -62,6 +63,16 @@ def read_marks(path: Path) -> None:
     time_marks.read(path.parent, 0, 0.0)
 
 
+def read_rehearsals(path: Path) -> None:
+    path.rename(path.with_name(kept_result.NAME))
+    try:
+        kept_result.read(path.parent)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        kept_result.KeptResults([str(path.parent)], kept_result.RehearsedProgram("s", "1", "2", "l"), 1).why_not()
+
+
 READERS: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "a model, GPT-2": (read_model, GPT2),
     "a model, Llama": (read_model, LLAMA),
@@ -71,6 +82,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "a mark of time": (read_marks, {"unix_s": 5.0, "event": "saved", "step": 3, "took_s": 0.5}),
     "a save without a controller": (read_saved_alone, {"began_unix_s": 1.0, "unix_s": 2.0, "step": 3, "world_size": 2, "path": "/a", "error": "",
                                     "newest": "", "noticed": [0, 1]}),
+    "rehearsals": (read_rehearsals, {"format": 1, "results": [{"script": "s", "ttp": "1", "torch": "2", "layout": "l", "step": 3, "unequal": ""}]}),
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ them by their records. Decides nothing: which step is saved is for the agents (`
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import mmap
 import os
@@ -22,13 +21,11 @@ from typing import Any
 
 import xxhash
 
-from ttp.checkpoint.format.durable import fsync_directory, newest_step, write_durably
-from ttp.checkpoint.format.keys import param_group_blobs
-from ttp.checkpoint.format.signature import keys_at
-from ttp.checkpoint.publish import publish
+from ttp.checkpoint.format.durable import fsync_directory, newest_step
 from ttp.checkpoint.staging import discard_staging, make_staging
 from ttp.checkpoint.write import merge_results, write_share
 from ttp.copies import transfer
+from ttp.copies.checkpoints import publish_copy, read_share, share_name, write_share_file
 from ttp.copies.memory import NoRoom, of_save, own, received
 from ttp.copies.region import Description, Region, data_bytes, region_bytes
 from ttp.errors import CheckpointError
@@ -36,7 +33,8 @@ from ttp.fork_server import frames
 from ttp.fork_server.linux import LowShare, end_with_parent
 from ttp.identity.credentials import Credentials
 from ttp.identity.own import process_behind
-from ttp.proto.messages import Cause, CauseKind, CommitRecord, FileEntry, ShareResult
+from ttp.inputs import checked
+from ttp.proto.messages import Cause, CauseKind, FileEntry, ShareResult
 
 log = logging.getLogger("ttp.copies")
 
@@ -48,6 +46,8 @@ SHARES_S = 3600.0
 """Until all ranks' shares of a save are written, by processes of low priority."""
 LOOK_S = 0.05
 _CHUNK = 16 << 20
+_NO_MESSAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+"""What a request that no rank sends may raise."""
 
 
 class Damaged(CheckpointError):
@@ -101,16 +101,27 @@ class Keeper:
     # --- ranks ---
 
     def serve_rank(self, channel: socket.socket) -> None:
-        """Talk to one rank until it ends."""
-        with channel, contextlib.suppress(EOFError, OSError):
+        """Talk to one rank until it ends, or sends what no rank does."""
+        try:
+            self._serve_rank(channel)
+        except (EOFError, OSError):
+            return
+        except _NO_MESSAGE as error:
+            log.warning("a rank's connection ended: got what is not a request: %s: %s", type(error).__name__, error)
+
+    def _serve_rank(self, channel: socket.socket) -> None:
+        with channel:
             _, uid = process_behind(channel)
             if uid != os.geteuid():
                 return
             request, _ = frames.receive(channel)
-            rank, saying = int(request["rank"]), threading.Lock()
+            rank, nbytes, written = (
+                checked.integer(*checked.field(request, each, "")) for each in ("rank", "nbytes", "written")
+            )
+            saying = threading.Lock()
             name = of_save(rank) if request["use"] == "save" else own(rank)
             try:
-                region, descriptor = self._open(name, int(request["nbytes"]), int(request["written"]))
+                region, descriptor = self._open(name, nbytes, written)
             except (NoRoom, OSError) as error:
                 frames.send(channel, {"error": str(error)})
                 return
@@ -197,7 +208,7 @@ class Keeper:
             while True:
                 try:
                     taken = transfer.receive(channel, self._room)
-                except (ValueError, KeyError, TypeError, CheckpointError, NoRoom) as error:
+                except (ValueError, CheckpointError, NoRoom) as error:
                     transfer.refuse(channel, str(error))
                     return
                 if taken is None:
@@ -212,22 +223,28 @@ class Keeper:
 
     def _room(self, header: dict[str, Any], description: bytes) -> Region:
         """Return the memory for a copy that comes. Raises ValueError, NoRoom."""
-        name = received(int(header["rank"]))
+        rank, attempt, slot = (
+            checked.integer(*checked.field(header, each, "copy")) for each in ("rank", "attempt", "slot")
+        )
+        name = received(rank)
         with self._lock:
-            if header["attempt"] != self._attempt:
-                raise ValueError(f"got a copy of attempt {header['attempt']}, expected one of {self._attempt}")
+            if attempt != self._attempt:
+                raise ValueError(f"got a copy of attempt {attempt}, expected one of {self._attempt}")
             region = self._regions.get(name)
         if description:
-            region = self._described(name, description)
+            region = self._described(name, Description.decode(description), header)
         known = region.description if region is not None else None
-        if region is None or known is None or known.attempt != header["attempt"]:
+        if region is None or known is None or known.attempt != attempt:
             raise ValueError(f"got a copy of {name} without its description")
-        if not 0 <= int(header["slot"]) < len(known.slots):
-            raise ValueError(f"invalid copy: slot: got {header['slot']!r}, expected 0 to {len(known.slots) - 1}")
+        if slot >= len(known.slots):
+            raise ValueError(f"invalid copy: slot: got {slot}, expected 0 to {len(known.slots) - 1}")
         return region
 
-    def _described(self, name: str, content: bytes) -> Region:
-        description = Description.decode(content)
+    def _described(self, name: str, description: Description, header: dict[str, Any]) -> Region:
+        if (description.rank, description.attempt) != (header["rank"], header["attempt"]):
+            raise ValueError(
+                f"got a copy of {name} with the description of rank {description.rank}, attempt {description.attempt}"
+            )
         region, descriptor = self._open(name, region_bytes(description.slots), data_bytes(description.slots))
         os.close(descriptor)
         region.describe(description)
@@ -310,9 +327,9 @@ class Keeper:
     def _region(self, name: str, slot: int, step: int) -> Region:
         """Return a region whose slot has this step as it was copied. Raises Damaged."""
         with self._lock:
-            region, noted = self._regions[name], self._sums.get((name, slot))
-        copy = region.read(slot)
-        if copy is None or copy.step != step:
+            region, noted = self._regions.get(name), self._sums.get((name, slot))
+        copy = region.read(slot) if region is not None else None
+        if region is None or copy is None or copy.step != step:
             raise Damaged(name, step, "gone")
         if noted is not None and noted[0] == copy.sequence and noted[1] and checksum_of(region, slot) != noted[1]:
             raise Damaged(name, step, "not what it was when it was taken")
@@ -366,12 +383,12 @@ class Keeper:
             assert region.description is not None
             groups = sorted({place.group for place in region.description.slots[0]})
             result = self._write_one(region, 0, groups, request, "s")
-            mine["files"] = [asdict(file) for file in result.files]
+            mine["files"] = result.files
         except (CheckpointError, OSError) as error:
             mine["error"] = str(error)
         try:
             make_staging(folder.parent, folder.name)
-            write_durably(folder / share_name(request["rank"]), json.dumps(mine).encode())
+            write_share_file(folder, request["rank"], mine)
             fsync_directory(folder)
         except (CheckpointError, OSError) as error:
             mine.setdefault("error", str(error))
@@ -393,7 +410,7 @@ class Keeper:
         while "error" not in (last := shares[max(shares)]) and len(shares) < ranks:
             path = folder / share_name(len(shares))
             if path.exists():
-                shares[len(shares)] = json.loads(path.read_bytes())
+                shares[len(shares)] = read_share(path)
             elif self._attempt != attempt:
                 raise CheckpointError("the attempt has ended before all ranks' shares were written")
             elif time.monotonic() > until_s:
@@ -402,7 +419,7 @@ class Keeper:
                 time.sleep(LOOK_S)
         if "error" in last:
             raise CheckpointError(last["error"])
-        return [ShareResult(tuple(FileEntry(**file) for file in share["files"])) for share in shares.values()]
+        return [ShareResult(tuple(share["files"])) for share in shares.values()]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -411,44 +428,6 @@ def listen(host: str, port: int) -> socket.socket:
     with contextlib.suppress(OSError):
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     return socket.create_server((host, 0), family=family, backlog=BACKLOG)
-
-
-def share_name(rank: int) -> str:
-    """Return the name of the file in which one rank's keeper says what it has written."""
-    return f"share_{rank}.json"
-
-
-def publish_copy(
-    region: Region, slot: int, place: Mapping[str, Any], cause: Cause, results: Sequence[ShareResult]
-) -> str:
-    """Make shares of a step a checkpoint, with the host state of one copy of it; return its path. Raises CheckpointError."""
-    copy, what = region.read(slot), region.description
-    if copy is None or what is None:
-        raise CheckpointError(f"the copy of step {place['step']} is gone")
-    facts, kept = what.facts, json.loads(copy.state)
-    record = kept["record"]
-    groups = [dict(group) for group in kept["state"]["optimizer"]["param_groups"]]
-    for group, names in zip(groups, facts["param_names"], strict=True):
-        group["params"] = names
-    return publish(
-        place["directory"],
-        place["tmp_name"],
-        step=copy.step,
-        results=results,
-        cause=cause,
-        record=record and CommitRecord(**{name: _frozen(value) for name, value in record.items()}),
-        state=kept["state"],
-        layout=facts["layout"],
-        blobs=param_group_blobs(groups),
-        rank=what.rank,
-        term=place["term"],
-        expected={key: tuple(shape) for key, shape in facts["expected"].items()},
-        keys=keys_at(facts["sign_key"], facts["verify_key"]),
-    )
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def checksum_of(region: Region, slot: int) -> str:

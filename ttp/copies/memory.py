@@ -80,7 +80,11 @@ class Owner:
                     f" {size_text(limit.used)})"
                 )
             descriptor = os.memfd_create(f"ttp-{name}", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, nbytes)
+            try:
+                os.ftruncate(descriptor, nbytes)
+            except (OSError, OverflowError) as error:
+                os.close(descriptor)
+                raise NoRoom(f"{size_text(nbytes)} for {name}: {error}") from None
             self._memories[name], self._reserved[name] = (descriptor, nbytes), written
             return descriptor
 

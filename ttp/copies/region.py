@@ -20,6 +20,7 @@ from ttp.checkpoint.format.block import Block
 from ttp.checkpoint.format.dcp import dtype_name
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.errors import CheckpointError
+from ttp.inputs import checked
 
 PAGE = mmap.PAGESIZE
 DESCRIPTION_BYTES = 64 << 20
@@ -27,6 +28,7 @@ DESCRIPTION_BYTES = 64 << 20
 STATE_BYTES = 16 << 20
 """Room for the host state of one step."""
 _ALIGNED = 64
+_MOST_NUMEL = 1 << 40
 _RECORD = struct.Struct("<8sQqQI")
 _MARK = b"ttpcopy1"
 _LENGTH = struct.Struct("<QI")
@@ -70,7 +72,7 @@ def places_of(holdings: dict[str, list[HeldTensor]]) -> tuple[TensorPlace, ...]:
                     offset,
                 )
             )
-            offset += -(-values.numel() * values.element_size() // _ALIGNED) * _ALIGNED
+            offset = _end(places)
     return tuple(places)
 
 
@@ -112,17 +114,54 @@ class Description:
 
     @classmethod
     def decode(cls, content: bytes) -> Description:
-        fields = json.loads(content)
-        slots = tuple(tuple(_place(values) for values in slot) for slot in fields["slots"])
-        return cls(
-            fields["rank"], fields["attempt"], fields["world_size"], tuple(fields["groups"]), slots, fields["facts"]
+        """Return a description that `encode` has written. Raises ValueError for another one: no place lies outside of its slot."""
+        try:
+            fields = checked.mapping(json.loads(content), "description")
+        except RecursionError:
+            raise ValueError("invalid description: got values nested too deep to be read") from None
+        rank, attempt, world_size = (
+            checked.integer(*checked.field(fields, name, "")) for name in ("rank", "attempt", "world_size")
         )
+        groups = [checked.string(*each) for each in checked.items(*checked.field(fields, "groups", ""))]
+        slots = [_slot(*each) for each in checked.items(*checked.field(fields, "slots", ""))]
+        facts = checked.mapping(*checked.field(fields, "facts", ""))
+        for each in checked.items(*checked.field(facts, "directories", "facts")):
+            checked.string(*each)
+        return cls(rank, attempt, world_size, tuple(groups), tuple(slots), facts)
 
 
-def _place(values: Sequence[Any]) -> TensorPlace:
-    group, key, shape, start, dtype, numel, block, offset = values
-    cut = None if block is None else (tuple(block[0]), tuple(block[1]))
-    return TensorPlace(group, key, tuple(shape), start, dtype, numel, cut, offset)
+def _slot(value: object, path: str) -> tuple[TensorPlace, ...]:
+    places: list[TensorPlace] = []
+    for each, where in checked.items(value, path):
+        values = [item for item, _ in checked.items(each, where)]
+        if len(values) != len(TensorPlace.__slots__):
+            raise checked.Invalid(where, each, f"{len(TensorPlace.__slots__)} values of a tensor's place")
+        places.append(_place(values, where, _end(places)))
+    return tuple(places)
+
+
+def _end(places: Sequence[TensorPlace]) -> int:
+    """Return where the next place of a slot begins."""
+    return places[-1].offset + -(-places[-1].nbytes // _ALIGNED) * _ALIGNED if places else 0
+
+
+def _place(values: Sequence[Any], path: str, offset: int) -> TensorPlace:
+    group, key, shape, start, dtype, numel, block, lies_at = values
+    cut = None
+    if block is not None:
+        sides = [checked.integers(*each) for each in checked.items(block, f"{path}.block")]
+        if len(sides) != 2:
+            raise checked.Invalid(f"{path}.block", block, "offsets and sizes")
+        cut = (sides[0], sides[1])
+    try:
+        _dtype(checked.string(dtype, f"{path}.dtype"))
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    return TensorPlace(
+        checked.string(group, f"{path}.group"), checked.string(key, f"{path}.key"), checked.integers(shape, f"{path}.shape"),
+        checked.integer(start, f"{path}.start"), dtype, checked.integer(numel, f"{path}.numel", 0, _MOST_NUMEL), cut,
+        checked.integer(lies_at, f"{path}.offset", offset, offset),
+    )  # fmt: skip
 
 
 def slot_bytes(places: Sequence[TensorPlace]) -> int:

@@ -19,6 +19,7 @@ import xxhash
 from ttp.copies.region import Region
 from ttp.identity.credentials import Credentials
 from ttp.identity.role import KEEPER_NAME, Identity, Role
+from ttp.inputs import checked
 
 CHUNK_BYTES = 4 << 20
 CONNECT_S = 10.0
@@ -120,7 +121,9 @@ def receive(
         return None
     description = _bytes(channel, _size(header, "description", _MOST_HEADER))
     region = room(header, description)
-    slot, sequence = int(header["slot"]), int(header["sequence"])
+    slot, step, sequence = (
+        checked.integer(*checked.field(header, name, "copy")) for name in ("slot", "step", "sequence")
+    )
     state, data = region.state(slot), region.data(slot)
     parts = (state[: _size(header, "state", len(state))], data[: _size(header, "data", len(data))])
     region.clear(slot)
@@ -134,11 +137,9 @@ def receive(
     closing = _next_message(channel)
     checksum = str(closing.get("checksum", ""))
     if checksum and (checksum, closing.get("header")) != (digest.hexdigest(), _checksum_of(header, description)):
-        raise ValueError(
-            f"rank {header['rank']}, step {header['step']}: the bytes that came are not those that were sent"
-        )
+        raise ValueError(f"rank {header['rank']}, step {step}: the bytes that came are not those that were sent")
     if checksum:
-        region.commit(slot, int(header["step"]), sequence, int(header["state"]))
+        region.commit(slot, step, sequence, header["state"])
     _say(channel, {})
     return region, slot, sequence, checksum
 
@@ -168,17 +169,14 @@ def _next_message(channel: socket.socket) -> dict[str, Any]:
     (size,) = _LENGTH.unpack(_bytes(channel, _LENGTH.size))
     if size > _MOST_HEADER:
         raise ValueError(f"got a message of {size} bytes, expected at most {_MOST_HEADER}")
-    message = json.loads(_bytes(channel, size))
-    if not isinstance(message, dict):
-        raise ValueError("got a message that is not a table")
-    return message
+    try:
+        return checked.mapping(json.loads(_bytes(channel, size)), "message")
+    except RecursionError:
+        raise ValueError("got a message nested too deep to be read") from None
 
 
 def _size(header: dict[str, Any], name: str, most: int) -> int:
-    size = header.get(name)
-    if not isinstance(size, int) or not 0 <= size <= most:
-        raise ValueError(f"invalid copy: {name}: got {size!r}, expected 0 to {most} bytes")
-    return size
+    return checked.integer(*checked.field(header, name, "copy"), 0, most)
 
 
 def _bytes(channel: socket.socket, size: int) -> bytes:

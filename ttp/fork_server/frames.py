@@ -9,6 +9,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from ttp.inputs import checked
+
 _LENGTH = struct.Struct("!Q")
 MOST_DESCRIPTORS = 252
 """One message takes no more (SCM_MAX_FD is 253)."""
@@ -32,12 +34,19 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
         (size,) = _LENGTH.unpack(header)
         if size > MOST_BYTES:
             raise OSError(f"got a message of {size} bytes, expected at most {MOST_BYTES}")
-        message: dict[str, Any] = json.loads(_exactly(channel, size))
+        message = _read(_exactly(channel, size))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
     return message, descriptors
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    try:
+        return checked.mapping(json.loads(content), "message")
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"got what is not a message: {' '.join(str(error).split())[:200]}") from None
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
