@@ -18,6 +18,10 @@ MOST_BYTES = 256 << 20
 """Of a message: 64 programs with a megabyte of variables each have a fourth of it. What is longer was not sent by `send`."""
 
 
+class NotMessage(OSError, ValueError):
+    """The other side has sent something else: as if the channel were lost, unless its reader answers."""
+
+
 def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message. Raises OSError."""
     body = json.dumps(message).encode()
@@ -46,7 +50,7 @@ def _read(content: bytes) -> dict[str, Any]:
     try:
         return checked.mapping(json.loads(content), "message")
     except (ValueError, RecursionError) as error:
-        raise OSError(f"got what is not a message: {' '.join(str(error).split())[:200]}") from None
+        raise NotMessage(f"got what is not a message: {' '.join(str(error).split())[:200]}") from None
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:

@@ -276,8 +276,8 @@ def test_a_copy_that_is_gone_is_not_sent() -> None:
     ("change", "message"),
     [
         ({"slot": 2}, r"slot: got 2, expected 0 to 1"),
-        ({"state": 1 << 40}, r"state: got \d+, expected 0 to 16777216 bytes"),
-        ({"data": -1}, r"data: got -1, expected 0 to 4096 bytes"),
+        ({"state": 1 << 40}, r"copy.state: got \d+, expected an integer from 0 to 16777216"),
+        ({"data": -1}, r"copy.data: got -1, expected an integer from 0 to 4096"),
         ({"description": 1 << 40}, r"description: got"),
         ({"attempt": 9}, r"got a copy of attempt 9, expected one of 1"),
         ({"rank": 5}, r"got a copy of rank 5 of another node without its description"),
@@ -297,7 +297,7 @@ def test_a_copy_that_cannot_be_is_refused_in_one_line(change: dict[str, int], me
 def test_a_header_of_another_type_is_refused() -> None:
     with keeper() as (_, address), transfer.connect(address, None) as channel:
         channel.sendall(transfer._LENGTH.pack(2) + b"[]")
-        assert transfer._next_message(channel) == {"error": "got a message that is not a table"}
+        assert transfer._next_message(channel) == {"error": "message: got [], expected a mapping of strings to values"}
 
 
 def test_a_message_too_long_is_refused_before_it_is_read() -> None:
@@ -309,9 +309,9 @@ def test_a_message_too_long_is_refused_before_it_is_read() -> None:
 def test_a_description_that_is_none_is_refused_and_the_keeper_goes_on() -> None:
     with keeper() as (sender, _), keeper() as (_, address):
         with transfer.connect(address, None) as channel:
-            header = {"rank": 0, "attempt": 1, "description": 2}
+            header = {"rank": 0, "attempt": 1, "slot": 0, "description": 2}
             transfer._say(channel, header)
             channel.sendall(b"{}")
-            assert transfer._next_message(channel) == {"error": "'slots'"}
+            assert transfer._next_message(channel) == {"error": "rank: is missing, expected a value"}
         sender._set_peer({"address": address})
         assert secure(sender, of_rank(sender)) == ""
