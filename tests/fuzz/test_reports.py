@@ -50,7 +50,7 @@ def spoil(path: Path, rng: random.Random) -> None:
         if rng.random() < 0.2:
             lines[place] = rng.choice((*OTHER, rng.randbytes(30), lines[place][: rng.randrange(len(lines[place]) + 1)]))
         else:
-            with contextlib.suppress(ValueError, TypeError, RecursionError):  # it is no object any more
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # not an object any more
                 lines[place] = json.dumps(changed(json.loads(lines[place]), rng)).encode()
     path.write_bytes(b"\n".join(lines) + rng.choice((b"\n", b"\n", b"")))
 

@@ -146,7 +146,7 @@ def _end(places: Sequence[TensorPlace]) -> int:
 
 
 def _place(values: Sequence[Any], path: str, offset: int) -> TensorPlace:
-    group, key, shape, start, dtype, numel, block, lies_at = values
+    group, key, shape, start, dtype, numel, block, offset_in_tensor = values
     cut = None
     if block is not None:
         sides = [checked.integers(*each) for each in checked.items(block, f"{path}.block")]
@@ -160,7 +160,7 @@ def _place(values: Sequence[Any], path: str, offset: int) -> TensorPlace:
     return TensorPlace(
         checked.string(group, f"{path}.group"), checked.string(key, f"{path}.key"), checked.integers(shape, f"{path}.shape"),
         checked.integer(start, f"{path}.start"), dtype, checked.integer(numel, f"{path}.numel", 0, _MOST_NUMEL), cut,
-        checked.integer(lies_at, f"{path}.offset", offset, offset),
+        checked.integer(offset_in_tensor, f"{path}.offset", offset, offset),
     )  # fmt: skip
 
 
@@ -225,7 +225,9 @@ class Region:
         return bool(content)
 
     def _content(self) -> bytes:
-        """Return the description as it is encoded; empty: there is none."""
+        """Return the description as it is encoded; empty: there is none, or no room for one."""
+        if len(self._memory) < _LENGTH.size:
+            return b""
         size, check = _LENGTH.unpack(self._memory[: _LENGTH.size])
         content = bytes(self._memory[PAGE : PAGE + min(size, DESCRIPTION_BYTES)])
         return content if zlib.crc32(content) == check else b""

@@ -40,7 +40,7 @@ _SAME_S = 0.01
 """A fault's row has its times in milliseconds."""
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What a file that is missing, cut off or altered may raise."""
-_MOST_S = 2.5e11
+_LATEST = 2.5e11
 """The end of the year 9891: no time is later."""
 
 
@@ -143,7 +143,7 @@ def _shown(history: History) -> History:
 def _check_numbers(value: object, path: str) -> None:
     """Raise ValueError for a number that is not finite, or greater than any time and any step is."""
     if isinstance(value, float):
-        checked.number(value, path, -_MOST_S, _MOST_S)
+        checked.number(value, path, -_LATEST, _LATEST)
     elif type(value) is int:
         checked.integer(value, path, -checked.INT64_MAX)
     elif isinstance(value, Mapping):

@@ -222,6 +222,7 @@ def test_ranks_that_act_on_differences_leave_where_a_step_was_published_first(
     made = of_rank(1, left)
     made._optimizer.on_divergence = OnDivergence(choice)
     assert made.order(replace(ORDER, saved=saved)).startswith("step 8 was published before replicas") is refused
+    made._end_leaving()
 
 
 def test_an_exception_that_the_order_itself_has_caused_is_not_reported(reentry: Reentry) -> None:

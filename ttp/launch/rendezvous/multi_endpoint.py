@@ -88,7 +88,7 @@ def read_epoch(store: Store, key: str) -> int:
         return 0
     entry = bytes(store.get(key))
     if not entry.isdigit() or len(entry) > 18:
-        raise RuntimeError(f"the store's entry {key!r} is no epoch: got {checked.shown(entry)}, expected a number")
+        raise RuntimeError(f"the store's entry {key!r} is not an epoch: got {checked.shown(entry)}, expected a number")
     return int(entry)
 
 
