@@ -157,6 +157,11 @@ class Disk:
         self.directories[root, final] = self.directories.pop((root, name))
         return True
 
+    def steps_in(self, root: str) -> list[int]:
+        """Return the steps of a save directory's published checkpoints, as its names have them."""
+        names = (name for where, name in self.directories if where == root)
+        return [int(name.removeprefix("iter_")) for name in names if name.removeprefix("iter_").isdigit()]
+
     def newest_published(self) -> int:
         """Return the newest step of this job that was published; that of the older checkpoint when none was."""
         return max((step for _, step in self.published), default=OLDER_STEP)

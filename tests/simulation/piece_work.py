@@ -34,16 +34,13 @@ class PieceWorker(Worker):
         claim = f"{order.tmp_name}_claim_{self.rank}_{self._claims}"
         try:
             done = self._is_done(order)
-            if not done:
-                self.disks.check(self.rank, root)
+            if done:
+                self.disks.check_fsync(self.rank, root)
+            elif not self.disks.claim(self.rank, root, order.tmp_name, claim, self._mine(order)):
+                self._look_again(order, claim, DiskError(f"{order.tmp_name} is gone"))
+                return
         except DiskError as error:
             self._failed(error)
-            return
-        try:
-            if not done:
-                self.disks.claim(root, order.tmp_name, claim, [entry.name for entry in self._mine(order)])
-        except DiskError as error:
-            self._look_again(order, claim, error)
             return
         if done:
             self._later("tracker", 0.005, self._replace_tracker, order)

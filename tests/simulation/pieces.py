@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tests.simulation.disk import OLDER_STEP, Directory, Disk, DiskError, File, Manifest, final_name
+from tests.simulation.disk import OLDER_STEP, Directory, Disk, DiskError, File, Manifest, final_name, look_at
+from ttp.proto.messages import FileEntry
 
 _PUBLISHED = re.compile(r"iter_\d{7}(_superseded_\d+)?")
 
@@ -51,14 +52,23 @@ class OwnDisks(Disk):
 
     # --- a publisher's acts ---
 
-    def claim(self, root: str, tmp_name: str, claim: str, mine: Collection[str]) -> None:
-        """Take a staging directory, or what an earlier publisher has claimed of it, under a name of one's own; of several
-        one with the files."""
-        names = [name for where, name in self.directories if where == root and _is_of(name, tmp_name)]
-        names.sort(key=lambda name: (not self.directories[root, name].files.keys() >= set(mine), name))
-        if not names:
-            raise DiskError(f"{tmp_name} is gone")
-        self.directories[root, claim] = self.directories.pop((root, names[0]))
+    def claim(self, rank: int, root: str, tmp_name: str, claim: str, mine: Sequence[FileEntry]) -> bool:
+        """Take a staging directory, or what an earlier publisher has claimed of it, under a name of one's own; of several the one with the
+        files. False: there is none. Raises DiskError, with nothing taken, where none has the files as their writers reported them, or
+        `rank` cannot rename."""
+        errors = []
+        for name in sorted(name for where, name in self.directories if where == root and _is_of(name, tmp_name)):
+            try:
+                look_at(self.directories[root, name].files, mine)
+            except DiskError as error:
+                errors.append(error)
+                continue
+            self.check(rank, root)
+            self.directories[root, claim] = self.directories.pop((root, name))
+            return True
+        if errors:
+            raise errors[0]
+        return False
 
     def place(self, root: str, claim: str, key: Key, committed: int) -> bool:
         """Give a claimed piece its name; False when the name is taken."""

@@ -264,7 +264,8 @@ class Worker:
         disk, root = self.job.disk, self._root(order)
         try:
             disk.check(self.rank, root)
-            disk.tracker[root] = max(order.step, disk.tracker.get(root, OLDER_STEP))
+            disk.check_fsync(self.rank, root)
+            disk.tracker[root] = max(order.step, disk.tracker.get(root, OLDER_STEP), *disk.steps_in(root))
         except DiskError as error:
             self.job.struck(error.kind, self.rank)
         self.job.happened("tracker replaced", self.rank)
