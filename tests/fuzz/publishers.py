@@ -307,8 +307,8 @@ class Real:
                     manifest = read_manifest(path)
                     listed = [file.name for file in manifest.files if (path / file.name).exists()]
                     parts = frozenset(part for name in listed for part in self.parts_of.get(name, ()))
-                    told = (manifest.term, manifest.attempt) if self.own else (0, "")
-                    found[root if self.own else ROOT, path.name] = (*told, parts)
+                    shown = (manifest.term, manifest.attempt) if self.own else (0, "")
+                    found[root if self.own else ROOT, path.name] = (*shown, parts)
         return found
 
     def trackers(self) -> dict[str, int]:

@@ -30,7 +30,7 @@ from ttp.copies import transfer
 from ttp.copies.checkpoints import publish_copy, read_share
 from ttp.copies.keeper import Keeper
 from ttp.copies.memory import NoRoom
-from ttp.copies.region import Description, Region
+from ttp.copies.region import Description, Region, region_bytes
 from ttp.errors import CheckpointError
 from ttp.fork_server import frames
 from ttp.proto.messages import Cause, CauseKind, FileEntry, ShareResult
@@ -166,7 +166,7 @@ def test_a_keeper_takes_copies_after_whatever_came_to_it(rng: random.Random) -> 
 
 def rank_asks(rng: random.Random) -> bytes:
     """Return what a rank sends: for its memory, then that it has copied, or wants a save."""
-    asks = {"rank": 0, "use": "copies", "nbytes": 1 << 12, "written": 1 << 12}
+    asks = {"rank": 0, "use": "copies", "nbytes": region_bytes(DESCRIPTION.slots), "written": 1 << 12}
     copied = {"do": "copied", "slot": 0, "step": 5, "sequence": 3, "send": False}
     parts = [spoilt(each, rng) for each in (asks, {"do": "described"}, copied)]
     return b"".join(a_message(part, rng) for part in parts[: rng.choice((1, 3, 3))])

@@ -158,7 +158,7 @@ def tracker_before_rename(patch: Patch) -> None:
 
 def tracker_goes_back(patch: Patch) -> None:
     """It is replaced whatever it names."""
-    patch.setattr("tests.simulation.work.max", lambda step, known: step, raising=False)
+    patch.setattr("tests.simulation.work.max", lambda step, *known: step, raising=False)
 
 
 def published_directory_is_overwritten(patch: Patch) -> None:
@@ -204,6 +204,7 @@ def piece_without_looking_at_sizes(patch: Patch) -> None:
         return Manifest(order.step, names, self.replica.host_states.get(order.step, 0), order.term, order.tmp_name)
 
     patch.setattr(PieceWorker, "_piece", wrong)
+    patch.setattr("tests.simulation.pieces.look_at", lambda files, entries: None)
 
 
 # --- the spanning collective ---

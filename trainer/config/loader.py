@@ -112,14 +112,16 @@ def parse_overrides(args: Sequence[str]) -> list[tuple[str, str]]:
         key, equals, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or not key:
             raise ConfigError(
-                f"argument: got {arg!r}, expected --section.key value, as in --training_config.training_iters 200"
+                f"argument: got {checked.shown(arg)}, expected --section.key value, as in --training_config.training_iters 200"
             )
         if "." not in key:
             near = _nearest(key, ["config", "help", *(path for path, *_ in describe())])
-            raise ConfigError(f"argument: got {arg!r}, expected --config or --section.key{near}; see --help")
+            raise ConfigError(
+                f"argument: got {checked.shown(arg)}, expected --config or --section.key{near}; see --help"
+            )
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"argument {arg!r}: expected a value after it")
+                raise ConfigError(f"argument {checked.shown(arg)}: expected a value after it")
             text = rest.pop(0)
         overrides.append((key, text))
     return overrides

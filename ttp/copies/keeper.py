@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ SHARES_S = 3600.0
 """Until all ranks' shares of a save are written, by processes of low priority."""
 LOOK_S = 0.05
 _CHUNK = 16 << 20
-_NO_MESSAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+_NO_MESSAGE = (ValueError, struct.error, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
 """What a request that no rank sends may raise."""
 
 
@@ -115,9 +116,8 @@ class Keeper:
             if uid != os.geteuid():
                 return
             request, _ = frames.receive(channel)
-            rank, nbytes, written = (
-                checked.integer(*checked.field(request, each, "")) for each in ("rank", "nbytes", "written")
-            )
+            rank, written = (checked.integer(*checked.field(request, each, "")) for each in ("rank", "written"))
+            nbytes = checked.integer(*checked.field(request, "nbytes", ""), region_bytes(()))
             saying = threading.Lock()
             name = of_save(rank) if request["use"] == "save" else own(rank)
             try:
