@@ -62,7 +62,12 @@ class OnDivergence:
         """Return what is logged where a difference is only reported. `text`: what differs."""
         path = self.checkpoint_before(self.equal_after)
         back = path or f"a checkpoint from before it (none was found in {', '.join(self.searched) or 'any directory'})"
-        return f"{text}; memory, a device or the wire has altered one of them. They were equal after step {self.equal_after}: check these hosts, and go back to {back}"
+        since = (
+            f"They were equal after step {self.equal_after}"
+            if self.equal_after
+            else "No comparison before found them equal"
+        )
+        return f"{text}; memory, a device or the wire has altered one of them. {since}: check these hosts, and go back to {back}"
 
     def settle(self, step: int, text: str, found: Collection[Majority], rank: int) -> None:
         """All holders have read twice that they differ after `step`: take this thread out of its step. `text`: what differs. Raises ReplicasDiffer,

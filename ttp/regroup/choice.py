@@ -64,7 +64,7 @@ def _exposure(settings: Settings) -> str:
         return "a rank that dies is replaced by a new process, and the others keep theirs, once the newest step is on disk (TTP_GASP=always)"
     return (
         f"a rank that dies is replaced by a new process, and the others keep theirs. Until it has its state, {settings.in_place_s:g} s at most, the newest step is in"
-        " their memory alone: it is written only if that fails, or if it is a process that stands still"
+        " their memory alone: it is written only if that fails, and first where a process has stopped responding"
     )
 
 

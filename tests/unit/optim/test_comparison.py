@@ -39,6 +39,7 @@ def test_the_tensor_and_its_holders_are_named() -> None:
 
 def test_where_a_difference_is_only_reported_the_checkpoint_from_before_it_is_named() -> None:
     choice = OnDivergence("report")
+    assert "No comparison before found them equal: check these hosts" in choice.reported("what differs")
     choice.equal_after, choice.searched = 200, ("/a", "/b")
     assert choice.reported("step 300: replicas differ in w: rank 0 against rank 2").endswith(
         "They were equal after step 200: check these hosts, and go back to a checkpoint from before it (none was found in /a, /b)"

@@ -13,6 +13,7 @@ from ttp.controller.journal import Journal, set_aside_later
 from ttp.controller.replay import compare, main
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Progress, Registration, ShardGroup, WorkerExit
+from ttp.status_page.curve import FILE_NAME
 
 SETTINGS = ControllerSettings(job_id="job", term=1, world_size=2)
 
@@ -73,7 +74,10 @@ def test_the_journal_of_an_earlier_launch_is_moved_aside_and_replays_there(tmp_p
         record(tmp_path / later, EVENTS[:2])
     record(path, EVENTS[:2])
     (tmp_path / "stacks_0.txt").write_text("where rank 1 stood")
+    (tmp_path / FILE_NAME).write_text("{}")
     set_aside_later(tmp_path)
+    assert [each.read_text() for each in (tmp_path / "earlier").glob(f"*_{FILE_NAME}")] == ["{}"], "the page's curves"
+    assert not (tmp_path / FILE_NAME).exists()
     (stacks,) = (tmp_path / "earlier").glob("*_stacks_0.txt")
     assert stacks.read_text() == "where rank 1 stood" and not (tmp_path / "stacks_0.txt").exists()
     assert sorted(each.name for each in tmp_path.glob("*.jsonl")) == [path.name]
