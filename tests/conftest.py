@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,13 @@ settings.load_profile("test")  # seconds say nothing on a busy machine
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch's stores ask DNS for the name of each that connects, 127.0.0.1 too: one lost answer holds all clients of a store up for 5 s."""
+
+LONGEST = Path(__file__).parent / "unit/trainer"
+"""The folder whose files take longest. They come first: a worker that gets one last is alone with it while the others have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST not in item.path.parents)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -316,9 +316,10 @@ def unprotected(job: Job) -> bool:
 def _false_refusal(job: Job) -> list[str]:
     """I9: where ranks that nothing happened to cover a step, on directories that serve them, it is not refused.
 
-    The first refusal is judged, since ranks leave after it.
+    The first refusal is judged, since ranks leave after it; that of a controller that is apart from the others only when there is no other.
     """
-    refused = next(snapshot for snapshot in job.snapshots if snapshot.verdict == "refused")
+    refusals = [snapshot for snapshot in job.snapshots if snapshot.verdict == "refused"]
+    refused = next((snapshot for snapshot in refusals if not snapshot.apart), refusals[0])
     step = refused.newest(job, sound(job, refused.at_s) - _unheard(job, refused.at_s))
     if not step or job.comparing.disputed or _kept_apart(job, refused.at_s):
         return []

@@ -344,7 +344,13 @@ class Controller:
         if line.event == "published":
             self.job.said_published(self)
         elif line.event in ("decided", "refused"):
-            self.job.snapshots.append(Snapshot.of(self.job, line.event))
+            self.job.snapshots.append(Snapshot.of(self.job, line.event, self._is_apart()))
+
+    def _is_apart(self) -> bool:
+        """It was cut off when it began to take over from one that leads still."""
+        began_s = next((at for at, line in self.journal if line.event == "takeover_began"), inf)
+        leading = [c for c in self.job.controllers if c.place < self.place and c.ranks_came and not c.gone]
+        return began_s <= self.parted_until and bool(leading)
 
     def _thaws_one_generation(self) -> None:
         """I22: those whose gates it opens have made their groups together."""

@@ -98,7 +98,7 @@ class InPlace:
 
     def update_begins(self, process: Rank, step: int) -> None:
         """I17: all train in one generation, and none in an older one any more. What runs on where its node was given up may end the step at which
-        it was, and so may a silent process until its agent has ended it."""
+        it was, and so may a silent process until its agent has ended it: the step after the one that is saved, if all had contributed to that one."""
         if process.started_s < self.given_up_s.get(f"host{process.node}", -inf):
             return
         if process in self.former:
@@ -106,7 +106,7 @@ class InPlace:
         newest = max(self.generation, process.generation)
         those = [self.process_in(rank, newest) for rank in range(len(self.job.ranks))]
         behind = [other.rank for other in (process, *those) if other.alive and other.generation != newest]
-        if behind and not (self.was_silent(process) and step <= max(self._decided(), default=0)):
+        if behind and not (self.was_silent(process) and step <= max(self._decided(), default=0) + 1):
             self.job.broken(
                 f"I17: rank {process.rank} begins an update in generation {process.generation}, and ranks {behind} are not in {newest}"
             )

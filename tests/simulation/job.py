@@ -196,14 +196,16 @@ class Job:
                 action(rank)
 
     def where(self, rank: int) -> str:
-        """Say where the job is: the controller's stage, and while training is on the phase of `rank`."""
+        """Say where the job is: the controller's stage, and while training is on the phase of `rank`; of a silent one, also while the
+        others regroup: it may run again until its agent ends it."""
         controller = self.controller
         if controller.dead:
             return "leaderless"
         if controller.over:
             return "over"
         stage = controller.state.stage
-        return self.ranks[rank].phase.name if stage is Stage.RUNNING else stage.value
+        trains = stage is Stage.RUNNING or (stage is Stage.REGROUPING and self.in_place.was_silent(self.ranks[rank]))
+        return self.ranks[rank].phase.name if trains else stage.value
 
     def struck(self, kind: str, rank: int, where: str = "") -> None:
         """Note that a fault acts now, not when it was put in. `where`: if it changes that itself."""

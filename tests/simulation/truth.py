@@ -28,9 +28,11 @@ class Snapshot:
     verdict: str
     at_s: float
     reports: tuple[StateReport, ...]
+    apart: bool = False
+    """The controller has taken over behind a broken network, and an earlier one leads the others: neither speaks for all ranks."""
 
     @classmethod
-    def of(cls, job: Job, verdict: str) -> Snapshot:
+    def of(cls, job: Job, verdict: str, apart: bool) -> Snapshot:
         ranks = [rank for rank in job.ranks if rank.alive and rank.started]
         if (
             job.training.local_copy
@@ -42,6 +44,7 @@ class Snapshot:
             verdict,
             job.now,
             tuple(_at_the_end_of_its_update(rank, verdict) for rank in ranks if rank.began_in <= whole),
+            apart,
         )
 
     def reaching(self, step: int, sound: Collection[int]) -> frozenset[int]:
