@@ -198,7 +198,7 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []  # the ranks that remain cannot cover, and gave the wait for a controller up
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
-    return _false_refusal(job)
+    return false_refusal(job)
 
 
 def _comes_and_goes(job: Job) -> bool:
@@ -313,7 +313,7 @@ def unprotected(job: Job) -> bool:
     return all(c.dead or c.away_s > job.times.controller_lost_s / 2 for c in (job.controller, *behind))
 
 
-def _false_refusal(job: Job) -> list[str]:
+def false_refusal(job: Job) -> list[str]:
     """I9: where ranks that nothing happened to cover a step, on directories that serve them, it is not refused.
 
     The first refusal is judged, since ranks leave after it; that of a controller that is apart from the others only when there is no other.

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.checks import violations
+from tests.simulation.checks import false_refusal, violations
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
+from tests.simulation.in_place import InPlace
 from tests.simulation.repetition import repeats_nothing
 from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
@@ -201,3 +202,24 @@ def test_ranks_without_local_copies_cover_no_step_with_them() -> None:
     assert Snapshot("refused", 1.0, reports).newest(job, {0, 1}) == 0
     both = tuple(replace(report, backup_step=1) for report in reports)
     assert Snapshot("refused", 1.0, both).newest(job, {0, 1}) == 1
+
+
+def test_a_refusal_apart_from_the_controller_that_leads_is_judged_only_where_there_is_no_other() -> None:
+    """A standby refuses for the one rank that is cut off with it; later the first controller does, whose own ranks no longer cover."""
+    scenario = build(1700113574)
+    assert not violations(scenario)
+    refusals = [snapshot for snapshot in scenario.job.snapshots if snapshot.verdict == "refused"]
+    assert [refusal.apart for refusal in refusals] == [True, False]
+    scenario.job.snapshots = [refusals[0]]
+    (text,) = false_refusal(scenario.job)
+    assert text.startswith("I9: step 2 was covered")
+
+
+def test_a_silent_process_may_end_the_step_after_the_saved_one_and_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs again while the others regroup, which had all contributed to that step."""
+    seed, saved = 1700466019, 2
+    assert not violations(build(seed))
+    monkeypatch.setattr(InPlace, "_decided", lambda self: iter((saved - 1,)))
+    assert any(text.startswith("I17: rank 1 begins an update in generation 0") for text in violations(build(seed)))
