@@ -172,7 +172,8 @@ def _outcome(scenario: Scenario) -> list[str]:
     published, refused = of_last_fault(job, "published"), of_last_fault(job, "refused")
     finished, exits = events(job, "finished"), events(job, "exit_sent")
     if finished:
-        return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.gate.state_step != job.training.steps]
+        ended = {r.rank for r in (*job.ranks, *job.in_place.former) if r.gate.state_step == job.training.steps}
+        return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.rank not in ended]
     if all(rank.released and rank.gate.state_step == job.training.steps for rank in job.ranks):
         return []  # without the word of a controller that was away for too long
     if unprotected(job):
@@ -183,7 +184,7 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     excused = (
         job.excused
-        or ((published or refused) and _comes_and_goes(job))
+        or ((published or refused) and (_comes_and_goes(job) or _back_at_the_end_of_a_lease(job)))
         or (published and (_stood_still_itself(job) or _left_unled_at_the_end(job)))
     )
     if scenario.harmless and not excused:
@@ -215,6 +216,14 @@ def _comes_and_goes(job: Job) -> bool:
     if killed and any(ended - began >= job.times.orphan_timeout_s for began, ended in away):
         return True
     return _away_among_troubles(job, since_s, alarm_s, OF_STREAMS)
+
+
+def _back_at_the_end_of_a_lease(job: Job) -> bool:
+    """True when a rank was taken for dead within the network's time after its controller came back: what that rank had sent meanwhile was
+    still under way, and its lease ended just then. That costs a restart, and no step."""
+    silent = [at for at, line in job.journal if line.event == "death_seen" and line.fields["kind"] == "silent"]
+    back = [ended_s for controller in job.controllers for _, ended_s in controller.absences]
+    return any(back_s <= at <= back_s + job.slowest_s for at in silent for back_s in back)
 
 
 def _stood_still_itself(job: Job) -> bool:

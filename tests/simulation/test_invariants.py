@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.checks import false_refusal, violations
+from tests.simulation.checks import _outcome, false_refusal, violations
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
 from tests.simulation.in_place import InPlace
@@ -223,3 +223,27 @@ def test_a_silent_process_may_end_the_step_after_the_saved_one_and_no_later_one(
     assert not violations(build(seed))
     monkeypatch.setattr(InPlace, "_decided", lambda self: iter((saved - 1,)))
     assert any(text.startswith("I17: rank 1 begins an update in generation 0") for text in violations(build(seed)))
+
+
+def test_what_a_silent_rank_ended_is_no_step_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 6 and 7 are cut off with their node and end step 6; rank 0, silent as well, is replaced when step 5 is on disk."""
+    seed, was_silent = 1900017291, InPlace.was_silent
+    assert not violations(build(seed))
+    monkeypatch.setattr(InPlace, "was_silent", lambda self, process: process.rank == 0 and was_silent(self, process))
+    assert violations(build(seed)) == ["I19: rank 0 is replaced, whose replica is not proven wrong"]
+
+
+def test_a_lease_that_ends_just_as_the_controller_is_back_may_cost_a_restart() -> None:
+    scenario = build(1900084362)
+    assert not violations(scenario)
+    (absence,) = scenario.job.controllers[0].absences
+    scenario.job.controllers[0].absences = [(absence[0], absence[1] - scenario.job.slowest_s)]
+    assert _outcome(scenario)[0].startswith("I7: a false alarm cost the job")
+
+
+def test_a_rank_has_finished_with_the_process_that_trained() -> None:
+    """Another one was started in its place for a recovery that did not take place, and gives up by itself."""
+    scenario = build(1900219105)
+    assert not violations(scenario)
+    scenario.job.in_place.former.clear()
+    assert _outcome(scenario) == ["I11: rank 1 had not finished"]

@@ -3,7 +3,8 @@
 Each kill waits until the one before is over: a step was made that was none before. What cannot be ended in place must end by a checkpoint and a restart, which
 is counted with the reason that the controller noted, and is not a failure. Judged from outside: in place exactly the killed ranks have other processes;
 no committed step is lost; losses, norms and final weights are the baseline job's bits; no process and no file stays behind; and in the processes
-that live on nothing adds up with every recovery. Limits of the times and of the share that ends in place are judged where they are given.
+that live on nothing adds up with every recovery. After the last kill the job is stopped as a preemption stops it, so that the baseline job has no more
+steps than it needs. Limits of the times and of the share that ends in place are judged where they are given.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import statistics
 import time
 from argparse import Namespace
@@ -36,11 +38,13 @@ from ttp.chaos.verdict.recoveries import (
     quantile,
 )
 from ttp.chaos.verdict.timeline import RunComparison, compare
+from ttp.checkpoint.find import list_checkpoints, step_of
 
+TRAINING_ITERS = "--training_config.training_iters"
 STEPS_BETWEEN = 8
 """A kill comes within this many steps after the job's first new step."""
 STEPS_A_KILL = 40
-"""Steps that the job is given for each kill: some pass before one is looked for, and the job must not be over before the last."""
+"""Steps that the job may make for each kill: some pass before one is looked for, and the job must not be over before the last."""
 NEW_PROCESS_S = 0.4
 """A new process is killed within so many seconds after it has come: the recovery is under way, or just over."""
 BACK_S = 150.0
@@ -52,25 +56,29 @@ def main(console: Console, args: Namespace, overrides: Sequence[str], seed: int,
     rng = random.Random(seed)
     tally, looks = FaultTally(), list[list[Held]]()
     temporary = files.make_temporary("ttp-kills-")
-    steps = [f"--training_config.training_iters={(args.kills + 1) * STEPS_A_KILL}"]
+    overrides = [*_steps((args.kills + 1) * STEPS_A_KILL), *overrides]
     try:
-        with _job(output / "killed", args, [*steps, *overrides], temporary) as job:
+        with _job(output / "killed", args, overrides, temporary) as job:
             for number in range(args.kills):
                 twice = bool(args.twice) and number % args.twice == args.twice - 1
                 victim = rng.choice([rank for rank in range(args.ranks) if rank != args.spare])
                 tally.faults.append(_fault(job, rng, args.ranks, victim, twice))
                 looks.append(look_at_all(marked(job.mark)))
                 console.print(f"kill {number + 1}: {escape(as_line(tally.faults[-1]))}")
-            _finish(job)
+            last, unsaved = _stop(job)
+        overrides = [*overrides, f"{TRAINING_ITERS}={last}"]
+        with _job(output / "killed", args, overrides, temporary) as again:  # it writes the hash of the weights
+            _finish(again)
         litter = sorted(
             path.name for path in temporary.iterdir() if not path.name.startswith("torch")
         )  # torch's own stay
-        with _job(output / "baseline", args, [*steps, *overrides], temporary) as baseline:
+        with _job(output / "baseline", args, overrides, temporary) as baseline:
             _finish(baseline)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     same = compare(job.metrics(), baseline.metrics(), job.final(), baseline.final())
-    wrong = [f"kill {number}: {text}" for number, fault in enumerate(tally.faults, 1) for text in fault.problems()]
+    wrong = [f"the last stop: {unsaved} steps were lost"] if unsaved else []
+    wrong += [f"kill {number}: {text}" for number, fault in enumerate(tally.faults, 1) for text in fault.problems()]
     wrong += [f"left behind: {one}" for one in (*job.leftovers(), *baseline.leftovers(), *litter)]
     wrong += [f"left behind: {path.name}" for path in job.output_dir.glob("checkpoints/*_tmp*")]
     wrong += [f"adds up: {one}" for one in adding_up(looks)]
@@ -91,6 +99,19 @@ def _job(folder: Path, args: Namespace, overrides: Sequence[str], temporary: Pat
         environ={"TTP_IN_PLACE": "cuda", "TMPDIR": str(temporary), "TORCH_FR_BUFFER_SIZE": "0"},
         launcher=["--max-restarts", str(args.kills + 1)],
     )
+
+
+def _steps(most: int) -> list[str]:
+    """Return the trainer's options for so many steps; the learning rate stays that of so many where the job is stopped before."""
+    return [f"{TRAINING_ITERS}={most}", f"--optimizer_config.learning_rate_scheduler_kwargs.decay_steps={most}"]
+
+
+def _stop(job: TrainingJob) -> tuple[int, int]:
+    """Stop the job as a preemption does. Return the last step that it saved or has on record, and how many on record it did not save."""
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(BACK_S)
+    saved = max(map(step_of, list_checkpoints([job.output_dir / "checkpoints"])), default=0)
+    return max(saved, job.last_step()), max(0, job.last_step() - saved)
 
 
 def _finish(job: TrainingJob) -> None:

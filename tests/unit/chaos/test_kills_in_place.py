@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tests.unit.chaos.test_recoveries import fault
 from ttp.chaos import kills, kills_in_place
+from ttp.chaos.observed.training_job import TrainingJob
 from ttp.chaos.verdict.recoveries import BY_CHECKPOINT, EndedFault
 from ttp.chaos.verdict.timeline import RunComparison
 
@@ -22,15 +25,16 @@ Command = Callable[..., int]
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Return a function that runs the command line over these faults; nothing is started."""
 
-    def run(faults: list[EndedFault], *options: str) -> int:
+    def run(faults: list[EndedFault], *options: str, unsaved: int = 0) -> int:
         @contextmanager
         def job(folder: Path, *_: object) -> Iterator[SimpleNamespace]:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             nothing = {name: list for name in ("metrics", "leftovers")}
             yield SimpleNamespace(mark="x", output_dir=folder, final=dict, wait=lambda _: 0, **nothing)
 
         left = iter(faults)
         monkeypatch.setattr(kills_in_place, "_job", job)
+        monkeypatch.setattr(kills_in_place, "_stop", lambda _: (9, unsaved))
         monkeypatch.setattr(kills_in_place, "_fault", lambda *_: next(left))
         monkeypatch.setattr(kills_in_place, "marked", lambda _: [])
         monkeypatch.setattr(kills_in_place, "compare", lambda *_: RunComparison(3, ()))
@@ -76,6 +80,25 @@ def test_without_limits_times_are_only_reported(command: Command, capsys: pytest
 
 def test_what_is_wrong_is_not_made_good_by_the_times(command: Command) -> None:
     assert command([fault(ms=100.0, after_step=9)], *GIVEN) == 1
+
+
+def test_a_step_that_the_last_stop_loses_is_wrong(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([fault(ms=100.0)], unsaved=2) == 1
+    assert "wrong: the last stop: 2 steps were lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("saved", "known"), [(7, (7, 0)), (8, (8, 0)), (5, (7, 2)), (None, (7, 7))])
+def test_a_stopped_job_ends_at_the_step_that_it_saved(
+    saved: int | None, known: tuple[int, int], tmp_path: Path
+) -> None:
+    signals = list[int]()
+    process = SimpleNamespace(send_signal=signals.append)
+    if saved is not None:
+        for step in (saved - 3, saved):
+            (tmp_path / "checkpoints" / f"iter_{step:07d}").mkdir(parents=True)
+    job = SimpleNamespace(process=process, wait=lambda _: 1, output_dir=tmp_path, last_step=lambda: 7)
+    assert kills_in_place._stop(cast(TrainingJob, job)) == known
+    assert signals == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
