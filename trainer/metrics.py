@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from ttp.curves.board import StepPoints
 from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.trainer")
+
+BLOCK = 1 << 16
+"""Bytes that are read at once, from the end of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +117,7 @@ class MetricsFile:
     def resumed(self, from_step: int, fields: Mapping[str, Any], recovered: Mapping[str, Any] | None) -> bool:
         """Note a resume; where the account up to here lacks exactly the line of `from_step` (the job died between the update
         and the line), write `recovered` for it. Say whether that was done."""
-        lines = read_lines(self._path)
-        kept = account(lines)
-        gap = bool(lines) and from_step not in kept and (from_step == 1 or from_step - 1 in kept)
+        gap = lacks_only(self._path, from_step)
         self.append({"event": "resume", "from_step": from_step, **fields})
         if gap and recovered is not None:
             self.append(recovered)
@@ -145,6 +146,33 @@ def account(lines: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     return steps
 
 
+def lacks_only(path: Path, step: int) -> bool:
+    """Say whether the account has all up to this step but this step's own line; one without any line has nothing to be completed. Reads from the
+    end, and no more than it needs: a rank that takes a lost one's place must not wait for a file of a million lines."""
+    known, upto = False, math.inf
+    for line in _newest_first(path):
+        known = True
+        if "event" in line:
+            upto = min(upto, line["from_step"])
+        elif line["step"] <= min(upto, step):
+            return bool(line["step"] == step - 1)
+    return known and step == 1
+
+
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """Return the whole lines of the file, newest first."""
+    with open(path, "rb") as file:
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end:
+            begin = max(0, end - BLOCK)
+            file.seek(begin)
+            rest, *lines = (file.read(end - begin) + rest).split(b"\n")
+            yield from (json.loads(line) for line in reversed(lines) if line)
+            end = begin
+        if rest:
+            yield json.loads(rest)
+
+
 def _readable(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no nan; the hex beside it says which
 
@@ -154,5 +182,12 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - BLOCK)
+            file.seek(begin)
+            if newline := file.read(end - begin).rfind(b"\n") + 1:
+                end = begin + newline
+                break
+            end = begin
+        file.truncate(end)

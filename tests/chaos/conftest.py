@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.observed.training_job import Observed, TrainingJob
 from ttp.launch.watch.processes import is_stopped
 
 SMALL = (
@@ -33,7 +36,7 @@ JOB_S = 800.0
 TEST_S = 1800.0
 """A test waits for a job or two of its own, and the first one that asks for it for a job that it shares with others."""
 
-RunJob = Callable[..., TrainingJob]
+RunJob = Callable[..., "FinishedJob"]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
@@ -43,18 +46,34 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TEST_S))
 
 
+class FinishedJob(Observed):
+    """A job that has ended well, in this process or in another worker of the tests."""
+
+    def ended(self) -> str:
+        return "status 0"
+
+    def console_tail(self, lines: int = 40) -> str:
+        return "\n".join((self.output_dir / "console.log").read_text(errors="replace").splitlines()[-lines:])
+
+
 @pytest.fixture(scope="session")
-def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
-    """Return a function that gives the finished baseline job of so many ranks and overrides, trained once a session."""
-    done: dict[tuple[int, tuple[str, ...]], TrainingJob] = {}
+def whole_job(tmp_path_factory: pytest.TempPathFactory) -> RunJob:
+    """Return a function that gives the finished baseline job of so many ranks and overrides, trained once for all workers of a session."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "whole"
+    shared.mkdir(exist_ok=True)
 
-    def run(ranks: int, *overrides: str) -> TrainingJob:
-        key = (ranks, overrides)
-        if key not in done:
-            done[key] = run_to_end(tmp_path_factory.mktemp("whole") / f"dp{ranks}", ranks, *overrides)
-        return done[key]
+    def run(ranks: int, *overrides: str) -> FinishedJob:
+        folder = shared / f"dp{ranks}_{hashlib.sha256(repr(overrides).encode()).hexdigest()[:12]}"
+        done = folder.with_suffix(".done")
+        with FileLock(folder.with_suffix(".lock")):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker for which it failed
+                run_to_end(folder, ranks, *overrides)
+                done.touch()
+        return FinishedJob(folder)
 
-    yield run
+    return run
 
 
 def arguments(*overrides: str) -> tuple[str, ...]:

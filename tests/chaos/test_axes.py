@@ -13,7 +13,7 @@ from tests.chaos.conftest import run_to_end
 from tests.chaos.test_kills import assert_equal, published_steps
 from tests.unit.trainer.conftest import run_trainings
 from tests.unit.trainer.layouts import Axes, assert_state_of, loaded
-from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.observed.training_job import Observed, TrainingJob
 from ttp.chaos.verdict.timeline import by_step
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.long]
@@ -57,7 +57,7 @@ def run(folder: Path, axes: Axes, *more: str, faults: str = "", restarts: int = 
     return run_to_end(folder, axes.ranks, *overrides(axes), *more, faults=faults, restarts=restarts, wait_s=800)
 
 
-def assert_same_curve(job: TrainingJob, other: TrainingJob, within: float = 2e-4) -> None:
+def assert_same_curve(job: Observed, other: Observed, within: float = 2e-4) -> None:
     """The same losses and norms to round-off."""
     ours, theirs = by_step(job.metrics()), by_step(other.metrics())
     for step in ours:

@@ -16,7 +16,7 @@ from tests.chaos.conftest import RunJob, run_to_end
 from tests.chaos.test_axes import overrides
 from tests.chaos.test_kills import assert_equal
 from tests.unit.trainer.layouts import Axes
-from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.observed.training_job import Observed, TrainingJob
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -52,7 +52,7 @@ def recovered(job: TrainingJob, times: int = 1, followed: bool = True) -> None:
     assert (parts["restart"] > 0.0) == followed, "until the next finished step"
 
 
-def checkpoints(job: TrainingJob) -> list[str]:
+def checkpoints(job: Observed) -> list[str]:
     return sorted(path.name for path in (job.output_dir / "checkpoints").iterdir() if path.is_dir())
 
 

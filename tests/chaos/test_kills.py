@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import JOB_S, RunJob, killed_together, run_to_end
-from ttp.chaos.observed.training_job import TrainingJob
+from ttp.chaos.observed.training_job import Observed, TrainingJob
 from ttp.chaos.verdict.timeline import compare
 from ttp.controller.replay import compare as replay_compare
 from ttp.controller.replay import main as replay
@@ -43,7 +43,7 @@ def logged_by_the_agent(job: TrainingJob, words: str) -> list[str]:
     return [line for line in lines if line.startswith("[ttprun") and words in line]
 
 
-def assert_equal(faulted: TrainingJob, whole: TrainingJob) -> None:
+def assert_equal(faulted: Observed, whole: Observed) -> None:
     verdict = compare(faulted.metrics(), whole.metrics(), faulted.final(), whole.final())
     assert verdict.equal, "\n".join(verdict.differences[:10])
 

@@ -25,8 +25,9 @@ from ttp.proto.frozen import replace
 Pair = tuple[str, str]
 PAIRS: tuple[Pair, ...] = tuple(combinations_with_replacement(FAULTS, 2))
 PAIRS_IN_PLACE: tuple[Pair, ...] = tuple(
-    pair for pair in combinations_with_replacement(FAULTS_IN_PLACE, 2) if "kill" in pair
+    pair for pair in combinations_with_replacement(FAULTS_IN_PLACE, 2) if {"kill", "raise"} & {*pair}
 )
+"""A recovery begins with a death or an exception."""
 
 
 def named_pair(text: str) -> Pair:
@@ -62,7 +63,9 @@ def main() -> int:
     parser.add_argument(
         "--most", type=int, default=4_000_000, help="situations of a pair (4 million, about 2 GB); 0: to the end"
     )
-    parser.add_argument("--in-place", action="store_true", help="where ranks may regroup: a death, and another fault")
+    parser.add_argument(
+        "--in-place", action="store_true", help="where ranks may regroup: a death or an exception, and another fault"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("pairs", nargs="*", type=named_pair, metavar="KIND+KIND", help="only these (default: all)")
     args = parser.parse_args()

@@ -180,8 +180,9 @@ def test_a_standby_opens_no_gate_while_a_rank_is_half_way(mutated: bool, monkeyp
 
 
 def test_pairs_are_searched_from_the_command_line() -> None:
-    """A death, and another fault of each kind."""
-    assert {kind for pair in PAIRS_IN_PLACE for kind in pair} == set(FAULTS_IN_PLACE)
+    """A death or an exception, and another fault of each kind."""
+    for first in ("kill", "raise"):
+        assert {kind for pair in PAIRS_IN_PLACE if first in pair for kind in pair} == set(FAULTS_IN_PLACE)
     command = [
         sys.executable,
         "-m",

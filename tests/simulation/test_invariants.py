@@ -225,7 +225,7 @@ def test_a_silent_process_may_end_the_step_after_the_saved_one_and_no_later_one(
     assert any(text.startswith("I17: rank 1 begins an update in generation 0") for text in violations(build(seed)))
 
 
-def test_what_a_silent_rank_ended_is_no_step_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_silent_rank_ended_does_not_count_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 6 and 7 are cut off with their node and end step 6; rank 0, silent as well, is replaced when step 5 is on disk."""
     seed, was_silent = 1900017291, InPlace.was_silent
     assert not violations(build(seed))

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ttp.errors import ConfigError
-from ttp.trainer.metrics import MetricsFile, StepMetrics, account, read_lines
+from ttp.trainer.metrics import MetricsFile, StepMetrics, account, lacks_only, read_lines
 
 
 def metrics(step: int = 5, loss: float = 10.341485, **changes: object) -> StepMetrics:
@@ -123,6 +125,42 @@ def test_resume_in_an_empty_folder_invents_no_line(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m")
     assert not file.resumed(8, {}, recovered_line(8))
     assert account(read_lines(tmp_path / "m")) == {}
+
+
+HISTORIES = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.frozensets(st.integers(1, 12))), max_size=5)
+"""Attempts: from which step each resumes, how many it makes, and which lines are missing."""
+
+
+@pytest.mark.parametrize("block", [1, 16, 1 << 16])
+@given(attempts=HISTORIES, step=st.integers(1, 12))
+def test_what_the_account_lacks_is_found_from_the_end(
+    tmp_path_factory: pytest.TempPathFactory, block: int, attempts: list[tuple[int, int, frozenset[int]]], step: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "history"
+    lines: list[dict[str, object]] = []
+    for from_step, count, missing in attempts:
+        lines.append({"event": "resume", "from_step": from_step})
+        lines += [{"step": made} for made in range(from_step + 1, from_step + count + 1) if made not in missing]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = account(lines)
+    expected = bool(lines) and step not in kept and (step == 1 or step - 1 in kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ttp.trainer.metrics.BLOCK", block)
+        assert lacks_only(path, step) == expected
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 1'])
+def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, torn: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning is not even JSON: a new process of rank 0 would else wait for the account of a million steps."""
+    monkeypatch.setattr("ttp.trainer.metrics.BLOCK", 100)
+    path = tmp_path / "m"
+    path.write_bytes(b"?" * 5000 + b"\n" + b"".join(b'{"step": %d}\n' % step for step in range(90, 100)) + torn)
+    file = MetricsFile(path)
+    assert file.resumed(100, {}, {"step": 100})
+    assert [json.loads(line) for line in path.read_bytes().splitlines()[-2:]] == [
+        {"event": "resume", "from_step": 100},
+        {"step": 100},
+    ]
 
 
 def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
