@@ -81,6 +81,7 @@ def test_training_that_raises_keeps_its_process(tmp_path: Path, whole_job: RunJo
     assert "started process" not in console(job)
 
 
+@pytest.mark.long
 def test_a_new_process_that_dies_leaves_the_checkpoint_and_a_restart(tmp_path: Path, whole_job: RunJob) -> None:
     faults = "kill:rank=1,step=9,point=ready;kill:rank=1,point=protected,again=1"
     job = run_to_end(tmp_path / "job", 2, faults=faults, environ=ON)

@@ -69,6 +69,7 @@ def assert_recovered(job: NodesJob, victims: Collection[int], times: int | None 
     assert [path.name for path in (job.output_dir / "checkpoints").glob("iter_*")] == [f"iter_{last:07d}"]
 
 
+@pytest.mark.long
 def test_ranks_killed_on_each_node_in_turn_are_replaced_there(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
@@ -80,7 +81,6 @@ def test_ranks_killed_on_each_node_in_turn_are_replaced_there(
     assert_whole(job, whole_job(4))
 
 
-@pytest.mark.long
 def test_the_only_rank_of_a_node_is_replaced_there(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """Its agent waits for the controller's order with no process to watch. Rank 0, too, which the others had met at first."""
     faults = "kill:rank=1,step=7,point=ready;kill:rank=0,step=14,point=gathering"

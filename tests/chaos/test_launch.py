@@ -354,7 +354,7 @@ if start == "0":
 """
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.long)])
 def test_survivors_on_two_nodes_are_held_and_all_restart(tmp_path: Path, backend: str) -> None:
     """Two launchers: the node that is done first joins again and waits; the other's survivors are not ended for it."""
     options = ["--nnodes", "2", "--nproc-per-node", "2"]

@@ -122,6 +122,7 @@ def test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp(tmp_path: Pat
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+@pytest.mark.long
 def test_plain_ddp_survives_the_death_of_rank_0(tmp_path: Path) -> None:
     """With dropout, batch norm, a shuffling sampler and a schedule, killed in the middle of an epoch's step."""
     whole = train(tmp_path / "whole", 2, "ddp/train.py", "--epochs", "3")

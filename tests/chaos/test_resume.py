@@ -63,6 +63,7 @@ def test_two_ranks_grow_to_four(tmp_path: Path, whole_job: RunJob) -> None:
         assert float(after[step]["loss_value"]) == pytest.approx(float(before[step]["loss_value"]), rel=2e-4)
 
 
+@pytest.mark.long
 def test_altered_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, saved: Path) -> None:
     """One flipped bit in the newest checkpoint."""
     output = copy_of(saved, tmp_path / "altered", last_step=16)
@@ -95,6 +96,7 @@ def test_checkpoint_of_another_model_is_refused_by_name_once(tmp_path: Path, sav
     assert sorted(p.name for p in (output / "checkpoints").glob("iter_*")) == ["iter_0000008"]
 
 
+@pytest.mark.long
 def test_never_in_a_used_folder_is_refused_once(tmp_path: Path, saved: Path) -> None:
     """Two runs must not be mixed up, neither at the first start nor by a restart of it."""
     output = copy_of(saved, tmp_path / "used", last_step=8)

@@ -76,6 +76,7 @@ def test_an_exception_without_the_decorator_loses_nothing(tmp_path: Path, run: s
     assert isinstance(fault["saved"], dict) and fault["saved"]["step"] == 7
 
 
+@pytest.mark.long
 def test_close_is_the_end_of_a_trainer_without_the_decorator(tmp_path: Path) -> None:
     """Rank 1 comes to it later: rank 0 waits for it, and no rank is taken for dead."""
     run = 'train()\nif rank == 1:\n    await_file("go")\nelse:\n    note("closing")\nguard.close()\nnote("closed")\n'
@@ -90,6 +91,7 @@ def test_close_is_the_end_of_a_trainer_without_the_decorator(tmp_path: Path) -> 
     assert "fault" not in story(tmp_path)
 
 
+@pytest.mark.long
 def test_ranks_that_end_without_a_word_are_not_at_fault(tmp_path: Path) -> None:
     """All have exit code 0; how it should have been said is reported. Without the last line a rank aborts now and then (docs/limits.md)."""
     run = "train()\ndist.destroy_process_group()\n"

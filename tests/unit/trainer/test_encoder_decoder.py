@@ -235,21 +235,25 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return run_trainings(folder, trainings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "four stages", "in shards"])
 def test_a_split_encoder_decoder_trains_as_the_whole_one(done: dict[str, Result], name: str) -> None:
     """Losses and norms, of batches whose ranks and micro-batches have different numbers of tokens."""
     assert_same_curve(done[name], done["whole"])
 
 
+@pytest.mark.long
 def test_a_matrix_that_source_target_and_output_share_trains_alike(done: dict[str, Result]) -> None:
     """Two stages have it, each divided over two ranks."""
     assert_same_curve(done["tied"], done["tied, whole"])
 
 
+@pytest.mark.long
 def test_layers_that_are_recomputed_change_no_bit(done: dict[str, Result]) -> None:
     assert_same_bits(done["recomputed"], done["dropout"])
 
 
+@pytest.mark.long
 def test_its_state_moves_to_another_layout_bit_for_bit(done: dict[str, Result]) -> None:
     assert_state_of(done["pipeline under tensor"], done["pipeline"].checkpoint(LAST))
     assert done["pipeline under tensor"].weights == done["pipeline"].weights
