@@ -207,6 +207,21 @@ def _went_on(record: Record) -> None:
     record.steps.append(reported(SAVED + 1, 100.3, 0, 0))
 
 
+def _regrouped(record: Record) -> None:
+    """The step is on disk first, then the ranks regroup, and train on in the same attempt."""
+    record.journal.append(line("regrouped", 100.25, ranks=2))
+
+
+def _went_on_regrouped(record: Record) -> None:
+    _regrouped(record)
+    _went_on(record)
+
+
+def _went_on_and_regrouped(record: Record) -> None:
+    _regrouped(record)
+    record.steps.append(reported(SAVED + 1, 100.22, 0, 0))
+
+
 def _wrong_load(record: Record) -> None:
     record.resumes = [Resumed(3, 104.0, rank, (1, 1), "/c/iter_0000003", ()) for rank in (0, 1)]
 
@@ -235,6 +250,8 @@ def _fenced_decides(record: Record) -> None:
         (_broken_checkpoint, {"I1", "I5"}),
         (_misnamed, {"I2"}),
         (_went_on, {"I7"}),
+        (_went_on_regrouped, set()),
+        (_went_on_and_regrouped, {"I7"}),
         (_wrong_load, {"I10"}),
         (_parted_load, {"I10"}),
         (_silent_restart, {"I9", "outcomes"}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 
 from ttp.chaos.observed.recorder import Key, Line, Record, ReportedStep, Resumed
 from ttp.chaos.verdict.recoveries import in_place_line, why_not
@@ -95,6 +96,11 @@ class FaultOutcome:
     @property
     def began_unix_s(self) -> float:
         return self.firings[0].unix_s if self.firings else 0.0
+
+    @property
+    def regrouped_unix_s(self) -> float:
+        """When the gates of the same attempt opened again; infinite: they did not."""
+        return self.began_unix_s + self.stages_ms.get("regrouped", inf) / 1e3
 
     @property
     def last_unix_s(self) -> float:
