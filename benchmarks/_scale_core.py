@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks._scale_world import STEP, World, file_entry, registration, report
-from ttp.controller.__main__ import GC_THRESHOLDS
+from ttp.controller.__main__ import gc_thresholds
 from ttp.controller.core import machine
 from ttp.controller.core.facts.events import ControllerSettings, Effect, Event, HeartbeatBatch, Received, Send
 from ttp.controller.core.facts.state import ControllerState, Stage
@@ -67,7 +67,7 @@ def measure(size: int) -> float:
     """Drive one fault at `size` ranks, every second one rolling forward; print; return seconds of decision and plan."""
     world = World(size, ready_every=2)
     bench = Bench(world)
-    gc.set_threshold(*GC_THRESHOLDS)  # as the controller's process does
+    gc.set_threshold(*gc_thresholds(size))  # as the controller's process does
     lines = []
 
     def note(what: str, took: list[float], last: bool = False) -> float:

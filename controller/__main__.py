@@ -49,9 +49,6 @@ from .parent_watch import Guardians
 from .process import CANNOT_LISTEN, CANNOT_WRITE, PORT_WAIT_S
 from .server import GRACE_S, ControlService, add_service, make_server
 
-GC_THRESHOLDS = (500_000, 20, 100)
-"""The machine's state is tuples of frozen values, without cycles; at 100,000 ranks the default thresholds spend half of a
-decision on looking for some."""
 GUARDIAN_POLL_S = 0.5
 NO_CERTIFICATE = 5
 MOST_RANKS = 1_000_000
@@ -111,6 +108,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def gc_thresholds(world_size: int) -> tuple[int, int, int]:
+    """Return when the collector looks for cycles: the machine's state is tuples of frozen values, which have none. A decision makes some ten
+    values a rank, and one look at 500,000 of them takes 150 ms."""
+    return max(500_000, 20 * world_size), 20, 100
+
+
 def settings_of(options: argparse.Namespace) -> ControllerSettings:
     """Return what `process.arguments` was given."""
     names = _DEFAULTS.keys() & vars(options).keys()
@@ -124,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(*gc_thresholds(options.world_size))
     with contextlib.suppress(
         OSError, ValueError
     ):  # each rank's stream is a descriptor, and most shells start with 1,024
