@@ -96,6 +96,10 @@ def test_a_controller_that_took_over_ends_it_in_place_by_its_thaw() -> None:
         one = ending_of(lines, METRICS, KILLED_S)
         assert one is not None and (one.how, one.step) == (IN_PLACE, 8)
     assert in_place_line([*REGROUPED, *TAKEN_OVER]) == REGROUPED[-1], "the gates were open before"
+    late = [*REGROUPED[:-1], *TAKEN_OVER, event(105.0, "regrouped", step=8)]
+    assert in_place_line(late) == {**TAKEN_OVER[-1], "step": 8}, (
+        "what a stopped controller finds when it continues opens nothing"
+    )
     assert in_place_line([*BEGUN[1:], *TAKEN_OVER]) is None and in_place_line([*FAILED, *TAKEN_OVER]) is None
     assert ending_of([*REGROUPED, *TAKEN_OVER[:-1]], METRICS, KILLED_S) is None
 

@@ -141,7 +141,7 @@ def in_place_line(lines: Sequence[Line]) -> Line | None:
         match line["event"]:
             case "regroup_sent":
                 order, ended = line, None
-            case "regrouped":
+            case "regrouped" if ended is None:  # a stopped controller learns of it after that
                 ended = line
             case "thawed" if order is not None and ended is None:
                 ended = {**line, "step": order["step"]}
