@@ -53,8 +53,7 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 test: check
-	$(PY) -m pytest tests --ignore tests/chaos -m "not long" -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(SLOWEST)
-	$(PY) -m pytest tests/chaos -m "not long" -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(SLOWEST)
+	$(PY) -m pytest tests -m "not long" -n 6 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(SLOWEST)
 
 unit: $(STAMP)
 	$(PY) -m pytest tests/unit tests/simulation

@@ -16,12 +16,21 @@ settings.load_profile("test")  # seconds say nothing on a busy machine
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch's stores ask DNS for the name of each that connects, 127.0.0.1 too: one lost answer holds all clients of a store up for 5 s."""
 
-LONGEST = Path(__file__).parent / "unit/trainer"
+HERE = Path(__file__).parent
+LONGEST = HERE / "unit/trainer"
 """The folder whose files take longest. They come first: a worker that gets one last is alone with it while the others have ended."""
+JOBS = HERE / "chaos"
+"""The folder whose files start jobs, which wait as long as they compute. They are spread among the others, with as many at one time, and end before them."""
+JOBS_END = 0.8
+"""In this part of the whole."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST not in item.path.parents)
+    jobs = list(dict.fromkeys(item.path for item in items if JOBS in item.path.parents))
+    others = list(dict.fromkeys(item.path for item in items if JOBS not in item.path.parents))
+    place = {path: JOBS_END * number / len(jobs) for number, path in enumerate(jobs)}
+    place |= {path: number / len(others) for number, path in enumerate(others)}
+    items.sort(key=lambda item: (LONGEST not in item.path.parents, place[item.path]))
 
 
 @pytest.fixture(autouse=True, scope="session")
