@@ -89,7 +89,7 @@ soak: $(STAMP)
 	@$(PY) -m tests.fuzz $(if $(SEED),$(SEED),0) $(FUZZ_ARGS)
 	@$(PY) -m tests.device.campaign $(if $(SEED),$(SEED),0) $(if $(DEVICE_FAULTS),$(DEVICE_FAULTS),10000)
 	@$(PY) -m ttp.chaos.kills --ranks 2 --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
-	@$(PY) -m ttp.chaos.kills --in-place --ranks 3 --twice 6 --output output/kills-in-place --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m ttp.chaos.kills --in-place --ranks 3 --twice 6 --spare 0 --output output/kills-in-place --kills $(if $(KILLS),$(KILLS),300) $(if $(SEED),--seed $(SEED))
 
 mutants: $(STAMP)
 	@$(PY) -m tests.simulation.mutants.by_seeds $(MUTANTS_ARGS)

@@ -162,14 +162,17 @@ def lacks_only(path: Path, step: int) -> bool:
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """Return the whole lines of the file, newest first."""
     with open(path, "rb") as file:
-        end, rest = file.seek(0, os.SEEK_END), b""
+        end, rest, last = file.seek(0, os.SEEK_END), b"", True
         while end:
             begin = max(0, end - BLOCK)
             file.seek(begin)
             rest, *lines = (file.read(end - begin) + rest).split(b"\n")
+            if last and lines:
+                lines.pop()  # without its newline it is still being written, or torn
+                last = False
             yield from (json.loads(line) for line in reversed(lines) if line)
             end = begin
-        if rest:
+        if rest and not last:
             yield json.loads(rest)
 
 

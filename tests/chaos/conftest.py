@@ -57,10 +57,10 @@ class FinishedJob(Observed):
 
 
 @pytest.fixture(scope="session")
-def whole_job(tmp_path_factory: pytest.TempPathFactory) -> RunJob:
+def whole_job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunJob:
     """Return a function that gives the finished baseline job of so many ranks and overrides, trained once for all workers of a session."""
     own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "whole"
+    shared = (own.parent if hasattr(request.config, "workerinput") else own) / "whole"
     shared.mkdir(exist_ok=True)
 
     def run(ranks: int, *overrides: str) -> FinishedJob:

@@ -172,7 +172,8 @@ def _outcome(scenario: Scenario) -> list[str]:
     published, refused = of_last_fault(job, "published"), of_last_fault(job, "refused")
     finished, exits = events(job, "finished"), events(job, "exit_sent")
     if finished:
-        ended = {r.rank for r in (*job.ranks, *job.in_place.former) if r.gate.state_step == job.training.steps}
+        trained = (*job.ranks, *(former for former in job.in_place.former if former.released))
+        ended = {r.rank for r in trained if r.gate.state_step == job.training.steps}
         return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.rank not in ended]
     if all(rank.released and rank.gate.state_step == job.training.steps for rank in job.ranks):
         return []  # without the word of a controller that was away for too long
@@ -184,8 +185,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []
     excused = (
         job.excused
-        or ((published or refused) and (_comes_and_goes(job) or _back_at_the_end_of_a_lease(job)))
-        or (published and (_stood_still_itself(job) or _left_unled_at_the_end(job)))
+        or ((published or refused) and _comes_and_goes(job))
+        or (published and (_stood_still_itself(job) or _left_unled_at_the_end(job) or _back_at_the_end_of_a_lease(job)))
     )
     if scenario.harmless and not excused:
         return [f"I7: a false alarm cost the job: {scenario.faults}, {job.controller.over}"]
@@ -219,11 +220,19 @@ def _comes_and_goes(job: Job) -> bool:
 
 
 def _back_at_the_end_of_a_lease(job: Job) -> bool:
-    """True when a rank was taken for dead within the network's time after its controller came back: what that rank had sent meanwhile was
-    still under way, and its lease ended just then. That costs a restart, and no step."""
-    silent = [at for at, line in job.journal if line.event == "death_seen" and line.fields["kind"] == "silent"]
-    back = [ended_s for controller in job.controllers for _, ended_s in controller.absences]
-    return any(back_s <= at <= back_s + job.slowest_s for at in silent for back_s in back)
+    """True when the first rank that a controller took for dead was silent until within the network's time after that controller had been away for nearly
+    a lease: what the rank had sent meanwhile was still under way, and its lease ended just then. That costs a restart, and no step."""
+    lease_s, slowest_s = job.times.lease_s, job.slowest_s
+    for controller in job.controllers:
+        deaths = [(at, line.fields["kind"]) for at, line in controller.journal if line.event == "death_seen"]
+        back = [
+            ended_s
+            for began_s, ended_s in controller.absences
+            if lease_s - job.times.heartbeat_s - slowest_s <= ended_s - began_s < lease_s
+        ]
+        if deaths and deaths[0][1] == "silent" and any(at <= deaths[0][0] <= at + slowest_s for at in back):
+            return True
+    return False
 
 
 def _stood_still_itself(job: Job) -> bool:

@@ -161,12 +161,14 @@ class Comparing:
 
     def ends_process(self, process: Rank) -> None:
         """I19: a process that lives is replaced only where its state is torn, or its replica is proven wrong, or where it was silent and the step
-        that the others have is on disk. What was silent as well is not among the others: no controller asks it."""
+        that the others have is on disk. What is silent as well is not among the others: no controller asks it."""
         job = self._job
-        asked = (other for other in job.ranks if other.alive and not job.in_place.was_silent(other))
+        asked = (other for other in job.ranks if other.alive and not job.in_place.is_silent(other))
         others = [other.gate.state_step for other in asked if other is not process]
         published = [int(str(line.fields["step"])) for _, line in job.journal if line.event == "published"]
-        on_disk = max(others, default=0) <= max(published, default=0)  # though the disk may be lost since
+        on_disk = bool(others or published) and max(others, default=0) <= max(
+            published, default=0
+        )  # though the disk may be lost since
         if (
             process.gate.torn
             or (self.repairs and self.proven(process.rank))

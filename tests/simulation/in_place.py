@@ -75,6 +75,15 @@ class InPlace:
             for _, line in self.job.journal
         )
 
+    def is_silent(self, process: Rank) -> bool:
+        """Say whether a controller took this process for dead because it was silent, and has not received from it since."""
+        said = [
+            line.event
+            for _, line in self.job.journal
+            if line.event in ("death_seen", "cleared", "registered") and line.fields["rank"] == process.rank
+        ]
+        return bool(said) and said[-1] == "death_seen" and self.was_silent(process)
+
     def _decided(self) -> Iterator[int]:
         return (int(str(line.fields["step"])) for _, line in self.job.journal if line.event == "decided")
 

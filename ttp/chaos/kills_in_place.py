@@ -3,7 +3,7 @@
 Each kill waits until the one before is over: a step was made that was none before. What cannot be ended in place must end by a checkpoint and a restart, which
 is counted with the reason that the controller noted, and is not a failure. Judged from outside: in place exactly the killed ranks have other processes;
 no committed step is lost; losses, norms and final weights are the baseline job's bits; no process and no file stays behind; and in the processes
-that live on nothing adds up with every recovery. After the last kill the job is stopped as a preemption stops it, so that the baseline job has no more
+that live through two dozen recoveries (the launcher, and the rank of `--spare`) nothing adds up. After the last kill the job is stopped as a preemption stops it, so that the baseline job has no more
 steps than it needs. Limits of the times and of the share that ends in place are judged where they are given.
 """
 
@@ -19,6 +19,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -45,6 +46,8 @@ STEPS_BETWEEN = 8
 """A kill comes within this many steps after the job's first new step."""
 STEPS_A_KILL = 40
 """Steps that the job may make for each kill: some pass before one is looked for, and the job must not be over before the last."""
+DECAY_STEPS = 10_000_000
+"""Longer than any warm-up, and than any of these jobs."""
 NEW_PROCESS_S = 0.4
 """A new process is killed within so many seconds after it has come: the recovery is under way, or just over."""
 BACK_S = 150.0
@@ -66,28 +69,42 @@ def main(console: Console, args: Namespace, overrides: Sequence[str], seed: int,
                 looks.append(look_at_all(marked(job.mark)))
                 console.print(f"kill {number + 1}: {escape(as_line(tally.faults[-1]))}")
             last, unsaved = _stop(job)
+        left = _left_behind(job, temporary)  # the next attempt clears what this one leaves
+        wrong = [f"the last stop: {unsaved} steps were lost"] if unsaved else []
+        wrong += [f"kill {number}: {text}" for number, fault in enumerate(tally.faults, 1) for text in fault.problems()]
+        wrong += [f"adds up: {one}" for one in adding_up(looks)]
+        limits = RecoveryLimits(args.median_s, args.p99_s, args.least_in_place)
+        content = {
+            "seed": seed,
+            "ranks": args.ranks,
+            "faults": [asdict(fault) for fault in tally.faults],
+            "wrong": wrong,
+        }
+        content["limits"] = [{"text": text, "kept": kept} for text, kept in tally.kept(limits)]
+        content["held"] = [[asdict(held) for held in look] for look in looks]
+        _put_down(output, content)  # before what may fail
         overrides = [*overrides, f"{TRAINING_ITERS}={last}"]
         with _job(output / "killed", args, overrides, temporary) as again:  # it writes the hash of the weights
             _finish(again)
-        litter = sorted(
-            path.name for path in temporary.iterdir() if not path.name.startswith("torch")
-        )  # torch's own stay
         with _job(output / "baseline", args, overrides, temporary) as baseline:
             _finish(baseline)
+        left += [*_left_behind(job, temporary), *baseline.leftovers()]
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     same = compare(job.metrics(), baseline.metrics(), job.final(), baseline.final())
-    wrong = [f"the last stop: {unsaved} steps were lost"] if unsaved else []
-    wrong += [f"kill {number}: {text}" for number, fault in enumerate(tally.faults, 1) for text in fault.problems()]
-    wrong += [f"left behind: {one}" for one in (*job.leftovers(), *baseline.leftovers(), *litter)]
-    wrong += [f"left behind: {path.name}" for path in job.output_dir.glob("checkpoints/*_tmp*")]
-    wrong += [f"adds up: {one}" for one in adding_up(looks)]
-    limits = RecoveryLimits(args.median_s, args.p99_s, args.least_in_place)
-    content = {"seed": seed, "ranks": args.ranks, "faults": [asdict(fault) for fault in tally.faults], "wrong": wrong}
-    content["limits"] = [{"text": text, "kept": kept} for text, kept in tally.kept(limits)]
-    content["held"] = [[asdict(held) for held in look] for look in looks]
-    (output / "kills.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    wrong += [f"left behind: {one}" for one in dict.fromkeys(left)]
+    _put_down(output, content)
     return _report(console, tally, limits, same, wrong, seed)
+
+
+def _left_behind(job: TrainingJob, temporary: Path) -> list[str]:
+    """Return processes, temporary files and staging directories of a job that has ended. What torch leaves in the temporary folder is its own."""
+    litter = sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torch"))
+    return [*job.leftovers(), *litter, *sorted(path.name for path in job.output_dir.glob("checkpoints/*_tmp*"))]
+
+
+def _put_down(output: Path, content: dict[str, Any]) -> None:
+    (output / "kills.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _job(folder: Path, args: Namespace, overrides: Sequence[str], temporary: Path) -> TrainingJob:
@@ -102,8 +119,8 @@ def _job(folder: Path, args: Namespace, overrides: Sequence[str], temporary: Pat
 
 
 def _steps(most: int) -> list[str]:
-    """Return the trainer's options for so many steps; the learning rate stays that of so many where the job is stopped before."""
-    return [f"{TRAINING_ITERS}={most}", f"--optimizer_config.learning_rate_scheduler_kwargs.decay_steps={most}"]
+    """Return the trainer's options for so many steps. The learning rate does not depend on where the job is stopped."""
+    return [f"{TRAINING_ITERS}={most}", f"--optimizer_config.learning_rate_scheduler_kwargs.decay_steps={DECAY_STEPS}"]
 
 
 def _stop(job: TrainingJob) -> tuple[int, int]:

@@ -209,7 +209,10 @@ def _went_on(record: Record) -> None:
 
 def _regrouped(record: Record) -> None:
     """The step is on disk first, then the ranks regroup, and train on in the same attempt."""
-    record.journal.append(line("regrouped", 100.25, ranks=2))
+    record.journal += [
+        line("regroup_sent", 100.21, freeze_id=1, step=SAVED),
+        line("regrouped", 100.25, freeze_id=1, step=SAVED),
+    ]
 
 
 def _went_on_regrouped(record: Record) -> None:
@@ -220,6 +223,21 @@ def _went_on_regrouped(record: Record) -> None:
 def _went_on_and_regrouped(record: Record) -> None:
     _regrouped(record)
     record.steps.append(reported(SAVED + 1, 100.22, 0, 0))
+
+
+def _regrouped_and_published(record: Record) -> None:
+    """A recovery in place, and then another fault of the same injection, which was published: from there on no step."""
+    orders = [line("regroup_sent", 100.11, freeze_id=1, step=SAVED), line("regrouped", 100.15, freeze_id=1, step=SAVED)]
+    place = next(place for place, one in enumerate(record.journal) if one["event"] == "published")
+    record.journal[place:place] = orders
+    _went_on(record)
+
+
+def _opened_by_a_successor(record: Record) -> None:
+    """And the controller that was stopped finds it later."""
+    record.journal += [line("regroup_sent", 100.21, freeze_id=1, step=SAVED), line("thawed", 100.25)]
+    record.journal.append(line("regrouped", 103.9, freeze_id=1, step=SAVED))
+    _went_on(record)
 
 
 def _wrong_load(record: Record) -> None:
@@ -252,6 +270,8 @@ def _fenced_decides(record: Record) -> None:
         (_went_on, {"I7"}),
         (_went_on_regrouped, set()),
         (_went_on_and_regrouped, {"I7"}),
+        (_regrouped_and_published, {"I7"}),
+        (_opened_by_a_successor, set()),
         (_wrong_load, {"I10"}),
         (_parted_load, {"I10"}),
         (_silent_restart, {"I9", "outcomes"}),

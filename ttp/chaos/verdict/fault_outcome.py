@@ -80,6 +80,8 @@ class FaultOutcome:
     """It is to end in place if the replicas of the rank that was hit cover what it held."""
     not_in_place: str = ""
     """Why it did not, by the controller's journal."""
+    opened_unix_s: float = inf
+    """When the gates of the same attempt opened again, for good; infinite: they did not."""
     over_unix_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     """What was against the protocol, `I9: ...` each."""
@@ -96,11 +98,6 @@ class FaultOutcome:
     @property
     def began_unix_s(self) -> float:
         return self.firings[0].unix_s if self.firings else 0.0
-
-    @property
-    def regrouped_unix_s(self) -> float:
-        """When the gates of the same attempt opened again; infinite: they did not."""
-        return self.began_unix_s + self.stages_ms.get("regrouped", inf) / 1e3
 
     @property
     def last_unix_s(self) -> float:
@@ -138,6 +135,7 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
     published = [line for line in lines if line["event"] == "published"]
     refused = [line for line in lines if line["event"] == "refused"]
     in_place = in_place_line(lines)
+    incident.opened_unix_s = float(in_place["unix_s"]) if in_place is not None else inf
     incident.not_in_place = why_not(lines) if published or refused else ""
     incident.saved_step = max(
         (int(line["step"]) for line in published), default=None

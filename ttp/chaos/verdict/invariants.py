@@ -62,7 +62,7 @@ def judge(run: Run) -> list[Verdict]:
         _verdict("I4 published once", _twice(run), f"{_count(run, 'published')} publications; trackers never went back", problems),
         _verdict("I5 each shard once", _broken(run), "the files of every checkpoint tile every tensor, with no overlap", problems),
         _verdict("I6 right step", _wrong_step(fired), f"{_saved(fired)} dying gasps, none behind a finished step", problems),
-        _verdict("I7 frozen", _moved(run), "no rank finished a step behind a published one in the same attempt, unless all had regrouped", problems),
+        _verdict("I7 frozen", _moved(run), "no rank finished a step behind a published one in the same attempt, unless its gates had opened again", problems),
         _verdict("I8 fenced", _fenced(run), f"{_count(run, 'took_over')} takeovers; no publication under an older term", problems),
         _verdict("I9 covered", _uncovered(fired), f"{len(fired)} faults: saved, or refused with a reason", problems),
         _verdict("I10 newest valid", _wrong_resume(run), f"{len(run.record.resumes)} loads by ranks", problems),
@@ -162,7 +162,7 @@ def _wrong_step(fired: Sequence[FaultOutcome]) -> list[str]:
 
 
 def _moved(run: Run) -> list[str]:
-    """A rank of the attempt that published must not finish a step behind the published one before all have regrouped, if they do. What the dead
+    """A rank of the attempt that published must not finish a step behind the published one before the gates have opened again, if they do. What the dead
     alone knew does not count: they were dead by then."""
     wrong = []
     for incident in run.incidents:
@@ -173,7 +173,7 @@ def _moved(run: Run) -> list[str]:
             f"{incident.text}: rank {reported.rank} finished step {reported.step} of attempt {key[1]}, behind the saved step {saved}"
             for reported in run.record.steps
             if reported.key == key and reported.step > saved and not reported.recovered
-            if reported.unix_s < incident.regrouped_unix_s
+            if reported.unix_s < incident.opened_unix_s
         ]
     return wrong
 

@@ -134,14 +134,15 @@ def ending_of(
 
 def in_place_line(lines: Sequence[Line]) -> Line | None:
     """Return the line with which a fault ended in place, with the step that was kept; None: it did not. A controller that took over opens
-    the gates of ranks that have all regrouped by its thaw (docs/proof.md, L17); a thaw after that is of a false alarm."""
+    the gates of ranks that have all regrouped by its thaw (docs/proof.md, L17); a thaw after that is of a false alarm. What a stopped controller finds
+    when it continues opens nothing."""
     order: Line | None = None
     ended: Line | None = None
     for line in lines:
         match line["event"]:
             case "regroup_sent":
                 order, ended = line, None
-            case "regrouped" if ended is None:  # a stopped controller learns of it after that
+            case "regrouped" if ended is None and order is not None and line.get("freeze_id") == order.get("freeze_id"):
                 ended = line
             case "thawed" if order is not None and ended is None:
                 ended = {**line, "step": order["step"]}
