@@ -25,7 +25,13 @@ Command = Callable[..., int]
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Return a function that runs the command line over these faults; nothing is started."""
 
-    def run(faults: list[EndedFault], *options: str, unsaved: int = 0) -> int:
+    def run(
+        faults: list[EndedFault],
+        *options: str,
+        unsaved: int = 0,
+        stop: Callable[[object], tuple[int, int]] | None = None,
+        finish: Callable[[object], None] = lambda _: None,
+    ) -> int:
         @contextmanager
         def job(folder: Path, *_: object) -> Iterator[SimpleNamespace]:
             folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +40,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 
         left = iter(faults)
         monkeypatch.setattr(kills_in_place, "_job", job)
-        monkeypatch.setattr(kills_in_place, "_stop", lambda _: (9, unsaved))
+        monkeypatch.setattr(kills_in_place, "_stop", stop or (lambda _: (9, unsaved)))
+        monkeypatch.setattr(kills_in_place, "_finish", finish)
         monkeypatch.setattr(kills_in_place, "_fault", lambda *_: next(left))
         monkeypatch.setattr(kills_in_place, "marked", lambda _: [])
         monkeypatch.setattr(kills_in_place, "compare", lambda *_: RunComparison(3, ()))
@@ -85,6 +92,30 @@ def test_what_is_wrong_is_not_made_good_by_the_times(command: Command) -> None:
 def test_a_step_that_the_last_stop_loses_is_wrong(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert command([fault(ms=100.0)], unsaved=2) == 1
     assert "wrong: the last stop: 2 steps were lost" in capsys.readouterr().out
+
+
+def test_what_the_killed_job_leaves_is_found_before_its_next_attempt_clears_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A staging directory, and a file beside torch's own in the temporary folder."""
+    staging, temporary = tmp_path / "out" / "killed" / "checkpoints" / "iter_0000009_tmp_1_1_1", tmp_path / "temporary"
+
+    def stop(_: object) -> tuple[int, int]:
+        staging.mkdir(parents=True)
+        (temporary / "litter").touch()
+        (temporary / "torch_own").touch()
+        return 9, 0
+
+    def finish(_: object) -> None:
+        if staging.exists():
+            staging.rmdir()
+            (temporary / "litter").unlink()
+
+    temporary.mkdir()
+    monkeypatch.setattr("ttp.files.make_temporary", lambda _: temporary)
+    assert command([fault(ms=100.0)], stop=stop, finish=finish) == 1
+    output = capsys.readouterr().out
+    assert f"left behind: {staging.name}" in output and "left behind: litter" in output and "torch_own" not in output
 
 
 @pytest.mark.parametrize(("saved", "known"), [(7, (7, 0)), (8, (8, 0)), (5, (7, 2)), (None, (7, 7))])
