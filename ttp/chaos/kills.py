@@ -48,8 +48,8 @@ STEPS_A_KILL = 2 * STEPS_BETWEEN + 4
 before the last."""
 
 
-LIMITS = ("median_s", "p99_s", "least_in_place")
-"""Options that only recoveries in place are judged by."""
+ONLY_IN_PLACE = ("median_s", "p99_s", "least_in_place", "spare", "twice")
+"""Options that have no effect on kills that cost a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--twice",
         type=whole(),
-        default=0,
-        help="in place: after every so many kills the new process is killed, too (0: never)",
+        help="in place: after every so many kills the new process is killed, too (default: never)",
     )
     seconds = above_zero("seconds", 3600)
     for name, quantity in (("--median-s", "median"), ("--p99-s", "99th percentile")):
@@ -117,11 +116,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help="in place: at least this share of the single kills must end without a checkpoint",
     )
     args, overrides = parser.parse_known_args(argv)
-    for name in LIMITS:
+    for name in ONLY_IN_PLACE:
         if getattr(args, name) is not None and not args.in_place:
             parser.error(
-                f"--{name.replace('_', '-')} without --in-place: expected both. Add --in-place, or leave the limit out"
+                f"--{name.replace('_', '-')} without --in-place: expected both. Add --in-place, or leave it out"
             )
+    if args.spare is not None and args.spare >= args.ranks:
+        parser.error(f"--spare: got {args.spare}, expected a rank of this job, 0 to {args.ranks - 1}")
     return args, overrides
 
 

@@ -137,6 +137,9 @@ def test_a_stopped_job_ends_at_the_step_that_it_saved(
     [
         (["--median-s", "0.5"], "--median-s without --in-place: expected both"),
         (["--least-in-place", "0.9"], "--least-in-place without --in-place: expected both"),
+        (["--spare", "0"], "--spare without --in-place: expected both. Add --in-place, or leave it out"),
+        (["--twice", "2"], "--twice without --in-place: expected both"),
+        (["--in-place", "--ranks", "3", "--spare", "3"], "--spare: got 3, expected a rank of this job, 0 to 2"),
         (["--in-place", "--p99-s", "0"], "got '0', expected seconds above 0, at most 3600"),
         (["--in-place", "--least-in-place", "98"], "got '98', expected a share above 0, at most 1"),
     ],
