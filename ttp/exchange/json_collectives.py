@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ttp.config import launched_ranks
 from ttp.errors import ConfigError
+from ttp.groups.polled_wait import wait_for
 
 # torch 2.13 gave the collective a new name and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,29 +24,30 @@ def exchange_json(value: Any, device: torch.device, group: Any = None) -> list[A
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     world = dist.get_world_size(group)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    _all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group=group)
+    number = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    wait_for([_all_gather(sizes, number, group=group, async_op=True)])
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     everyone = torch.zeros(world * longest, dtype=torch.uint8, device=device)
-    _all_gather(everyone, padded, group=group)
+    wait_for([_all_gather(everyone, padded, group=group, async_op=True)])
     rows = everyone.view(world, longest).cpu()
     return [json.loads(bytes(rows[r, : int(n)].numpy().tobytes())) for r, n in enumerate(sizes.tolist())]
 
 
 def send_bytes(chunk: memoryview, rank: int, device: torch.device) -> None:
     """Send a chunk to a rank, which calls `receive_bytes` for as many bytes."""
-    dist.send(torch.frombuffer(chunk, dtype=torch.uint8).to(device), dst=rank)
+    wait_for([dist.isend(torch.frombuffer(chunk, dtype=torch.uint8).to(device), dst=rank)])
 
 
 def receive_bytes(chunk: memoryview, rank: int, device: torch.device) -> None:
     """Fill a chunk from what a rank sends."""
     host = torch.frombuffer(chunk, dtype=torch.uint8)
     if device.type == "cpu":
-        dist.recv(host, src=rank)
+        wait_for([dist.irecv(host, src=rank)])
         return
     received = torch.empty_like(host, device=device)
-    dist.recv(received, src=rank)
+    wait_for([dist.irecv(received, src=rank)])
     host.copy_(received)
 
 
@@ -56,11 +58,11 @@ def broadcast_json(value: Any, device: torch.device) -> Any:
     first = dist.get_rank() == 0
     body = json.dumps(value).encode() if first else b""
     size = torch.tensor([len(body)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src=0)
+    wait_for([dist.broadcast(size, src=0, async_op=True)])
     content = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if first:
         content = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
-    dist.broadcast(content, src=0)
+    wait_for([dist.broadcast(content, src=0, async_op=True)])
     return json.loads(content.cpu().numpy().tobytes())
 
 

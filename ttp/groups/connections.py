@@ -7,8 +7,11 @@ Shutting a connection down does, on both of its ends, unless a message is half w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import termios
+from array import array
 from collections.abc import Iterator
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -17,6 +20,10 @@ _EVENT_LOOP = "anon_inode:[eventpoll]"
 _TASKS = "/proc/self/task"
 _GLOO_RUNS = "pt_gloo_runloo"
 """What the kernel keeps of the name of a thread that carries operations out: 15 characters."""
+_GLOO_LOOP = "gloo_tcp_loop"
+"""The name of a thread that reads and writes all connections of a group."""
+_TURN_TICKS = 3
+"""Of its CPU time (10 ms each): a loop that has had so much has looked at each of its connections hundreds of times."""
 
 
 class Connections:
@@ -24,6 +31,8 @@ class Connections:
 
     def __init__(self) -> None:
         self._inodes: frozenset[int] = frozenset()
+        self._since: tuple[dict[int, int], dict[str, int]] = {}, {}
+        """The bytes that wait on each open connection as they were last seen to change, and the CPU time of each loop then."""
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
@@ -50,19 +59,45 @@ class Connections:
                 _connected(descriptor, inode, shut=True)
         return count
 
+    def without_memory(self) -> bool:
+        """Say whether what still keeps connections open after `shut_down` can write to no memory: gloo leaves a message alone whose memory is gone, half
+        way, and its connection open (pair.cc: prepareRead). Asked again and again: each loop has had its turn meanwhile, or sleeps, and has taken
+        nothing from any of them."""
+        waiting = {inode: _unread(descriptor) for inode, descriptor in _sockets().items() if inode in self._inodes}
+        loops = {task: ticks for task, (running, ticks) in _threads(_GLOO_LOOP).items() if running}
+        before, since = self._since
+        if waiting != before:
+            self._since = waiting, {task: ticks for task, (_, ticks) in _threads(_GLOO_LOOP).items()}
+            return False
+        return all(ticks - since.get(task, ticks) >= _TURN_TICKS for task, ticks in loops.items())
+
 
 def computing() -> bool:
     """Say whether a thread of gloo's runs now. One that sleeps waits for a message, and no message comes over a closed connection."""
-    return any(_runs(task) for task in os.listdir(_TASKS))
+    return any(running for running, _ in _threads(_GLOO_RUNS).values())
 
 
-def _runs(task: str) -> bool:
+def _threads(named: str) -> dict[str, tuple[bool, int]]:
+    """Return this process's threads whose names begin so: whether each runs now, and its CPU time in ticks."""
+    found = {}
+    for task in os.listdir(_TASKS):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+            if name.startswith(named):
+                fields = rest.split()
+                found[task] = fields[0] in "RD", int(fields[11]) + int(fields[12])
+    return found
+
+
+def _unread(descriptor: int) -> int:
+    """Return how many bytes wait on a socket; -1: it is closed."""
+    count = array("i", [0])
     try:
-        with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
-            name, _, rest = file.read().partition("(")[2].rpartition(")")
-    except OSError:  # it has ended
-        return False
-    return name.startswith(_GLOO_RUNS) and rest.split()[0] in "RD"
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return -1
+    return count[0]
 
 
 def _sockets() -> dict[int, int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -33,6 +34,9 @@ c10d: Any = distributed_c10d
 CLOSED_S = 2.0
 """Connections that are open for longer after they were shut down: their groups cannot be made again."""
 _LOOK_S = 0.001
+_LOOK_AGAIN_S = 0.5
+_ALONE = 2
+"""References to an object that one list has: the list's, and that of whoever counts."""
 _PREFIX = "ttp_generation_"
 _OF_A_GENERATION = re.compile(rf"{_PREFIX}(\d+)\.(\d+)/")
 _TAGGED = "user:"
@@ -78,8 +82,8 @@ class ProcessGroups:
         self._made: Any = None
         """The default group that was made last; another one: the program has joined anew since."""
         self._connections = Connections()
-        self._successors: dict[Any, Any] = {}
-        """Of the groups that were closed last, the ones in their places."""
+        self._closed: list[Any] = []
+        """The groups that were closed last."""
         self._left = self._left_before = False
         """The groups of now, those that were closed last: they were left in the middle of their operations."""
 
@@ -113,10 +117,13 @@ class ProcessGroups:
     def close(self) -> None:
         """Leave the groups, and wait until none of their operations writes to memory any more: connections are closed, as gloo does when it has read
         the end of one, and its threads do nothing. Called while what the training thread has come out of still holds the handles of its
-        operations: gloo reads nothing more of a message whose memory is gone. Raises RuntimeError: that takes longer than CLOSED_S."""
+        operations: gloo reads nothing more of a message whose memory is gone, and such a connection stays open. Raises RuntimeError: that takes
+        longer than CLOSED_S."""
         self.leave()
         until_s = time.monotonic() + CLOSED_S
         while (count := self._connections.shut_down()) or computing():
+            if not computing() and self._connections.without_memory():
+                break
             if time.monotonic() > until_s:
                 raise RuntimeError(
                     f"process groups that were left are in use after {CLOSED_S:g} s: {count} connections are open"
@@ -125,11 +132,11 @@ class ProcessGroups:
         await_kernels()
 
     def let_go(self) -> None:
-        """Drop the groups that were closed last: nothing refers to them any more. The destructor of one that this rank has left in the middle of an
-        operation waits for that, which may take for ever: then another thread drops it."""
-        gone, self._successors = list(self._successors), {}
-        if self._left_before:
-            threading.Thread(target=gone.clear, name="ttp-groups-gone", daemon=True).start()
+        """Drop the groups that were closed last. The destructor of one that this rank has left in the middle of an operation waits for that, which may
+        take for ever: then a thread of its own drops it, as the last that refers to it."""
+        gone, self._closed = self._closed, []
+        while self._left_before and gone:
+            threading.Thread(target=_drop_as_last, args=([gone.pop()],), name="ttp-group-gone", daemon=True).start()
 
     def make_again(self, recovery: int = 0) -> Successor:
         """Close every group and make it again (every rank of the job calls, with no collective under way, or after `leave`); without groups there
@@ -154,13 +161,15 @@ class ProcessGroups:
         with self._connections.opening():
             again = self._make(made, rank)
         self.backend, self.timeout = "", None
-        successors = self._successors = {recipe.group: group for recipe, group in zip(made, again, strict=True)}
+        self._closed = [recipe.group for recipe in made]
+        successors = WeakKeyDictionary(zip(self._closed, again, strict=True))
+        made.clear()
         self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
         if rank == 0:
             self._forget_keys()
 
-        current = set(successors.values())
+        current = set(again)
 
         def successor(group: Any) -> Any:
             if not isinstance(group, dist.ProcessGroup):
@@ -227,6 +236,14 @@ class ProcessGroups:
 
 
 GROUPS = ProcessGroups()
+
+
+def _drop_as_last(last: list[Any]) -> None:
+    """Drop a group once nothing else refers to it: a program's frames, which an exception keeps until they are collected, or a variable of it. The
+    destructor runs in the thread that drops it last."""
+    while sys.getrefcount(last[0]) > _ALONE:
+        time.sleep(_LOOK_AGAIN_S)
+    last.clear()
 
 
 def generation_of(key: str) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.exchange.json_collectives import exchange_json, world
+from ttp.groups.polled_wait import wait_for
 from ttp.optim.comparison import Divergence, Part, differences, differing_shards, divergences, not_known
 from ttp.optim.on_divergence import Disputes, Majority, OnDivergence, majority
 from ttp.optim.partition import ParameterPart
@@ -115,7 +116,7 @@ def compare(
         if shard in sums:  # else it is nothing but padding
             mine[place] = mixed(sums[shard])
     everyone = [torch.zeros_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine, group=group)
+    wait_for([dist.all_gather(everyone, mine, group=group, async_op=True)])
     differing = differing_shards([row.tolist() for row in everyone], layout)
     if not differing:
         return (), ()

@@ -87,6 +87,10 @@ def why_not_in_place(
             "this process was executed, not forked, so that no other one is started in its place (docs/warm_starts.md)",
         ),
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
+        (
+            settings.in_place_s >= settings.total_timeout_s / 2,
+            f"TTP_IN_PLACE_S={settings.in_place_s:g} is not less than half of TTP_OT={settings.total_timeout_s:g}: the other half is for writing",
+        ),
         (copies, "copies='memory'"),
         (
             settings.gasp == "always" and getattr(getattr(optimizer, "on_divergence", None), "acts", False),

@@ -234,6 +234,8 @@ class Protection:
     def hold_after(self, exc: BaseException, until: threading.Event | None = None) -> None:
         """Tell the controller that training raised and stay as a holder. Returns when the exception may go on, and when `until` is set; a rank whose
         peer was the cause leaves with status 75 instead."""
+        if until is None and self._reentry is not None:
+            self._reentry.close(f"training has ended with {type(exc).__name__}")
         cause = cause_of(self._rank, type(exc).__name__, str(exc))
         if not isinstance(exc, Exception):  # KeyboardInterrupt, SystemExit
             cause = replace(cause, kind=CauseKind.EXCEPTION)

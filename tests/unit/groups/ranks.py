@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,7 +49,8 @@ def main(name: str, given: tuple[int, ...], rank: int, world: int, port: int, fo
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         run: Callable[..., None] = globals()[name]
         run(store, *given)
-        dist.barrier()
+        if name not in WITHOUT_RANK_1:
+            dist.barrier()
         Path(folder, f"done_{rank}").touch()
     except BaseException:
         Path(folder, f"error_{rank}").write_text(traceback.format_exc())
@@ -398,3 +400,61 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
     else:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=0, world_size=2)
+
+
+def a_message_that_nothing_reads_any_more_writes_nothing(store: Any) -> None:
+    """Rank 1 is killed half way through a message whose memory rank 0 has let go of: gloo keeps that connection open, and reads it never again."""
+    pid = _of_rank_1(store)
+    if dist.get_rank() == 1:
+        sent = torch.ones(_LARGE, dtype=torch.uint8)
+        under_way = dist.isend(sent, 0)
+        signal.pause()
+        del under_way
+    memory = torch.zeros(_LARGE, dtype=torch.uint8)
+    work = dist.irecv(memory, 1)
+    while not memory[_LARGE // 2]:
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGSTOP)
+    assert not memory[-1], "the message came as a whole"
+    del work
+    os.kill(pid, signal.SIGKILL)
+    GROUPS.close()
+    assert GROUPS.leave() == 1, "gloo has closed the connection: nothing was tried"
+
+
+def a_group_that_was_left_ends_in_a_thread_of_its_own(store: Any) -> None:
+    """Its destructor waits for an operation that rank 1 never enters. What refers to it, a frame that an exception keeps, say, may go in any thread."""
+    pid = _of_rank_1(store)
+    if dist.get_rank() == 1:
+        signal.pause()
+    group = dist.group.WORLD
+    dist.all_reduce(torch.ones(1), async_op=True)
+    dist.destroy_process_group()
+    GROUPS._closed, GROUPS._left_before, GROUPS._made = [group], True, None
+    kept: list[Any] = [group]
+    kept.append(kept)  # only a collection ends it
+    del group
+    GROUPS.let_go()
+    del kept
+    gc.collect()
+    assert "ttp-group-gone" in {thread.name for thread in threading.enumerate()}
+    os.kill(pid, signal.SIGKILL)
+
+
+WITHOUT_RANK_1 = {
+    each.__name__
+    for each in (
+        a_message_that_nothing_reads_any_more_writes_nothing,
+        a_group_that_was_left_ends_in_a_thread_of_its_own,
+    )
+}
+_LARGE = 200_000_000
+
+
+def _of_rank_1(store: Any) -> int:
+    """Make the groups again, so that their connections are known; return rank 1's process."""
+    GROUPS.pollable = True
+    GROUPS.make_again()
+    if dist.get_rank() == 1:
+        store.set("pid", str(os.getpid()))
+    return int(store.get("pid"))

@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -210,6 +211,24 @@ def test_a_session_closed_on_the_way_of_an_exception_saves_first(tmp_path: Path)
             session.close()
     newest = find.find_newest_valid([tmp_path])
     assert newest is not None and newest.path == tmp_path / "iter_0000005"
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_training_that_has_ended_is_not_entered_again(decorated: bool, tmp_path: Path) -> None:
+    """Also where something outside of `train` raised: an order to regroup is refused at once."""
+    model, optimizer, session = new_run(tmp_path, ON)
+    reentry = MagicMock(closed=False, ordered=True)
+    reentry.come_back.side_effect = ZeroDivisionError("TTP's own mistake")
+    assert session._protection is not None
+    session.reentry = session._protection._reentry = reentry
+    train = ttp.ttp_to_persist(do_steps) if decorated else do_steps
+    with pytest.raises(ZeroDivisionError, match="mistake"):
+        try:
+            train(model, optimizer, session, 9, dies_after=5)
+        finally:
+            session.close()
+    reentry.close.assert_called_once_with("training has ended with ZeroDivisionError")
+    assert reentry.come_back.called is decorated
 
 
 def test_a_session_within_an_exceptions_handler_ends_normally(tmp_path: Path) -> None:
