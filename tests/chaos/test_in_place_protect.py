@@ -129,17 +129,22 @@ LOOP, COUNTS = (
 """The second counts its micro-steps outside of train."""
 
 Job = Callable[..., "Ended"]
+During = Callable[[Launch], None]
 
 
 class Ended:
     """A job that has ended well: what it said, and what its ranks noted."""
 
-    def __init__(self, out: Path, ranks: int, options: str, faults: str, script: str) -> None:
+    def __init__(
+        self, out: Path, ranks: int, options: str, faults: str, script: str, during: During | None = None
+    ) -> None:
         out.mkdir()
         environ = {"TTP_FAULTS": faults, "TTP_IN_PLACE": "unrehearsed", "TTP_IN_PLACE_S": "30"}  # a loaded machine
         if "rehearses" in options:
             environ["TTP_REHEARSE"] = "every:3"
         with Launch(out, script, "--nproc-per-node", str(ranks), environ=environ, arguments=(options,)) as job:
+            if during is not None:
+                during(job)
             assert job.wait() == 0, job.text
             self.text = job.text
             finals = job.notes("final")
