@@ -113,12 +113,14 @@ def test_a_node_that_is_cut_off_and_comes_back_waits_as_a_spare_and_takes_the_ne
         train_a_little(job, 0, 10)
         assert set(job.ranks_on(lost)) == set(range(4)) - set(before) and pids.items() <= job.pids().items()
         assert set(job.wait(kept, lost, timeout_s=240).values()) == {0}, job.console_tail(60)
-    assert len(job.starts()) == 1 and not lines_of(job, 0, "write_sent", "refused")
+    assert len(job.starts()) == 1 and "lost    0 steps" in job.console(
+        kept
+    )  # the other side may have saved its step behind the cable
     assert_whole(job, whole_job(4, STEPS))
 
 
 def test_a_seated_node_is_as_any_other(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
-    """A rank of it dies and is replaced there. Then one is stopped, which ends in a restart: all nodes meet at once, the seated one among them."""
+    """A rank of it dies and is replaced there. Then one gets a notice, which ends in a restart: all nodes meet at once, the seated one among them."""
     a, b, spare = nodes(3)
     with start(tmp_path / "job", (a, b, spare), (spare,), 2) as job:
         train_with_all_agents(job)
@@ -131,7 +133,7 @@ def test_a_seated_node_is_as_any_other(tmp_path: Path, nodes: MakeNodes, whole_j
         job.wait_for(lambda: len(lines_of(job, 0, "regrouped")) == 2, "the second recovery", 60)
         train_a_little(job, 0, 10)
         assert victim in job.ranks_on(spare)
-        os.kill(job.pids()[victim], signal.SIGSTOP)
+        os.kill(job.pids()[victim], signal.SIGTERM)
         wait_for_verdict(job, 0)
         train_a_little(job, 1, 10)
         assert len(job.ranks_on(spare)) == len(job.ranks_on(kept)) == 2
@@ -164,7 +166,7 @@ def test_a_spare_that_is_lost_as_it_takes_a_place_costs_a_checkpoint_and_a_resta
 def test_the_store_in_which_the_nodes_have_met_is_lost_with_the_node(
     tmp_path: Path, nodes: MakeNodes, whole_job: RunJob
 ) -> None:
-    """It is not that of rank 0's node. The spare knows what runs; afterwards a rank is stopped, and all meet at the next endpoint."""
+    """It is not that of rank 0's node. The spare knows what runs; afterwards a rank gets a notice, and all meet at the next endpoint."""
     a, b, spare = nodes(3)
     with start(tmp_path / "job", (a, b, spare), (spare,), 2, stores=(b, a)) as job:
         train_with_all_agents(job)
@@ -175,7 +177,7 @@ def test_the_store_in_which_the_nodes_have_met_is_lost_with_the_node(
         job.wait_for(lambda: bool(lines_of(job, 0, "regrouped")), "a recovery", 60)
         train_a_little(job, 0, 10)
         assert before.items() <= job.pids().items() and len(job.ranks_on(spare)) == 2
-        os.kill(job.pids()[3], signal.SIGSTOP)
+        os.kill(job.pids()[3], signal.SIGTERM)
         wait_for_verdict(job, 0)
         train_a_little(job, 1, 10)
         assert set(job.wait(kept, spare, timeout_s=240).values()) == {0}, job.console_tail(60)

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor.parallel import loss_parallel
 
 import ttp
+from ttp.groups.polled_wait import wait_for
 
 from ..config.schema import Config
 from ..data.batches import Samples, micro_batch_starts
@@ -178,7 +179,7 @@ class Passes:
 
     def _sum_tied_gradients(self) -> None:
         if self._tied is not None:
-            dist.all_reduce(self.optimizer.gradient("embedding.weight"), group=self._tied)
+            wait_for([dist.all_reduce(self.optimizer.gradient("embedding.weight"), group=self._tied, async_op=True)])
 
     # --- what both share ---
 

@@ -23,7 +23,7 @@ _GLOO_RUNS = "pt_gloo_runloo"
 _GLOO_LOOP = "gloo_tcp_loop"
 """The name of a thread that reads and writes all connections of a group."""
 _TURN_TICKS = 3
-"""Of its CPU time (10 ms each): a loop that has had so much has looked at each of its connections hundreds of times."""
+"""CPU time of a loop, in ticks of 10 ms, within which it looks at each of its connections many times."""
 
 
 class Connections:
@@ -60,16 +60,17 @@ class Connections:
         return count
 
     def without_memory(self) -> bool:
-        """Say whether what still keeps connections open after `shut_down` can write to no memory: gloo leaves a message alone whose memory is gone, half
-        way, and its connection open (pair.cc: prepareRead). Asked again and again: each loop has had its turn meanwhile, or sleeps, and has taken
-        nothing from any of them."""
+        """Say whether the messages that still come over open connections, after `shut_down`, can be written to no memory: gloo takes no byte more of one
+        whose memory is gone, and leaves its connection open (pair.cc: prepareRead). True once no byte was taken while a loop has spun for
+        `_TURN_TICKS`, and every other one has, too, or sleeps: one that could read would have. Call it repeatedly; the first call returns False."""
         waiting = {inode: _unread(descriptor) for inode, descriptor in _sockets().items() if inode in self._inodes}
-        loops = {task: ticks for task, (running, ticks) in _threads(_GLOO_LOOP).items() if running}
+        loops = _threads(_GLOO_LOOP)
         before, since = self._since
         if waiting != before:
-            self._since = waiting, {task: ticks for task, (_, ticks) in _threads(_GLOO_LOOP).items()}
+            self._since = waiting, {task: ticks for task, (_, ticks) in loops.items()}
             return False
-        return all(ticks - since.get(task, ticks) >= _TURN_TICKS for task, ticks in loops.items())
+        turned = {task for task, (_, ticks) in loops.items() if ticks - since.get(task, ticks) >= _TURN_TICKS}
+        return bool(turned) and all(task in turned or not running for task, (running, _) in loops.items())
 
 
 def computing() -> bool:

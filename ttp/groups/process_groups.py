@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ Successor = Callable[[Any], Any]
 
 c10d: Any = distributed_c10d
 CLOSED_S = 2.0
-"""Connections that are open for longer after they were shut down: their groups cannot be made again."""
+"""Connections that are open for longer after they were shut down, and may still bring something: their groups cannot be made again."""
 _LOOK_S = 0.001
 _LOOK_AGAIN_S = 0.5
 _ALONE = 2
@@ -116,7 +116,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Leave the groups, and wait until none of their operations writes to memory any more: connections are closed, as gloo does when it has read
-        the end of one, and its threads do nothing. Called while what the training thread has come out of still holds the handles of its
+        the end of one, and its threads do nothing. First called while what the training thread has come out of still holds the handles of its
         operations: gloo reads nothing more of a message whose memory is gone, and such a connection stays open. Raises RuntimeError: that takes
         longer than CLOSED_S."""
         self.leave()
@@ -149,8 +149,9 @@ class ProcessGroups:
             return lambda group: group
         self.check()
         made, count = recipes(), c10d._world.group_count
-        if made[0].group is not self._made:
-            self._store = self.meeting or c10d._world.pg_map[made[0].group][1]
+        groups = [recipe.group for recipe in made]
+        if groups[0] is not self._made:
+            self._store = self.meeting or c10d._world.pg_map[groups[0]][1]
         self.let_go()
         self.recovery, self.generation = (recovery, 0) if recovery else (self.recovery, self.generation + 1)
         rank = dist.get_rank()
@@ -158,12 +159,12 @@ class ProcessGroups:
             self.close()
         dist.destroy_process_group()
         self._left, self._left_before = False, self._left
+        self._closed, made = groups, [replace(recipe, group=None) for recipe in made]
         with self._connections.opening():
             again = self._make(made, rank)
         self.backend, self.timeout = "", None
-        self._closed = [recipe.group for recipe in made]
-        successors = WeakKeyDictionary(zip(self._closed, again, strict=True))
-        made.clear()
+        successors = WeakKeyDictionary(zip(groups, again, strict=True))
+        groups = []
         self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
         if rank == 0:
@@ -239,8 +240,8 @@ GROUPS = ProcessGroups()
 
 
 def _drop_as_last(last: list[Any]) -> None:
-    """Drop a group once nothing else refers to it: a program's frames, which an exception keeps until they are collected, or a variable of it. The
-    destructor runs in the thread that drops it last."""
+    """Drop a group once no other Python object refers to it: a frame, which an exception keeps until it is collected, or a variable of the program. The
+    destructor runs in the thread that drops it last. What holds it in C++ (DistributedDataParallel's reducer) was given its successor before."""
     while sys.getrefcount(last[0]) > _ALONE:
         time.sleep(_LOOK_AGAIN_S)
     last.clear()

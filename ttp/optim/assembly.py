@@ -19,6 +19,7 @@ from ttp.config import host_name
 from ttp.errors import ConfigError, LayoutError
 from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
+from ttp.groups.polled_wait import wait_for
 from ttp.optim.collectives import BucketMemory
 from ttp.optim.shard_layout.layout import Layout, ParamSpec
 from ttp.optim.shard_layout.split import block_of, is_first_copy, local_of, put_local, sharing_of
@@ -116,7 +117,7 @@ def hosts_of(group: Any, world: int, device: torch.device) -> list[str] | None:
         number = int(hashlib.sha256(host_name().encode()).hexdigest()[:15], 16)
         mine = torch.tensor([number], dtype=torch.int64, device=device)
         numbers = [torch.zeros_like(mine) for _ in range(world)]
-        dist.all_gather(numbers, mine, group=group)
+        wait_for([dist.all_gather(numbers, mine, group=group, async_op=True)])
         return [f"{int(other.item()):015x}" for other in numbers]
 
     return list(agree("hosts", gathered, group))
@@ -131,7 +132,7 @@ def check_agreement(layout: Layout, group: Any, rank: int, device: torch.device)
         return
     mine = torch.tensor([int(layout.digest()[:15], 16)], dtype=torch.int64, device=device)
     digests = [torch.zeros_like(mine) for _ in range(layout.world)]
-    dist.all_gather(digests, mine, group=group)
+    wait_for([dist.all_gather(digests, mine, group=group, async_op=True)])
     different = [other for other, digest in enumerate(digests) if digest.item() != digests[0].item()]
     if different:
         raise LayoutError(
@@ -169,7 +170,7 @@ def allocate(
             view.copy_(local)
             put_local(param, view)
         if group is not None and layout.world > 1:
-            dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
+            wait_for([dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group, async_op=True)])
         grads = torch.zeros(bucket.numel, dtype=grad_dtype or dtype, device=device)
         copied = any(named[index].copied for index in bucket.params)
         sharded = gradient_accumulation_shard and layout.shards > 1 and not copied

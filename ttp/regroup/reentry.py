@@ -235,7 +235,7 @@ class Reentry:
             self._saves.take(returned.saves)
             if order.saved:
                 self._saves.published(order.step)
-            GROUPS.let_go()  # else the interpreter's end would wait for their operations
+            GROUPS.let_go()  # else the training thread, or the interpreter's end, would wait for their operations
             error_file.withdraw()
             if self._rank == 0:
                 show(logging.WARNING, _text(order, took_s))

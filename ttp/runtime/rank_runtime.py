@@ -65,6 +65,8 @@ class RegroupsTraining(Protocol):
 
     def order(self, order: Regroup) -> str: ...
 
+    def close(self, why: str) -> None: ...
+
 
 def _warnings(device: torch.device, settings: Settings, rank: int, world_size: int) -> Iterator[str]:
     """Yield what is not as TTP needs it on this device and for so many ranks, for the log of each node's first rank."""

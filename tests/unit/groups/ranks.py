@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,9 +32,11 @@ from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.errors import AbortedCollective, CheckpointError, ConfigError, ControllerError, ProtocolError
 from ttp.exchange import agreed as agreed_module
 from ttp.exchange.agreed import Agreements
+from ttp.exchange.json_collectives import broadcast_json, exchange_json, receive_bytes, send_bytes
 from ttp.groups.polled_wait import wait_for
 from ttp.groups.process_groups import GROUPS, ProcessGroups, generation_of, recipes
 from ttp.groups.vacancy import init_process_group, vacant
+from ttp.optim.assembly import check_agreement, hosts_of
 from ttp.proto.messages import CommitRecord
 from ttp.regroup.wrappers import buckets, renew_model
 
@@ -412,7 +416,7 @@ def a_message_that_nothing_reads_any_more_writes_nothing(store: Any) -> None:
         del under_way
     memory = torch.zeros(_LARGE, dtype=torch.uint8)
     work = dist.irecv(memory, 1)
-    while not memory[_LARGE // 2]:
+    while not memory[_LARGE // 100]:
         time.sleep(0.0005)
     os.kill(pid, signal.SIGSTOP)
     assert not memory[-1], "the message came as a whole"
@@ -420,6 +424,9 @@ def a_message_that_nothing_reads_any_more_writes_nothing(store: Any) -> None:
     os.kill(pid, signal.SIGKILL)
     GROUPS.close()
     assert GROUPS.leave() == 1, "gloo has closed the connection: nothing was tried"
+    came = memory.count_nonzero()
+    time.sleep(0.2)  # what came later would be seen
+    assert memory.count_nonzero() == came
 
 
 def a_group_that_was_left_ends_in_a_thread_of_its_own(store: Any) -> None:
@@ -433,17 +440,48 @@ def a_group_that_was_left_ends_in_a_thread_of_its_own(store: Any) -> None:
     GROUPS._closed, GROUPS._left_before, GROUPS._made = [group], True, None
     kept: list[Any] = [group]
     kept.append(kept)  # only a collection ends it
+    gone = weakref.ref(group)
     del group
     GROUPS.let_go()
     del kept
     gc.collect()
-    assert "ttp-group-gone" in {thread.name for thread in threading.enumerate()}
+    while gone() is not None:
+        time.sleep(0.01)
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "ttp-group-gone"]
+    waiting.join(0.2)
+    assert waiting.is_alive(), "its destructor has not waited: nothing was tried"
+    os.kill(pid, signal.SIGKILL)
+
+
+def every_wait_can_be_left(store: Any) -> None:
+    """Rank 1 enters none of these collectives."""
+    pid = _of_rank_1(store)
+    if dist.get_rank() == 1:
+        signal.pause()
+    cpu, chunk, group = torch.device("cpu"), memoryview(bytearray(8)), dist.group.WORLD
+    layout: Any = SimpleNamespace(world=2, digest=lambda: "0" * 15)
+    waits: tuple[Callable[[], object], ...] = (
+        lambda: exchange_json(1, cpu),
+        lambda: broadcast_json(1, cpu),
+        lambda: send_bytes(chunk, 1, cpu),
+        lambda: receive_bytes(chunk, 1, cpu),
+        lambda: hosts_of(group, 2, cpu),
+        lambda: check_agreement(layout, group, 0, cpu),
+    )
+    for wait in waits:
+        threading.Timer(0.05, setattr, (GROUPS, "_left", True)).start()
+        try:
+            wait()
+            raise AssertionError("expected that the wait is left")
+        except AbortedCollective:
+            GROUPS._left = False
     os.kill(pid, signal.SIGKILL)
 
 
 WITHOUT_RANK_1 = {
     each.__name__
     for each in (
+        every_wait_can_be_left,
         a_message_that_nothing_reads_any_more_writes_nothing,
         a_group_that_was_left_ends_in_a_thread_of_its_own,
     )

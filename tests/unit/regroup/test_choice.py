@@ -50,7 +50,7 @@ def in_place(**settings: Any) -> Settings:
         ({"launched": False}, True, "not started by ttprun"),
         ({"one_node": False, "nodes": 2}, True, ""),
         ({"shared_dirs": False}, True, "TTP_SHARED_DIRS=False"),
-        ({"in_place_s": 60.0}, True, "TTP_IN_PLACE_S=60 is not less than half of TTP_OT=120"),
+        ({"in_place_s": 60.0}, True, "TTP_IN_PLACE_S=60 must be less than half of TTP_OT=120"),
         ({"in_place_s": 59.0}, True, ""),
     ],
 )
