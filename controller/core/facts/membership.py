@@ -148,8 +148,12 @@ def vouch(members: Membership, message: Vouch, now: float) -> Membership:
 
 
 def _vouched(member: Member, pid: int, now: float) -> Member:
-    if pid != NO_PROCESS and (member.registration is None or member.registration.pid == pid):
+    if pid == NO_PROCESS:
+        return replace(member, named_at=now)
+    if member.registration is None or member.registration.pid == pid:
         return replace(member, vouched=now, vouched_pid=pid, named_at=now)
+    if member.dead is None or member.dead.kind is not CauseKind.EXITED:
+        return member  # of the agent of a node that was given up, whose processes ran on behind a broken cable
     return replace(member, named_at=now)
 
 

@@ -232,3 +232,15 @@ def test_a_shard_whose_last_holder_is_held_for_good_is_refused_in_time() -> None
         if job.now >= 5.5 + 2.5 and job.now < 9.0:
             assert not job.logged("refused"), "the round's time is over, and its process runs"
     assert job.logged("refused") and job.now <= 12.0
+
+
+def test_an_agent_that_names_another_process_says_nothing_of_the_registered_one() -> None:
+    """Its node was given up, and its processes ran on behind a broken cable: those in their places may be lost, and their agent with them. Of a rank that
+    has ended its own agent may name the next process, before that has come."""
+    job = running()
+    job.say(Vouch((1,), (999,)))
+    assert job.state.members.table[1].named_at == -inf
+    job.say(killed(1))
+    job.say(Vouch((1,), (999,)))
+    member = job.state.members.table[1]
+    assert (member.named_at, member.vouched) == (job.now, -inf)
