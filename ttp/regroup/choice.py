@@ -89,7 +89,7 @@ def why_not_in_place(
         (not settings.shared_dirs, "TTP_SHARED_DIRS=False"),
         (
             settings.in_place_s >= settings.total_timeout_s / 2,
-            f"TTP_IN_PLACE_S={settings.in_place_s:g} must be less than half of TTP_OT={settings.total_timeout_s:g}, so that time is left for writing",
+            f"TTP_IN_PLACE_S={settings.in_place_s:g} must be less than half of TTP_OT={settings.total_timeout_s:g}, so that time remains for writing",
         ),
         (copies, "copies='memory'"),
         (

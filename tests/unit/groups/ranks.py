@@ -472,7 +472,7 @@ def every_wait_can_be_left(store: Any) -> None:
         threading.Timer(0.05, setattr, (GROUPS, "_left", True)).start()
         try:
             wait()
-            raise AssertionError("expected that the wait is left")
+            raise AssertionError("expected that the wait ends")
         except AbortedCollective:
             GROUPS._left = False
     os.kill(pid, signal.SIGKILL)
