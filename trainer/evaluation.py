@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttp.groups.polled_wait import wait_for
-
 from .config.schema import Config
 from .data.batches import OpenedText, Samples
 from .devices.device_table import HOST
@@ -77,7 +75,7 @@ class Evaluation:
         total = sum(self._passes.evaluate(samples, first, count) for first in range(0, count, self._each))
         summed = torch.tensor([total], dtype=torch.float64 if self._device.type == HOST else torch.float32)
         summed = summed.to(self._device)
-        wait_for([dist.all_reduce(summed, async_op=True)])
+        dist.all_reduce(summed)
         return float(summed) / samples.counted(0, count)
 
     def close(self) -> None:

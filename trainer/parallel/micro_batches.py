@@ -16,7 +16,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor.parallel import loss_parallel
 
 import ttp
-from ttp.groups.polled_wait import wait_for
 
 from ..config.schema import Config
 from ..data.batches import Samples, micro_batch_starts
@@ -179,7 +178,7 @@ class Passes:
 
     def _sum_tied_gradients(self) -> None:
         if self._tied is not None:
-            wait_for([dist.all_reduce(self.optimizer.gradient("embedding.weight"), group=self._tied, async_op=True)])
+            dist.all_reduce(self.optimizer.gradient("embedding.weight"), group=self._tied)
 
     # --- what both share ---
 
