@@ -21,7 +21,7 @@ BROKEN = """
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from ttp.launch import agent
-from ttp.launch.main import main
+from ttp.launch.__main__ import main
 whole = LocalElasticAgent._assign_worker_ranks
 def breaks(self, *args, **kwargs):
     whole(self, *args, **kwargs)
@@ -112,7 +112,7 @@ def test_a_node_on_which_the_job_has_failed_says_so_to_the_others(tmp_path: Path
 
 LOST = """
 from ttp.launch.links import peer_agents
-from ttp.launch.main import main
+from ttp.launch.__main__ import main
 peer_agents.LOST_S = 4.0
 main()
 """
@@ -177,10 +177,10 @@ def test_a_node_lost_before_its_ranks_are_known_is_reported_and_the_others_go_on
 CUT_OFF = """
 from ttp.launch import endings; from ttp.launch.links import peer_agents
 from ttp.launch.__main__ import main
-class Cut:
-    def create_connection(*args):
-        raise TimeoutError("timed out")
-peer_agents.socket = Cut
+from ttp.launch.rendezvous.fresh_store import JobStore
+def connect(*_):
+    raise TimeoutError("timed out")
+JobStore.connect = connect
 peer_agents.LOST_S = 4.0
 endings.LOST_STARTS = 2
 main()

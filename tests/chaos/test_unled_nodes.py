@@ -36,7 +36,7 @@ OptimizerStateProvider.write_parts = slowly
 A_NODE_WAITS = """
 import sys
 from pathlib import Path
-from ttp.launch.main import main
+from ttp.launch.__main__ import main
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 out = Path(sys.argv[-1])
 FreshStoreRendezvous.num_nodes_waiting = lambda self: int((out / "writing-1-0").exists())
