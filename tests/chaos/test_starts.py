@@ -16,7 +16,6 @@ from tests.chaos.conftest import STEPS, RunJob, arguments, run_to_end
 from tests.chaos.launching import Launch
 from tests.chaos.test_kills import assert_equal, published_steps
 from ttp.chaos.observed.training_job import read_jsonl
-from ttp.controller.agent_link import request_status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
@@ -75,7 +74,10 @@ def test_a_controller_lost_while_the_world_assembles_costs_one_attempt(tmp_path:
         job.await_notes("looked-1-0")
         journal = output / "log" / "journal_0.jsonl"
         job.until(lambda: '"registered"' in journal.read_text(), "registration of rank 0")
-        os.kill(request_status(job.read("looked-1-0")).pid, signal.SIGKILL)
+        (controller,) = [
+            pid for pid in job.marked() if b"/journal_0.jsonl" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(controller, signal.SIGKILL)
         (tmp_path / "go").touch()
         assert job.wait() == 0, job.text
         assert "restarting (1 of 3 restarts)" in job.text and "2 restarts" not in job.text

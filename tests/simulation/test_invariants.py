@@ -247,3 +247,8 @@ def test_a_rank_has_finished_with_the_process_that_trained() -> None:
     assert not violations(scenario)
     scenario.job.in_place.former.clear()
     assert _outcome(scenario) == ["I11: rank 1 had not finished"]
+
+
+def test_a_step_that_a_silent_process_ended_alone_is_not_lost() -> None:
+    """Rank 0 is stopped, and has the record of step 3 when it runs again: all others regroup at step 2 by then, and take step 3 next."""
+    assert not violations(build(2000061507))

@@ -124,7 +124,9 @@ def report(state: S, outcome: Outcome, now: float, out: list[Effect]) -> S:
     named = {culprit.rank for culprit in culprits}
     records = [record.step for record in fault.records] if fault is not None else []
     lost = None
-    if notes.reports is not None and outcome.kept_step is not None:
+    if outcome.in_place:
+        lost = 0  # a process whose place was taken may have finished one step more, alone: the others take it next
+    elif notes.reports is not None and outcome.kept_step is not None:
         lost = max(0, max(records, default=outcome.kept_step) - outcome.kept_step)
     incident = Incident(
         kind=_kind(state),
