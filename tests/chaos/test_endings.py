@@ -295,7 +295,7 @@ def test_a_rank_whose_interpreter_is_held_says_where_it_stood(tmp_path: Path) ->
     the launcher ends it, and the report quotes them."""
     output = tmp_path / "output"
     trainer = (*arguments(), "--training_config.output_dir", str(output))
-    environ = {"TTP_FAULTS": "gil:rank=1,step=5,point=backward"}
+    environ = {"TTP_FAULTS": "gil:rank=1,step=5,point=backward", "TTP_IN_PLACE": "False"}
     script = TRAINER + "run_as_program()"
     with Launch(tmp_path, script, "--nproc-per-node", "2", arguments=trainer, environ=environ) as job:
         job.until(lambda: job.process.poll() is not None, "end", within_s=300)

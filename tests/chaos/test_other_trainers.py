@@ -22,14 +22,20 @@ EXAMPLES = ROOT / "examples"
 
 
 def train(
-    folder: Path, ranks: int, example: str, *arguments: str, faults: str = "", launcher: str = "ttp.launch"
+    folder: Path,
+    ranks: int,
+    example: str,
+    *arguments: str,
+    faults: str = "",
+    launcher: str = "ttp.launch",
+    more_restarts: int = 0,
 ) -> str:
-    """Run an example to its end under ttprun and return what it printed."""
+    """Run an example to its end under ttprun and return what it printed. `more_restarts`: for faults of its own."""
     script = (str(EXAMPLES / example), *arguments, "--save-dir", str(folder))
     text = run_script(ranks, *script, faults=faults, launcher=launcher)
     assert "took no batch from guard" not in text and "wrote no checkpoint" not in text, text
     assert re.findall(r"restarting \((\d) of 3 restarts\)", text) == [
-        str(1 + n) for n in range(len(faults.split(";") if faults else ()))
+        str(1 + n) for n in range(len(faults.split(";") if faults else ()) + more_restarts)
     ]
     assert not faults or re.search(r"lost +0 steps;", text), text
     return text
@@ -112,7 +118,15 @@ def test_the_shortest_form_has_the_bits_of_the_trainer_without_ttp(tmp_path: Pat
     faulted.write_text(SHORTEST.replace("torch.save(", f"import os; {dies}; torch.save("))
     reported = [
         train(tmp_path / "whole", 2, str(plain), "--steps", "40", launcher="torch.distributed.run"),
-        train(tmp_path / "saved", 2, str(faulted), "--steps", "40", faults="kill:rank=1,step=21,point=updating"),
+        train(
+            tmp_path / "saved",
+            2,
+            str(faulted),
+            "--steps",
+            "40",
+            faults="kill:rank=1,step=21,point=updating",
+            more_restarts=1,
+        ),
     ]
     assert sorted(steps_of(reported[0])) == list(range(1, 41))
     assert "restarting (2 of 3 restarts)" in reported[1]
