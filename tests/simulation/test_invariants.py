@@ -15,6 +15,7 @@ from tests.simulation.in_place import InPlace
 from tests.simulation.repetition import repeats_nothing
 from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
+from tests.simulation.time_checks import late
 from tests.simulation.training import even, ring
 from tests.simulation.truth import Snapshot
 from tests.simulation.work import Worker
@@ -252,3 +253,12 @@ def test_a_rank_has_finished_with_the_process_that_trained() -> None:
 def test_a_step_that_a_silent_process_ended_alone_is_not_lost() -> None:
     """Rank 0 is stopped, and has the record of step 3 when it runs again: all others regroup at step 2 by then, and take step 3 next."""
     assert not violations(build(2000061507))
+
+
+def test_a_new_process_that_the_leading_controller_does_not_know_is_its_agents_to_end() -> None:
+    """Rank 2's has come to the first controller, which is stopped then; two others say that it is over."""
+    scenario = build(2000085941)
+    assert not violations(scenario)
+    handler = scenario.job.ranks[2].handler
+    handler.state = replace(handler.state, term=3)
+    assert late(scenario.job) == ["I11: ranks [2] were there 1 s after the word that it is over"]

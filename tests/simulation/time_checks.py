@@ -89,7 +89,13 @@ def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
         for strike in job.strikes
     )
     slow = rank.route.slowest_s > 0.0 or rank.route.rejects
-    unknown = rank.state.vacant and rank.state.term < 0  # its agent ends it, with all of the attempt
+    leads = max(
+        each.term
+        for each in job.controllers
+        if each.term == 1 or any(line.event == "takeover_began" and at <= verdict_s for at, line in each.journal)
+    )
+    # Its agent ends it, with all of the attempt: only a controller that leads no more knows of this process, if one does.
+    unknown = rank.state.vacant and rank.state.term < leads
     return rank.started and not (
         unknown or cut or slow or rank.boundary.saving or rank.was_stopped or rank.ended_s <= verdict_s
     )

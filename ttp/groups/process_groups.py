@@ -164,7 +164,6 @@ class ProcessGroups:
             again = self._make(made, rank)
         self.backend, self.timeout = "", None
         successors = WeakKeyDictionary(zip(groups, again, strict=True))
-        groups = []
         self._made = dist.group.WORLD
         c10d._world.group_count = count  # the next one that the program makes has the name that it would have had
         if rank == 0:
