@@ -299,7 +299,9 @@ def in_place(index: int, world: int, rounds: int, port: int, folder: str) -> Non
             groups.let_go()
             assert summed() == world * (world - 1) / 2
             now = len(os.listdir("/proc/self/fd")), threading.active_count()
-            assert counts is None or now[0] <= counts[0] + 400, f"descriptors and threads: {counts}, now {now}"
+            assert counts is None or (now[0] <= counts[0] + 400 and now[1] <= counts[1] + 60), (
+                f"descriptors and threads: {counts}, now {now}"
+            )
             counts = counts or now
             older, *kept = _keys(store, (number + 2, 0))
             assert not older and (keys is None or keys == tuple(kept)), (
