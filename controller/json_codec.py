@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -59,33 +59,50 @@ _MODULES_READ = {written: module for module, written in _MODULES.items()}
 _TYPES_READ = {written: name for name, written in _TYPES.items()}
 _FIELDS_READ = {written: name for name, written in _FIELDS.items()}
 _STAGES = {stage.name: stage for stage in STAGES}
-_PLAIN = (str, int, bool, type(None))
-_JSON_AS_IT_IS = frozenset(_PLAIN)
+_PLAIN = frozenset({str, int, bool, type(None)})
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def to_json(value: Any) -> Any:
     """Return `value` as what the json module takes. Raises TypeError for a value of another kind, naming it."""
     kind: Any = type(value)
-    if kind in _PLAIN:
-        return value
+    return value if kind in _PLAIN else _writer(kind)(value)
+
+
+@cache
+def _writer(kind: Any) -> Callable[[Any], Any]:
+    """Return what `to_json` does with values of this type. Found once a type: an input of each rank is written at every fault."""
     if kind is float:
-        return value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}
+        return lambda value: value if math.isfinite(value) else {TYPE_KEY: "float", "value": repr(value)}
     if kind is tuple or kind is list:
-        return [to_json(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return {TYPE_KEY: _name(kind), "name": value.name}
-    if isinstance(value, frozenset):
-        return {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
-    if _field_names(kind) is not None:
-        encoded = {TYPE_KEY: _name(kind)}
-        for name, item in _fields(value).items() if kind is not StateAt else _flat(value).items():
-            if name not in _UNREAD and (item != "" or name not in _LEFT_OUT):
-                encoded[_FIELDS.get(name, name)] = to_json(item)
-        return encoded
-    if isinstance(value, Mapping):
-        return {TYPE_KEY: "mapping", "items": [[to_json(key), to_json(item)] for key, item in value.items()]}
-    raise TypeError(f"a {type(value).__name__} cannot go into the journal: {value!r}")
+        return lambda value: [to_json(item) for item in value]
+    if issubclass(kind, enum.Enum):
+        tag = _name(kind)
+        return lambda value: {TYPE_KEY: tag, "name": value.name}
+    if issubclass(kind, frozenset):
+        return lambda value: {TYPE_KEY: "frozenset", "items": [to_json(item) for item in sorted(value)]}
+    if kind is StateAt:
+        return lambda value: _written(_name(kind), _flat(value))
+    if kind is ControllerSettings:
+        return lambda value: _written(_name(kind), _fields(value))
+    if (names := _field_names(kind)) is not None:
+        tag, kept = _name(kind), tuple(name for name in names if name not in _UNREAD)
+        return lambda value: _written(tag, {name: getattr(value, name) for name in kept})
+    if issubclass(kind, Mapping):
+        return lambda value: {TYPE_KEY: "mapping", "items": [[to_json(k), to_json(v)] for k, v in value.items()]}
+
+    def refuse(value: Any) -> Any:
+        raise TypeError(f"a {kind.__name__} cannot go into the journal: {value!r}")
+
+    return refuse
+
+
+def _written(tag: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    encoded: dict[str, Any] = {TYPE_KEY: tag}
+    for name, item in fields.items():
+        if name not in _LEFT_OUT or item != "":
+            encoded[_FIELDS.get(name, name)] = item if type(item) in _PLAIN else to_json(item)
+    return encoded
 
 
 def from_json(value: Any) -> Any:
@@ -134,7 +151,7 @@ def plain_json(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        if _JSON_AS_IT_IS.issuperset(map(type, value)):  # 10,000 ranks: the thread that decides waits for this one
+        if _PLAIN.issuperset(map(type, value)):  # 10,000 ranks: the thread that decides waits for this one
             return list(value)
         return [plain_json(item) for item in value]
     if isinstance(value, frozenset):

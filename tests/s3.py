@@ -31,7 +31,8 @@ class Proxy:
     port: int
     target: int
     cut_after: list[int] = field(default_factory=list)
-    """For the next connections that carry a body: bytes after which they are cut. Taken from the front."""
+    """For the next connections that carry so many bytes of a part: bytes after which they are cut. A connection that its client gives up before
+    takes none from the front."""
     answer_cuts: int = 0
     """So many answers are cut after a megabyte."""
     refusals: int = 0
@@ -62,7 +63,7 @@ class Proxy:
             with socket.create_connection(("127.0.0.1", self.target)) as server:
                 answers = threading.Thread(target=self._pump, args=(server, client), daemon=True)
                 answers.start()
-                seen, budget = 0, None
+                seen, carries_part = 0, False
                 while data := client.recv(1 << 16):
                     if self.down:
                         break
@@ -71,10 +72,10 @@ class Proxy:
                         self.refused += 1
                         client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                         break
-                    if budget is None and self.cut_after and b"partNumber=" in data:
-                        budget = self.cut_after.pop(0)
+                    carries_part = carries_part or b"partNumber=" in data
                     seen += len(data)
-                    if budget is not None and seen > budget:
+                    if carries_part and self.cut_after and seen > self.cut_after[0]:
+                        del self.cut_after[0]
                         self.cuts += 1
                         break
                     with self._more:

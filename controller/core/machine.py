@@ -40,9 +40,6 @@ LATE_HEARTBEATS = 0.5
 """The machine asks to be called once a heartbeat; a driver that comes this much later was stopped. Of heartbeats as rare as
 `slow_heartbeat_s`: a busy host that keeps the driver for less takes nothing from a lease that matters, and leases must run out."""
 
-_OF_LAUNCHERS = (AgentHello, WorkerExit, Vouch, ReplaceFailed)
-"""A message of an agent proves no rank's life."""
-
 
 def initial(settings: ControllerSettings, now: float) -> ControllerState:
     """Return the state of a controller without any registered rank."""
@@ -68,10 +65,16 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
     if now < state.seen:
         state = replace(state, members=clock_went_back(state.members, now, state.settings))
     state = _excuse_own_absence(state, now)
+    of_rank = isinstance(event, HeartbeatBatch)
     if isinstance(event, Received):
-        _check_rank(state, event.message)
-        check_answer(state, event.message)
-        state = _note_sender(state, event.message, now, out)
+        message = event.message
+        _check_rank(state, message)
+        check_answer(state, message)
+        if isinstance(message, (AgentHello, WorkerExit, Vouch, ReplaceFailed)):  # of an agent: it proves no rank's life
+            state = replace(state, seen=now)
+        else:
+            of_rank = True
+            state = _note_sender(state, message.rank, now, out)
     elif isinstance(event, HeartbeatBatch):
         for message in event.messages:
             _check_rank(state, message)
@@ -80,9 +83,9 @@ def transition(state: ControllerState, event: Event, now: float) -> tuple[Contro
         state = replace(state, seen=now)
     if not is_late(state, subject):
         state = handler(state, subject, now, out)
-    if isinstance(state.at, Gathering) and _is_of_a_rank(event):
+    if of_rank and isinstance(state.at, Gathering):
         state = replace(state, at=_received_while_gathering(state.at, state.settings, now))
-    if was_cut_off and _is_of_a_rank(event) and not _receives_nothing(state):
+    if of_rank and was_cut_off and not _receives_nothing(state):
         # It was this controller that was cut off: the others come back as well.
         state = grant_time(state, now)
     deadline = next_deadline(state)
@@ -111,7 +114,7 @@ def _excuse_own_absence(state: ControllerState, now: float) -> ControllerState:
 
 
 def _check_rank(state: ControllerState, message: Upward) -> None:
-    if not isinstance(message, AgentHello | Vouch) and not 0 <= message.rank < state.settings.world_size:
+    if not isinstance(message, (AgentHello, Vouch)) and not 0 <= message.rank < state.settings.world_size:
         raise ProtocolError(
             f"job {state.settings.job_id}: {type(message).__name__} of rank {message.rank}, the world has ranks 0 to "
             f"{state.settings.world_size - 1}; is a process of another job sending here?"
@@ -119,13 +122,11 @@ def _check_rank(state: ControllerState, message: Upward) -> None:
     check_upward(message, state.settings.world_size)
 
 
-def _note_sender(state: ControllerState, message: Upward, now: float, out: list[Effect]) -> ControllerState:
+def _note_sender(state: ControllerState, rank: int, now: float, out: list[Effect]) -> ControllerState:
     """Any message of a rank itself proves that it lives."""
-    if isinstance(message, _OF_LAUNCHERS):
-        return replace(state, seen=now)
-    members = note_message(state.members, message.rank, now)
+    members = note_message(state.members, rank, now)
     if members.suspects < state.members.suspects:
-        out.append(Journal("cleared", {"rank": message.rank, "why": "it sends messages again"}))
+        out.append(Journal("cleared", {"rank": rank, "why": "it sends messages again"}))
         if state.fault is not None:  # its report counts again: perhaps no rank need be waited for
             state = state.with_fault(replace(state.fault, updating=()))
     return replace(state, members=members, seen=now)
@@ -137,7 +138,7 @@ def _note_senders(state: ControllerState, beats: HeartbeatBatch, now: float, out
     if members is not None:
         return replace(state, members=members, seen=now)
     for message in beats.messages:
-        state = _note_sender(state, message, now, out)
+        state = _note_sender(state, message.rank, now, out)
     return state
 
 
@@ -151,10 +152,3 @@ def _received_while_gathering(at: Gathering, settings: ControllerSettings, now: 
     if now - at.last_message_at >= SUSPECT_AFTER * settings.lease_s:
         at = replace(at, deadline=min(now + settings.lease_s, max(at.deadline, at.gather_by)))
     return replace(at, last_message_at=now)
-
-
-def _is_of_a_rank(event: Event) -> bool:
-    """True for messages of a rank itself."""
-    if isinstance(event, Received):
-        return not isinstance(event.message, _OF_LAUNCHERS)
-    return isinstance(event, HeartbeatBatch)

@@ -22,7 +22,7 @@ from ttp.chaos.verdict.timeline import lost_steps, timeline
 from ttp.runtime.standby import MOST_STANDBYS
 
 Line = dict[str, Any]
-STEPS = "--training_config.training_iters=400"
+STEPS = "--training_config.training_iters=200"
 LEASE_S = 8.0
 """Longer than by default: a busy machine alone makes no rank silent for so long."""
 IDLE, EARLY, WRITING, TOGETHER, STOPPED, TWICE = range(6)

@@ -89,10 +89,11 @@ class InPlace:
 
     def process_in(self, rank: int, generation: int) -> Rank:
         """Return the process that trains in that generation: in its place another may wait that a controller had asked for which is lost."""
-        known = (self.job.ranks[rank], *reversed(self.former))
-        return next(
-            (p for p in known if p.rank == rank and p.alive and p.generation == generation), self.job.ranks[rank]
-        )
+        current = self.job.ranks[rank]
+        if not self.former or (current.alive and current.generation == generation):
+            return current  # nearly always: an update of every rank asks for all of them
+        former = (p for p in reversed(self.former) if p.rank == rank and p.alive and p.generation == generation)
+        return next(former, current)
 
     def end_former(self) -> None:
         """The launchers of nodes that were given up learn that the job is over."""
@@ -113,7 +114,9 @@ class InPlace:
         if process in self.former:
             self.job.broken(f"I17: rank {process.rank} begins an update, and another process is in its place")
         newest = max(self.generation, process.generation)
-        those = [self.process_in(rank, newest) for rank in range(len(self.job.ranks))]
+        those = (
+            [self.process_in(rank, newest) for rank in range(len(self.job.ranks))] if self.former else self.job.ranks
+        )
         behind = [other.rank for other in (process, *those) if other.alive and other.generation != newest]
         if behind and not (self.was_silent(process) and step <= max(self._decided(), default=0) + 1):
             self.job.broken(

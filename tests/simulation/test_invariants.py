@@ -262,3 +262,8 @@ def test_a_new_process_that_the_leading_controller_does_not_know_is_its_agents_t
     handler = scenario.job.ranks[2].handler
     handler.state = replace(handler.state, term=3)
     assert late(scenario.job) == ["I11: ranks [2] were there 1 s after the word that it is over"]
+
+
+def test_the_stream_of_a_process_that_had_ended_before_it_was_replaced_is_a_leftover() -> None:
+    """The controller leads the rank whose stream broke, and which comes back to it: its verdict is the job's."""
+    assert not violations(build(2000335980))

@@ -116,7 +116,8 @@ def verdict_of(state: ControllerState, fault: Fault, updating: tuple[int, ...] =
         report = fault.reports[rank]
         assert report is not None
         reports[rank] = replace(report, closed=True, state_step=report.step)
-    reports = {rank: report for rank, report in reports.items() if rank not in fault.wrong | unproven}
+    if without := fault.wrong | unproven:
+        reports = {rank: report for rank, report in reports.items() if rank not in without}
     records = {record.step: record for record in fault.records}
     groups, unwritable = state.coverage.groups, _unwritable(fault, reports)
     verdict = decide(groups, reports, records, fault.unreachable, None, unwritable)
@@ -285,7 +286,8 @@ def is_holder(state: StateAt[Faulted], rank: int) -> bool:
 
 def able_holders(state: StateAt[Ordered]) -> frozenset[int]:
     """Return the ranks that can write the decided step now. O(world)."""
-    dead = state.members.table.ranks(lambda member: member.dead is not None)
+    table = state.members.table
+    dead = [rank for rank, member in enumerate(table) if member.dead is not None]
     return state.at.dump.able.difference(dead, state.at.fault.stuck)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from operator import itemgetter
 
 from ttp.proto.messages import Part
 
@@ -27,32 +26,43 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> tuple[Plan, float
     loads = dict.fromkeys(sorted(writers), 0.0)
     given: dict[int, list[Part]] = {}
     # Groups with few able holders first: they leave no choice, and the others even out around them.
-    choices = [
-        (len(holders), -group.nbytes, group.group_id, group, holders)
-        for group in groups
-        for holders in ([rank for rank in group.holders if rank in writers],)
-    ]
-    choices.sort(key=itemgetter(0, 1, 2))
-    for _, _, _, group, holders in choices:
-        count = max(1, min(len(holders), -(-group.nbytes // SMALLEST_PART_BYTES)))
-        part_bytes = group.nbytes / count
-        heap = [(loads[rank], rank) for rank in holders]
-        heapq.heapify(heap)
-        for index in range(count):
-            load, rank = heap[0]
-            loads[rank] = load = load + part_bytes
-            if index + 1 < count:
-                heapq.heapreplace(heap, (load, rank))
-            part = Part(group.group_id, index, count)
+    choices = []
+    for group in groups:
+        holders = group.holders
+        if not writers.issuperset(holders):
+            holders = tuple(rank for rank in holders if rank in writers)
+        choices.append((len(holders), -group.nbytes, group.group_id, holders))
+    choices.sort()
+    for most, minus_bytes, group_id, holders in choices:
+        count = max(1, min(most, -(minus_bytes // SMALLEST_PART_BYTES)))
+        part_bytes = -minus_bytes / count
+        for index, rank in enumerate(_least_loaded(holders, loads, count, part_bytes)):
+            loads[rank] += part_bytes
+            part = Part(group_id, index, count)
             if rank in given:
                 given[rank].append(part)
             else:
                 given[rank] = [part]
     plan = {
-        rank: tuple(sorted(parts, key=_order)) if len(parts) > 1 else tuple(parts)
-        for rank, parts in sorted(given.items())
+        rank: tuple(sorted(given[rank], key=_order)) if len(given[rank]) > 1 else tuple(given[rank])
+        for rank in loads
+        if rank in given
     }
     return plan, max(loads.values(), default=0.0)
+
+
+def _least_loaded(holders: tuple[int, ...], loads: Mapping[int, float], count: int, part_bytes: float) -> Iterable[int]:
+    """Return who gets each of `count` parts, one after another, if each goes to the holder with the least so far, the lowest rank among equals."""
+    if len({loads[rank] for rank in holders}) == 1:  # as before anything is given; there are no more parts than holders
+        return holders[:count]
+    heap = [(loads[rank], rank) for rank in holders]
+    heapq.heapify(heap)
+    ranks = []
+    for _ in range(count):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + part_bytes, rank))
+        ranks.append(rank)
+    return ranks
 
 
 def hand_over(parts: Iterable[Part], holders: Mapping[str, tuple[int, ...]], loads: Mapping[int, int]) -> Plan | None:

@@ -28,7 +28,7 @@ NOT_BY_SEEDS = (
         "leases must be looked at between two messages that come within milliseconds, after a leap of the clock: 1 of 1,600 jobs that cut a controller off; three times as many of them would take their share from all others",
         "test_absence.py",
         (
-            ("controller.core.machine", "if was_cut_off and _is_of_a_rank(event) and not _receives_nothing(state):", "if was_cut_off and _is_of_a_rank(event) and (not _receives_nothing(state)): always False"),
+            ("controller.core.machine", "if of_rank and was_cut_off and not _receives_nothing(state):", "if of_rank and was_cut_off and (not _receives_nothing(state)): always False"),
         ),
     ),
     NotBySeeds(

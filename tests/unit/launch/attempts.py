@@ -84,9 +84,11 @@ def silent_store() -> Iterator[int]:
                 while True:
                     taken.append(server.accept()[0])
 
-        threading.Thread(target=accept, daemon=True).start()
+        accepting = threading.Thread(target=accept, daemon=True)
+        accepting.start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
+        accepting.join()  # else one that came just now would stay open
     for connection in taken:
         connection.close()
 

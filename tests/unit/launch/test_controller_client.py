@@ -202,15 +202,18 @@ class Cable:
         self.port: int = self._server.getsockname()[1]
         self._lock = threading.Lock()  # guards _ends
         self._ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near = self._server.accept()[0]
+                with self._lock:
+                    self._ends.append(near)
                 far = socket.create_connection(("127.0.0.1", self._port))
                 with self._lock:
-                    self._ends += [near, far]
+                    self._ends.append(far)
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
@@ -234,6 +237,7 @@ class Cable:
         """Break all, and take none any more."""
         self._end(self._server)
         self._server.close()
+        self._accepting.join()  # what came just now is broken as well
         self.reset()
 
     def close(self) -> None:
