@@ -161,6 +161,11 @@ def test_a_process_that_stands_still_is_ended_once_the_step_is_on_disk(
     ]
     assert len({pid for rank, pid in processes if rank == victim}) == 2
     assert len({pid for rank, pid in processes if rank != victim}) == 1
+    stacks = job.output_dir / "log" / "stacks_0_1.txt"
+    assert stacks.exists() == (action == "gil"), "a stopped process handles no signal"
+    if action == "gil":
+        assert f"=== rank {victim} (suspect) ===" in stacks.read_text()
+        assert f"stood   rank {victim} in _hold_the_gil" in job.console_tail(80) and str(stacks) in job.console_tail(80)
 
 
 @pytest.mark.long

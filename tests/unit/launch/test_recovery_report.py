@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ttp.launch.report.journals import Line, read_journals
 from ttp.launch.report.merge import earlier, of_this_job
 from ttp.launch.report.recovery import recoveries, recovery_fields, recovery_lines
 from ttp.launch.report.reporter import AttemptStart, Reporter
+from ttp.processor.stacks import ASKED_NAME, process_text
 from ttp.proto.messages import CauseKind, Regrouped, WorkerExit
 
 BEGAN_S = 1000.0
@@ -146,6 +148,40 @@ def test_it_is_reported_soon_and_once(journaled: Journaled, tmp_path: Path, caps
         report_lines[2]["starts"],
         report_lines[2]["lost_s"],
     ) == (1, 1, 1, 3.0)
+
+
+def test_where_a_process_stood_that_was_ended_for_it_is_reported(
+    journaled: Journaled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what it wrote when its agent asked; of a fault before it, whose process had ended by itself, there is nothing."""
+    for number in (1, 2):
+        journaled.recover(pid=200 + number, kills=103 if number == 1 else 201, step=6 + number)
+    stacks = tmp_path / "rank_3" / ASKED_NAME
+    stacks.parent.mkdir()
+    main = 'main thread 0x01\nThread 0x0000000000000001 (most recent call first):\n  File "train.py", line 7 in wait\n'
+    stacks.write_text(f"2026-01-01 10:00:00 {process_text(201)}\n{main}")
+    reporter, start = Reporter(clock=lambda: BEGAN_S + 100.0), AttemptStart(number=0, begun_unix_s=0.0)
+    reporter.begin(here=True)
+    assert not reporter.follow(start, tmp_path) and not reporter.follow(start, tmp_path)
+    printed = capsys.readouterr().err
+    assert printed.count("--- recovered fault") == 2 and printed.count("stood   ") == 1
+    path = tmp_path / "stacks_0_2.txt"
+    assert "stood   rank 3 in wait, train.py:7\n" in printed and f"all stacks, suspects first: {path}" in printed
+    assert path.read_text().startswith("=== rank 3 (suspect) ===") and not (tmp_path / "stacks_0_1.txt").exists()
+
+
+def test_a_recovery_whose_stacks_cannot_be_kept_is_reported_without_them(
+    journaled: Journaled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(reporter_module, "with_stacks", full)
+    journaled.recover()
+    reporter, start = Reporter(clock=lambda: BEGAN_S + 100.0), AttemptStart(number=0, begun_unix_s=0.0)
+    reporter.begin(here=True)
+    assert not reporter.follow(start, tmp_path) and not reporter.follow(start, tmp_path)
+    assert capsys.readouterr().err.count("--- recovered fault") == 1
 
 
 def test_journals_are_read_when_they_have_grown_alone(

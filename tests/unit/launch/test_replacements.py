@@ -20,7 +20,10 @@ from ttp.exchange.discovery import log_dir_key
 from ttp.fork_server.client import Program
 from ttp.fork_server.forked_process import ForkedChild
 from ttp.launch.agent import HoldAgent
+from ttp.launch.attempts import replacements
 from ttp.launch.attempts.copies import Copies
+from ttp.launch.attempts.replacements import END_S
+from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.watch.processes import LOST, exit_status, read_stat
 from ttp.launch.watch.shell_ranks import _Rank
@@ -158,6 +161,24 @@ def test_a_process_that_has_lost_its_state_is_killed_first_without_a_failure(
     job.succeed()
     assert job.result is not None and job.result.state is WorkerState.SUCCEEDED
     assert "holding" not in caplog.text
+
+
+def test_a_process_that_is_killed_is_asked_where_it_is_before(
+    job: RunningJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has ended by itself is not."""
+    first, asked = job.pids[1], []
+
+    def ask(log_dir: Path, pids: Mapping[int, int], within_s: float) -> None:
+        asked.append((log_dir, dict(pids), within_s < END_S and read_stat(first) is not None))
+
+    monkeypatch.setattr(replacements, "ask", ask)
+    monkeypatch.setattr(ControllerClient, "log_dir", property(lambda self: tmp_path))
+    job.order(1, pid=first)
+    job.process(1, first)
+    job.replaced(1, freeze_id=2)
+    assert asked == [(tmp_path, {1: first}, True)]
+    job.succeed()
 
 
 def test_an_attempt_goes_on_while_its_only_running_worker_is_replaced(

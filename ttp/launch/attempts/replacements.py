@@ -25,6 +25,7 @@ from ttp.launch.health.node_health import NodeHealth
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.links.controller_shutdown import is_controller
 from ttp.launch.watch.death_watch import Death, DeathWatch
+from ttp.launch.watch.hang_stacks import ask
 from ttp.launch.watch.oom import OutOfMemory
 from ttp.launch.watch.processes import signal_workers, sweep_sessions
 from ttp.launch.watch.shell_ranks import ShellRanks
@@ -36,6 +37,8 @@ VACANT = "TTP_VACANT"
 """The variable of a process that takes another one's place: the number of the freeze in which it does, and who leads the job."""
 END_S = 5.0
 """How long the process that is replaced may take to end: the kernel frees its memory first."""
+STACKS_S = 0.5
+"""How long a process that is ended may take to write where it is."""
 LOOK_S = 0.02
 """Between two looks whether the attempt ends meanwhile."""
 STOP_S = 30.0
@@ -275,6 +278,8 @@ class Replacements:
         if not ended:
             with self._changed:
                 self._ending.add(rank)
+            if (log_dir := self._controller.log_dir) is not None:
+                ask(log_dir, {rank: now}, STACKS_S)
             log.warning("rank %d lost its state: killing process %d, to start another one in its place", rank, now)
             signal_workers([now], signal.SIGKILL)
         until_s = time.monotonic() + END_S

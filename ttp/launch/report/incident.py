@@ -1,6 +1,6 @@
 """One attempt's fault: the controller's `incident` event, completed by what only the agent knows.
 
-Owns how the two become one report. Pure: journal lines and the attempt's end in, a Report out.
+Owns how the two become one report. Journal lines and the attempt's end in, a Report out; only `with_stacks` reads and writes files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from ttp.launch.report.exit_status import Recorded, is_peer_error
 from ttp.launch.report.journals import Line, leading_lines
+from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.proto.incident import EVENT, Culprit, Incident, read_incident, trace_end
 from ttp.proto.messages import CauseKind
 
@@ -90,6 +91,22 @@ class Report:
         ranks = {culprit.rank for culprit in self.incident.culprits}
         known = not self.elsewhere and self.incident.kind in ENDED
         return ending.succeeded and known and bool(ranks) and ranks <= set(ending.pids)
+
+
+def with_stacks(report: Report, lines: Sequence[Line], log_dir: Path, name: str) -> Report:
+    """Collect the stacks that the ranks wrote for a hang, or on request before they were killed, in the file `name`, and quote the culprits'.
+    Raises OSError."""
+    culprits = report.incident.culprits
+    suspects: Sequence[int] = [culprit.rank for culprit in culprits]
+    blocks = read_asked(log_dir, {culprit.rank: culprit.pid for culprit in culprits})
+    if report.incident.kind == "hung":
+        hung = next(line["fields"] for line in reversed(lines) if line["event"] == "hung")
+        blocks, suspects = blocks | read_blocks(log_dir, hung["text"]), hung["ranks"]
+    if not blocks:
+        return report
+    gather(log_dir / name, blocks, suspects)
+    stood = {rank: main_frames(blocks.get(rank, "")) for rank in (culprit.rank for culprit in culprits)}
+    return replace(report, stood=stood, stacks=str(log_dir / name))
 
 
 def report_fields(report: Report) -> dict[str, Any]:

@@ -6,6 +6,7 @@ agent cannot read that journal. Never decides anything; an unreadable journal co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
@@ -22,7 +23,7 @@ from rich.table import Table
 from ttp.checkpoint.format.durable import step_of_directory
 from ttp.exchange import last_step, saved_alone, time_marks
 from ttp.exchange.last_step import LastStep
-from ttp.launch.report.incident import NOTICE, AttemptEnd, Report, false_alarms, report_fields, report_of
+from ttp.launch.report.incident import NOTICE, AttemptEnd, Report, false_alarms, report_fields, report_of, with_stacks
 from ttp.launch.report.journals import Line, journal_sizes, read_journals
 from ttp.launch.report.merge import Earlier, earlier
 from ttp.launch.report.recovery import Recovery, recoveries, recovery_fields, recovery_lines
@@ -44,7 +45,6 @@ from ttp.launch.report.time_use import (
     with_repeats,
     without_fault,
 )
-from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.text.console import open_console
 from ttp.text.wording import counted
 
@@ -199,7 +199,7 @@ class Reporter:
             try:
                 lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s)
                 with self._lock:
-                    self._report_recoveries(attempt, lines)
+                    self._report_recoveries(attempt, lines, log_dir)
                     self._report_slow_ranks(attempt, lines, ended=False)
             except _UNREADABLE as error:
                 log.warning("attempt %d: cannot read what has happened: %s", attempt.number, error)
@@ -371,7 +371,7 @@ class Reporter:
         if introduce and self._introduced != attempt.number:
             self._write_unprotected(attempt, ending)
         self._false_alarms += false_alarms(lines)
-        self._report_recoveries(attempt, lines)
+        self._report_recoveries(attempt, lines, log_dir)
         if introduce and self._here:  # else another node has reported them
             self._report_slow_ranks(attempt, lines, ended=True)
         account = saved_alone.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else None
@@ -394,7 +394,7 @@ class Reporter:
             log.warning("attempt %d: %s", attempt.number, UNANNOUNCED)
             return True
         if log_dir is not None:
-            report = _with_stacks(report, lines, log_dir)
+            report = with_stacks(report, lines, log_dir, f"stacks_{attempt.number}.txt")
         began_unix_s = report.began_unix_s or self._clock()
         copied = any(line["event"] == "assembled" and line["fields"].get("copied") for line in lines)
         following = CLOSE_ON_ALL if unannounced else ending.next
@@ -414,10 +414,14 @@ class Reporter:
         known = without_fault(attempt_time(attempt.number, lines, marks, begun, attempt.world_size))
         return replace(known, last_step=max(known.last_step, self._last.step if self._last is not None else 0))
 
-    def _report_recoveries(self, attempt: AttemptStart, lines: Sequence[Line]) -> None:
+    def _report_recoveries(self, attempt: AttemptStart, lines: Sequence[Line], log_dir: Path | None) -> None:
         """Report the recoveries of an attempt that were not reported yet."""
         known = sum(each.report.start == attempt.number for each in self._recovered)
-        for recovery in recoveries(attempt.number, lines)[known:]:
+        for number, recovery in enumerate(recoveries(attempt.number, lines)[known:], known + 1):
+            if log_dir is not None:
+                with contextlib.suppress(OSError):  # it is reported without them
+                    stacks = f"stacks_{attempt.number}_{number}.txt"
+                    recovery = replace(recovery, report=with_stacks(recovery.report, lines, log_dir, stacks))
             self._recovered.append(recovery)
             self._lost_s += (recovery.report.incident.took_ms or {}).get("total", 0.0) / 1e3
             self._write("recovered", recovery_fields(recovery))
@@ -479,20 +483,3 @@ def _known_only_here(attempt: AttemptStart, ending: AttemptEnd) -> bool:
         return bool(read_journals(ending.log_dir, attempt.number, attempt.begun_unix_s))
     except _UNREADABLE:
         return False
-
-
-def _with_stacks(report: Report, lines: Sequence[Line], log_dir: Path) -> Report:
-    """Collect the stacks that the ranks wrote for a hang, or on request before they were killed, and quote the culprits'.
-    Raises OSError."""
-    culprits = report.incident.culprits
-    suspects: Sequence[int] = [culprit.rank for culprit in culprits]
-    blocks = read_asked(log_dir, {culprit.rank: culprit.pid for culprit in culprits})
-    if report.incident.kind == "hung":
-        hung = next(line["fields"] for line in reversed(lines) if line["event"] == "hung")
-        blocks, suspects = blocks | read_blocks(log_dir, hung["text"]), hung["ranks"]
-    if not blocks:
-        return report
-    path = log_dir / f"stacks_{report.start}.txt"
-    gather(path, blocks, suspects)
-    stood = {rank: main_frames(blocks.get(rank, "")) for rank in (culprit.rank for culprit in culprits)}
-    return replace(report, stood=stood, stacks=str(path))
