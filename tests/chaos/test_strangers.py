@@ -51,7 +51,8 @@ def test_a_pickle_and_forged_entries_in_a_live_rendezvous_do_nothing(tmp_path: P
         ]
         nodes[0].await_notes("begun-0-0", "begun-1-0")
         workers_store = int(nodes[0].read("begun-0-0"))
-        assert listens_on(port) == listens_on(workers_store) == {"127.0.0.1"}
+        for store in (port, workers_store):
+            assert set().union(*(listens_on(store, node.process.pid) for node in nodes)) == {"127.0.0.1"}
         stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         evil = b64encode(pickle.dumps(Creates(tmp_path / "created"))).decode()
         stranger.set("torch.rendezvous.j", evil)
@@ -81,7 +82,7 @@ def test_a_node_with_another_secret_ends_in_a_line_and_the_job_starts_without_it
             return stack.enter_context(Launch(tmp_path, worker, *options(port), name=name, environ=environ))
 
         first = launch("node0", SECRET)
-        first.until(lambda: bool(listens_on(port)), "its store")
+        first.until(lambda: bool(listens_on(port, first.process.pid)), "its store")
         expected = f"for job 'j': secret {Secret(SECRET.encode()).name}. Give every node the same"
         for name, secret, got in (
             ("other", OTHER, f"secret {Secret(OTHER.encode()).name}"),

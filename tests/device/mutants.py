@@ -176,7 +176,7 @@ MUTANTS = {
         _instead(host_copy.HostCopier, "_take", _take_at_once), ("frozen",), forced=LATE
     ),
     "both halves of the staging memory are one": Mutant(
-        _instead(host_copy.HostCopier, "__init__", _one_half), ("frozen",), "build", forced=LATE
+        _instead(host_copy.HostCopier, "__init__", _one_half), ("frozen",), "build", episodes=60, forced=LATE
     ),
     "parameters are used before they are gathered": Mutant(
         _instead(partition.Gather, "finish", _gathers_unwaited), ("frozen",), world=4,
