@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from ttp.mirror.remote import Remote
 
 SAVES = "--training_config.save_interval=8"
 KILL = "kill:rank=1,step=13,point=updating"
+STOP = "stop:rank=1,step=18,point=backward,round=1"
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +34,15 @@ def environ(s3: S3, name: str, **more: str) -> dict[str, str]:
     return {**s3.environ, "TTP_MIRROR": f"s3://{BUCKET}/{name}", **more}
 
 
-def whole(s3: S3, name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the steps whose manifest is in the mirror, all files with their checksums, newest first."""
+def set_for(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process reads the mirror, too."""
     for key, value in s3.environ.items():
         monkeypatch.setenv(key, value)
+
+
+def whole(s3: S3, name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the steps whose manifest is in the mirror, all files with their checksums, newest first."""
+    set_for(s3, monkeypatch)
     remote = Remote(f"s3://{BUCKET}/{name}")
     found = {step: fetch.find(remote, step) for step in fetch.steps_of(remote)}
     for each in filter(None, found.values()):
@@ -51,7 +59,18 @@ def test_a_job_that_loses_its_directory_resumes_from_the_mirror_with_the_same_bi
     tmp_path: Path, s3: S3, whole_job: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank is killed meanwhile; an object of the newest checkpoint is altered, so that the one before it is taken."""
-    job = run_to_end(tmp_path / "job", 2, SAVES, faults=KILL, environ=environ(s3, "lost"))
+
+    def go_on_once_step_16_is_copied(job: TrainingJob) -> None:
+        """The newest checkpoint is copied, and a job as short as this one would have its last by then."""
+        remote = Remote(f"s3://{BUCKET}/lost")
+        job.wait_for(lambda: fetch.find(remote, 16) is not None, "step 16 in the mirror", JOB_S)
+        os.kill(job.pids()[1], signal.SIGCONT)
+
+    given = environ(s3, "lost", TTP_LEASE_S="120")
+    set_for(s3, monkeypatch)
+    job = run_to_end(
+        tmp_path / "job", 2, SAVES, faults=f"{KILL};{STOP}", environ=given, meanwhile=go_on_once_step_16_is_copied
+    )
     steps = whole(s3, "lost", monkeypatch)
     assert steps[0] == 24 and len(steps) > 1 and s3.uploads() == []
     text = console(job)
