@@ -84,6 +84,7 @@ def test_altered_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, save
     )
 
 
+@pytest.mark.long  # test_starts.py shows as much of a script of one's own
 def test_checkpoint_of_another_model_is_refused_by_name_once(tmp_path: Path, saved: Path) -> None:
     """The first parameter that does not fit is named; nothing is trained or changed, and nothing restarted in vain."""
     output = copy_of(saved, tmp_path / "other_model", last_step=8)
