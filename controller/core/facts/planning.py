@@ -33,8 +33,8 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> tuple[Plan, float
             holders = tuple(rank for rank in holders if rank in writers)
         choices.append((len(holders), -group.nbytes, group.group_id, holders))
     choices.sort()
-    for most, minus_bytes, group_id, holders in choices:
-        count = max(1, min(most, -(minus_bytes // SMALLEST_PART_BYTES)))
+    for _, minus_bytes, group_id, holders in choices:
+        count = max(1, min(len(holders), -(minus_bytes // SMALLEST_PART_BYTES)))
         part_bytes = -minus_bytes / count
         for index, rank in enumerate(_least_loaded(holders, loads, count, part_bytes)):
             loads[rank] += part_bytes

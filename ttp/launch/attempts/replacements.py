@@ -280,7 +280,7 @@ class Replacements:
                 self._ending.add(rank)
             if (log_dir := self._controller.log_dir) is not None:
                 ask(log_dir, {rank: now}, STACKS_S)
-            log.warning("rank %d lost its state: killing process %d, to start another one in its place", rank, now)
+            log.warning("rank %d: killing process %d, to start another one in its place", rank, now)
             signal_workers([now], signal.SIGKILL)
         until_s = time.monotonic() + END_S
         while not self._watch.wait(LOOK_S, lambda deaths: rank in deaths and deaths[rank].settled):
