@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {path: JOBS_END * number / len(jobs) for number, path in enumerate(jobs)}
     place |= {path: number / len(others) for number, path in enumerate(others)}
     items.sort(key=lambda item: (LONGEST not in item.path.parents, place[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests are made of stays: the garbage collector does not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -325,10 +325,12 @@ def unprotected(job: Job) -> bool:
     """True when the last controller that ranks could come to was killed, or away for about as long as they wait for one:
     what they cannot do alone, they give up. One that was started as they did so is too late."""
     world_size = job.training.layout.world_size
-    known = [c for c in job.controllers if c.place < world_size or c.place > job.first_standbys]
-    gave_up_s = min((rank.ended_s for rank in job.ranks if rank.ended == "exit code 1"), default=inf)
-    behind = [c for c in known if c.place > job.controller.place and c.began_s < gave_up_s - job.times.lease_s]
-    return all(c.dead or c.away_s > job.times.controller_lost_s / 2 for c in (job.controller, *behind))
+    early_s = min((rank.ended_s for rank in job.ranks if rank.gave_up), default=inf) - job.times.lease_s
+    known = [
+        c for c in job.controllers if (c.place < world_size or c.place > job.first_standbys) and c.began_s < early_s
+    ]
+    came = max((c.place for c in known if c.ranks_came), default=0)
+    return all(c.dead or c.away_s > job.times.controller_lost_s / 2 for c in known if c.place >= came)
 
 
 def false_refusal(job: Job) -> list[str]:

@@ -70,7 +70,7 @@ class Rank(Threads):
         self.replica: Replica = Replica(rank, job.training)
         self.route: Route = Route()
         self.ended, self.ended_s = "", inf
-        self.released = False
+        self.released = self.gave_up = False
         self.was_stopped = False
         """Something kept it from answering for a while, or for good."""
         self.stopped_for_good = False
@@ -271,6 +271,7 @@ class Rank(Threads):
 
     def leave(self, code: int, reason: str) -> None:
         self.job.note(f"rank {self.rank} leaves with {code}: {reason}")
+        self.gave_up = "no controller answered" in reason or "without a controller" in reason
         self.boundary.leaves(code)
         self.job.process_gone(self, f"exit code {code}")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.simulation.checks import _outcome, false_refusal, violations
+from tests.simulation.checks import _outcome, false_refusal, unprotected, violations
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
 from tests.simulation.in_place import InPlace
@@ -267,3 +268,26 @@ def test_a_new_process_that_the_leading_controller_does_not_know_is_its_agents_t
 def test_the_stream_of_a_process_that_had_ended_before_it_was_replaced_is_a_leftover() -> None:
     """The controller leads the rank whose stream broke, and which comes back to it: its verdict is the job's."""
     assert not violations(build(2000335980))
+
+
+@pytest.mark.parametrize(
+    ("another_began_s", "away_s", "late"), [(6.8, 4.2, True), (5.0, 4.2, False), (6.8, 1.0, False)]
+)
+def test_a_controller_that_is_started_as_ranks_give_up_is_too_late(
+    another_began_s: float, away_s: float, late: bool
+) -> None:
+    """Frozen ranks left after 3 s without a word of the one that led them: no other one was there in time. Of seed 2000607975."""
+    job = build(1, even(4), faults=False).job
+    led, another = (
+        SimpleNamespace(place=place, began_s=began_s, dead=False, away_s=away, ranks_came=True)
+        for place, began_s, away in ((0, 0.0, away_s), (job.first_standbys + 1, another_began_s, 0.0))
+    )
+    job.controllers[:] = [led, another]  # type: ignore[list-item]
+    job.ranks[1].gave_up, job.ranks[1].ended_s = True, 6.7
+    assert unprotected(job) is late
+
+
+def test_frozen_ranks_that_gave_up_before_another_controller_came_are_not_held_against_it() -> None:
+    scenario = build(2000607975)
+    assert not violations(scenario)
+    assert [rank.gave_up for rank in scenario.job.ranks] == [False, True, True, True]

@@ -55,8 +55,8 @@ PHRASES = {
 }
 """What goes -> what to write. Regular expressions over whole words; in a name, its words count."""
 
-ANY = re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE)
-"""Most lines have none of them."""
+ANY = re.compile(rf"\b({'|'.join(PHRASES)})\b".lower())
+"""Most lines have none of them. For text in lower case: that is found several times as fast as any case."""
 
 ONLY_TEXT = {
     r"(is|are|was) left(?! (out|of|alone))",
@@ -137,10 +137,10 @@ def of_markdown(source: str) -> Iterator[Found]:
 
 def violations(path: Path, source: str) -> Iterator[str]:
     """Yield each phrase of a file that goes, with its place, its kind and what to write."""
-    if not (ANY.search(source) or ANY.search(words_of(source))):  # it is not taken apart
+    if not (ANY.search(source.lower()) or ANY.search(words_of(source))):  # it is not taken apart
         return
     for line, kind, text in of_markdown(source) if path.suffix == ".md" else of_python(source):
-        if ANY.search(text):
+        if ANY.search(text.lower()):
             held = re.sub("|".join(ALLOWED), "", text)
             for phrase, plain in PHRASES.items():
                 if phrase not in ONLY_TEXT or "name" not in kind:
