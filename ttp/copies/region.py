@@ -79,7 +79,7 @@ def places_of(holdings: dict[str, list[HeldTensor]]) -> tuple[TensorPlace, ...]:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"invalid copy: got the dtype {name!r}, expected one of torch's")
+        raise CheckpointError(f"invalid copy: got the dtype {checked.shown(name)}, expected one of torch's")
     return found
 
 

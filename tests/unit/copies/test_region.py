@@ -191,3 +191,10 @@ def test_a_dtype_that_torch_has_not_is_refused() -> None:
     place = replace(described(1).slots[0][0], dtype="torch.save")
     with pytest.raises(CheckpointError, match=r"got the dtype 'torch.save'"):
         _ = place.nbytes
+
+
+def test_a_dtype_that_another_node_names_at_length_is_quoted_in_part() -> None:
+    place = replace(described(1).slots[0][0], dtype="1" * 5_000)
+    with pytest.raises(CheckpointError, match=r"got the dtype '111") as caught:
+        _ = place.nbytes
+    assert len(str(caught.value)) < 200
