@@ -1,4 +1,4 @@
-"""One of the client processes of `benchmarks.scale`: many agents' streams, each of which carries several ranks.
+"""One of the client processes of `benchmarks.scale`: the connections of many nodes, each of one rank, or of a relay that carries several ranks' streams.
 
 Reads commands from standard input and reports what happened on standard output, a JSON line each; all times are
 CLOCK_MONOTONIC, which all processes of a machine share. It speaks through the project's own codec. Ranks exist in name only:
@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from ttp.proto.messages import (
     Exit,
     Freeze,
     Heartbeat,
+    KeepAlive,
     Phase,
     Published,
     PublishOrder,
@@ -43,6 +45,7 @@ from ttp.proto.messages import (
     StandbyList,
     StateReport,
     Upward,
+    Vouch,
     Welcome,
     WorkerExit,
     WriteOrder,
@@ -50,6 +53,7 @@ from ttp.proto.messages import (
 )
 from ttp.proto.transport import CLIENT_OPTIONS
 
+Wire = pb.UpwardEnvelope | pb.UpwardBundle
 BEAT_SLICE_S = 0.02
 ATTACH_AT_ONCE = 64
 
@@ -97,34 +101,62 @@ def open_aio_channel(address: str, first_rank: int) -> grpc.aio.Channel:
 
 
 class Stream:
-    """One agent's stream to the controller, over a connection of its own."""
+    """One connection to the controller: a rank's or an agent's own stream, or those that a relay carries."""
 
-    def __init__(self, client: Client, ranks: tuple[int, ...]) -> None:
-        self.client, self.ranks = client, ranks
+    def __init__(self, client: Client, ranks: tuple[int, ...], relays: bool) -> None:
+        self.client, self.ranks, self.relays = client, ranks, relays
         self.frozen: list[StateReport] = []
         self._lock = asyncio.Lock()  # gRPC takes one write of a stream at a time
         self._freeze_id = 0
         self._owing: set[int] = set()
         self._left = False
-        self._beat: pb.UpwardEnvelope | None = None
+        self._beat: Wire | None = None
 
     async def open(self) -> None:
         """Attach; a connection that breaks before the greeting (an overloaded machine) is tried again, and counted."""
         while True:
             self._channel = open_aio_channel(self.client.address, self.ranks[0])
-            self._call: Any = ControlStub(self._channel).Attach()
+            stub: Any = ControlStub(self._channel)
+            self._call: Any = stub.Carry() if self.relays else stub.Attach()
             try:
-                greeting = decode_downward(await self._call.read())
+                await self._begin()
                 break
             except grpc.aio.AioRpcError as error:
                 self.client.retries += 1
                 print(f"a stream could not be opened and is tried again: {error.code()}", file=sys.stderr)
                 await self._channel.close()
-        assert greeting.message is None
         self.reader = asyncio.create_task(self._read())
 
+    async def _begin(self) -> None:
+        greetings: list[bytes] = []
+        if self.relays:
+            begins = [pb.CarriedUpward(streams=[1 + number], begins=rank) for number, rank in enumerate(self.ranks)]
+            await self._call.write(pb.UpwardBundle(parts=begins))
+            while len(greetings) < len(self.ranks):
+                greetings += [part.envelope for part in await self._next()]
+        else:
+            greetings.append((await self._call.read()).SerializeToString())
+        assert all(decode_downward(pb.DownwardEnvelope.FromString(each)).message is None for each in greetings)
+
+    async def _next(self) -> Sequence[pb.CarriedDownward]:
+        """Return the parts of the next bundle. Raises AioRpcError: the connection has ended."""
+        bundle = await self._call.read()
+        if bundle is grpc.aio.EOF:
+            raise EOFError("the controller has ended the connection")
+        return bundle.parts  # type: ignore[no-any-return]
+
+    def wire(self, *messages: Upward) -> Wire:
+        """Return what goes out at once to say these: an envelope, or one of each rank's stream."""
+        if not self.relays:
+            return self.client.envelope(*messages)
+        streams = [
+            1 + message.rank - self.ranks[0] for message in messages if not isinstance(message, AgentHello | Vouch)
+        ]
+        part = pb.CarriedUpward(streams=streams, envelope=self.client.envelope(*messages).SerializeToString())
+        return pb.UpwardBundle(parts=[part])  # as a relay joins them
+
     async def say(self, *messages: Upward) -> None:
-        await self.put(self.client.envelope(*messages))
+        await self.put(self.wire(*messages))
 
     async def beat(self) -> None:
         """Send the heartbeats of ranks that have not left: a controller repeats what they do not say that they have received."""
@@ -135,7 +167,7 @@ class Stream:
             beats = (
                 Heartbeat(rank, Phase.COMPUTE, step, frozen=freeze_id, owes=rank in self._owing) for rank in self.ranks
             )
-            self._beat = self.client.envelope(*beats)
+            self._beat = self.wire(*beats)
         await self.put(self._beat)
 
     def ordered(self, ranks: tuple[int, ...], message: Downward) -> None:
@@ -152,21 +184,29 @@ class Stream:
         self._beat = None
         self._owing.difference_update(ranks)
 
-    async def put(self, envelope: pb.UpwardEnvelope) -> None:
+    async def put(self, wire: Wire) -> None:
         async with self._lock:
             with contextlib.suppress(*((asyncio.InvalidStateError,) if self.client.closing else ())):
-                await self._call.write(envelope)
+                await self._call.write(wire)
 
     async def _read(self) -> None:
         try:
-            while (envelope := await self._call.read()) is not grpc.aio.EOF:
-                for parcel in decode_parcels(envelope):
-                    if parcel.message is not None:
-                        await self.client.take(self, parcel.ranks, parcel.message, envelope.ByteSize())
+            while (read := await self._call.read()) is not grpc.aio.EOF:
+                for ranks, envelope in self._carried(read) if self.relays else (((), read),):
+                    for parcel in decode_parcels(envelope):
+                        if parcel.message is not None:
+                            named = parcel.ranks or (() if isinstance(parcel.message, KeepAlive) else ranks)
+                            await self.client.take(self, named, parcel.message, envelope.ByteSize())
         except grpc.aio.AioRpcError as error:
             if not (self._left or self.client.closing):
                 self.client.broken += 1
                 print(f"the stream of ranks {self.ranks} broke: {error.code()}: {error.details()}", file=sys.stderr)
+
+    def _carried(self, bundle: pb.DownwardBundle) -> Iterator[tuple[tuple[int, ...], pb.DownwardEnvelope]]:
+        """Yield what is sent on streams, and to which ranks."""
+        for part in bundle.parts:
+            ranks = tuple(self.ranks[number - 1] for number in part.streams)
+            yield ranks, pb.DownwardEnvelope.FromString(part.envelope)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -180,6 +220,8 @@ class Client:
     address: str
     world: World
     streams: list[Stream] = field(default_factory=list)
+    agent: Any = None
+    """The own stream of the first node's agent."""
     orders: dict[tuple[int, WriteOrder], Stream] = field(default_factory=dict)
     """By rank and order: one that a heartbeat has crossed comes twice."""
     publish: tuple[Stream, int, PublishOrder] | None = None
@@ -201,11 +243,14 @@ class Client:
         return [rank for stream in self.streams for rank in stream.ranks]
 
     async def attach(self, first: int, count: int) -> None:
-        per_stream = self.world.ranks_per_stream
-        for at in range(first, first + count, per_stream):
-            self.streams.append(Stream(self, tuple(range(at, min(at + per_stream, first + count)))))
+        per_node = self.world.ranks_per_node
+        for at in range(first, first + count, per_node):
+            ranks = tuple(range(at, min(at + per_node, first + count)))
+            self.streams.append(Stream(self, ranks, relays=per_node > 1))
         for batch in range(0, len(self.streams), ATTACH_AT_ONCE):
             await asyncio.gather(*(stream.open() for stream in self.streams[batch : batch + ATTACH_AT_ONCE]))
+        self.agent = Stream(self, self.streams[0].ranks, relays=False)
+        await self.agent.open()
         tell("attached", streams=len(self.streams), retries=self.retries)
 
     async def register(self) -> None:
@@ -227,7 +272,7 @@ class Client:
     async def ping(self) -> None:
         """Ask what the controller answers once it has come to it: everything that was sent before has been received then."""
         tell("pinged")
-        await self.streams[0].say(AgentHello("pinging", (), ()))
+        await self.agent.say(AgentHello("pinging", (), ()))
 
     async def arm(self, dead: int, holds: bool) -> None:
         """Get ready for the death of `dead`; with `holds`, this client's last stream answers on command only."""
@@ -243,30 +288,29 @@ class Client:
         tell("armed")
 
     async def die(self, rank: int) -> None:
-        stream = next(stream for stream in self.streams if rank in stream.ranks)
         tell("died")
-        await stream.say(WorkerExit(rank, 1000 + rank, "signal SIGKILL", time.time()))
+        await self.agent.say(WorkerExit(rank, 1000 + rank, "signal SIGKILL", time.time()))
 
     async def last(self) -> None:
         assert self.hold is not None
         reports, self.hold.frozen = self.hold.frozen, []
-        envelope = self.envelope(*reports)
+        wire = self.hold.wire(*reports)
         tell("last_reply")
         self.hold.answered(*(report.rank for report in reports))
-        await self.hold.put(envelope)
+        await self.hold.put(wire)
 
     async def write(self) -> None:
-        """Every rank reports that it has written its parts, each in an envelope of its own, as they would come."""
-        answers = []
+        """Every rank reports that it has written its parts, in an envelope of its own. Those of a node come about together: its relay has them
+        wait for each other."""
+        said: dict[Stream, list[Written]] = {}
         for (rank, order), stream in self.orders.items():
             result = ShareResult((file_entry(order.parts, rank),))
-            answers.append(
-                (stream, rank, self.envelope(Written(rank, order.freeze_id, order.tmp_name, order.parts, result)))
-            )
-        tell("writing", bytes=sum(envelope.ByteSize() for _, _, envelope in answers))
-        for stream, rank, envelope in answers:
-            stream.answered(rank)
-            await stream.put(envelope)
+            said.setdefault(stream, []).append(Written(rank, order.freeze_id, order.tmp_name, order.parts, result))
+        answers = [(stream, stream.wire(*written)) for stream, written in said.items()]
+        tell("writing", bytes=sum(wire.ByteSize() for _, wire in answers))
+        for stream, wire in answers:
+            stream.answered(*(written.rank for written in said[stream]))
+            await stream.put(wire)
 
     async def published(self) -> None:
         if self.publish is None:
@@ -305,8 +349,9 @@ class Client:
         self.closing = True
         if self.beating is not None:
             self.beating.cancel()
-        for stream in self.streams:
-            await stream.close()
+        for stream in (*self.streams, self.agent):
+            if stream is not None:
+                await stream.close()
 
 
 async def main() -> None:

@@ -84,11 +84,11 @@ def measure(size: int) -> float:
     note("heartbeats, one by one", bench.run(beats))
     together = (
         HeartbeatBatch(
-            tuple(Heartbeat((first + rank) % size, Phase.COMPUTE, STEP) for rank in range(world.ranks_per_stream))
+            tuple(Heartbeat((first + rank) % size, Phase.COMPUTE, STEP) for rank in range(world.ranks_per_node))
         )
-        for first in range(0, SAMPLES, world.ranks_per_stream)
+        for first in range(0, SAMPLES, world.ranks_per_node)
     )
-    note(f"heartbeats, {world.ranks_per_stream} together", bench.run(together))
+    note(f"heartbeats, {world.ranks_per_node} together", bench.run(together))
     note("death to Freeze", bench.run([Received(WorkerExit(DEAD, 1000 + DEAD, "signal SIGKILL", 0.0))]))
     alive = [rank for rank in range(size) if rank != DEAD]
     freeze_id = bench.state.freeze_id

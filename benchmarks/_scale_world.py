@@ -10,7 +10,7 @@ from typing import Any
 
 from ttp.proto.messages import CommitRecord, FileEntry, Part, Phase, Registration, ShardGroup, StateReport
 
-WORLD_FLAGS = ("size", "ranks_per_stream", "ready_every", "heartbeat_s")
+WORLD_FLAGS = ("size", "ranks_per_node", "ready_every", "heartbeat_s")
 GROUP_BYTES = 1 << 28
 STEP = 42
 
@@ -21,7 +21,7 @@ class World:
     envelopes of heartbeats of a stream, in each direction."""
 
     size: int
-    ranks_per_stream: int = 8
+    ranks_per_node: int = 8
     ready_every: int = 0
     heartbeat_s: int = 1
     job_id: str = "scale"
@@ -29,8 +29,8 @@ class World:
 
     @classmethod
     def from_flags(cls, words: list[str]) -> World:
-        size, ranks_per_stream, ready_every, heartbeat_s = (int(word) for word in words)
-        return cls(size, ranks_per_stream, ready_every, heartbeat_s)
+        size, ranks_per_node, ready_every, heartbeat_s = (int(word) for word in words)
+        return cls(size, ranks_per_node, ready_every, heartbeat_s)
 
     def flags(self) -> list[str]:
         return [str(value) for value in astuple(self)[: len(WORLD_FLAGS)]]
@@ -53,7 +53,7 @@ def registration(world: World, rank: int) -> Registration:
     return Registration(
         rank,
         world.size,
-        f"node{rank // world.ranks_per_stream}",
+        f"node{rank // world.ranks_per_node}",
         1000 + rank,
         (group,),
         STEP,

@@ -1,7 +1,7 @@
 """The control plane at scale: the real controller process over real gRPC with 1,000 and 10,000 ranks that exist in name only.
 
-A few client processes play the nodes' agents; each has many streams, and each stream carries the eight ranks of its node. For each
-world: the controller's processor time and memory under heartbeats at 1 Hz (one envelope a stream), the time to assemble, and, for
+A few client processes play the nodes; the streams of a node's eight ranks come in one connection, as its relay carries them. For each
+world: the controller's processor time and memory under heartbeats at 1 Hz (a node's together), the time to assemble, and, for
 several faults (a fresh controller each), from the death report to the Freeze at all ranks, from the last state reply to the
 write orders, from the write answers to the publish order, to the Exit at all. Then the pure cores alone, to 100,000 ranks.
 
@@ -160,7 +160,7 @@ def job(
         players: list[ClientProcess] = []
         try:
             players = [ClientProcess(controller.address, world, environ) for _ in range(clients)]
-            per_client = -(-world.size // clients // world.ranks_per_stream) * world.ranks_per_stream
+            per_client = -(-world.size // clients // world.ranks_per_node) * world.ranks_per_node
             for number, player in enumerate(players):
                 first = number * per_client
                 player.say("attach", first=first, count=min(per_client, world.size - first))
@@ -287,9 +287,9 @@ def heartbeats(world: World, clients: int, seconds: float) -> str:
         assemble(players)
         settle(players)
         shares = shares_of_a_core(controller.pid, seconds)
-        streams = -(-world.size // world.ranks_per_stream)
+        connections = -(-world.size // world.ranks_per_node)
         return (
-            f"{world.size:,} ranks on {streams:,} streams, heartbeats every {world.heartbeat_s} s: {spread(shares, 100)} % of a core; "
+            f"{world.size:,} ranks on {connections:,} connections, heartbeats every {world.heartbeat_s} s: {spread(shares, 100)} % of a core; "
             f"{usage.mib():.0f} MiB resident, {usage.shared_out_mib():.0f} proportional (streams open, no rank registered:  "
             f"{alone})"
         )
@@ -378,20 +378,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--rolling-faults", type=int, default=1, help="of those in which every second rank rolls forward"
     )
     parser.add_argument("--clients", type=whole(1), default=2, help="client processes")
-    parser.add_argument("--ranks-per-stream", type=whole(1), default=8, help="1: every rank has a stream of its own")
+    parser.add_argument("--ranks-per-node", type=whole(1), default=8, help="1: there are no relays")
     parser.add_argument("--heartbeat-s", type=whole(1), default=1, help="seconds between two heartbeats of a stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of heartbeats")
     options = parser.parse_args(arguments)
     judged = []
     print(standby_memory(), flush=True)
     for size in options.ranks:
-        calm = World(size, options.ranks_per_stream, heartbeat_s=options.heartbeat_s)
+        calm = World(size, options.ranks_per_node, heartbeat_s=options.heartbeat_s)
         print(heartbeats(calm, options.clients, options.seconds), flush=True)
         for ready_every, text, count in (
             (0, "no rank rolls forward", options.faults),
             (2, "every second rank rolls forward", options.rolling_faults),
         ):
-            world = World(size, options.ranks_per_stream, ready_every, options.heartbeat_s)
+            world = World(size, options.ranks_per_node, ready_every, options.heartbeat_s)
             faults = [one_fault(world, options.clients, dead=7 * number + 3) for number in range(count)]
             if faults:
                 print(

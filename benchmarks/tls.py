@@ -4,7 +4,7 @@ For each size: until all streams are attached (every one is a handshake on both 
 from the report of a death to the last rank's Freeze, from the last state reply to the last order, from the first write answer to the order to publish.
 `benchmarks.restart` has the rest: first start, kill to verdict, kill to first step, with and without.
 
-`--clients 50 --ranks 1000 --ranks-per-stream 1` has 1,000 streams come from 50 processes, each stream with a certificate of its own.
+`--clients 50 --ranks 1000 --ranks-per-node 1` has 1,000 streams come from 50 processes, each stream with a certificate of its own.
 
 Exit status 1 when heartbeats take more than LIMIT times the controller's processor time without TLS (medians), or a stream broke.
 """
@@ -42,8 +42,8 @@ def certificates(world: World) -> Iterator[dict[str, str]]:
     issuer.begin(authority, range(1, 100))
     os.environ["TTP_IDENTITY"] = issuer.address
     agents = {}
-    for first in range(0, world.size, world.ranks_per_stream):
-        ranks = tuple(range(first, min(first + world.ranks_per_stream, world.size)))
+    for first in range(0, world.size, world.ranks_per_node):
+        ranks = tuple(range(first, min(first + world.ranks_per_node, world.size)))
         agents[first] = authority.issue(Identity(world.job_id, Role.AGENT, ranks, node=f"node{first}")).encode()
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -96,7 +96,7 @@ def spread(values: list[float]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1000, 10000])
-    parser.add_argument("--ranks-per-stream", type=whole(1), default=8)
+    parser.add_argument("--ranks-per-node", type=whole(1), default=8)
     parser.add_argument("--clients", type=whole(1), default=2, help="client processes")
     parser.add_argument("--turns", type=int, default=3, help="of each, by turns")
     parser.add_argument("--heartbeat-s", type=whole(1), default=1, help="seconds between two heartbeats of a stream")
@@ -104,14 +104,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     missed = []
     for size in options.ranks:
-        world = World(size, options.ranks_per_stream, heartbeat_s=options.heartbeat_s)
+        world = World(size, options.ranks_per_node, heartbeat_s=options.heartbeat_s)
         found: dict[str, dict[str, list[float]]] = {"plain": {}, "TLS": {}}
         ways: tuple[tuple[str, Way], ...] = (("plain", plain), ("TLS", certificates))
         for number in range(2 * options.turns):
             kind, way = ways[(number + number // 2) % 2]
             for name, values in turn(world, options.clients, options.seconds, way).items():
                 found[kind].setdefault(name, []).extend(values)
-        streams = -(-size // options.ranks_per_stream)
+        streams = -(-size // options.ranks_per_node)
         print(f"{size:,} ranks on {streams:,} streams, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         for name, before in found["plain"].items():
             after = found["TLS"][name]

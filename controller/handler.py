@@ -17,9 +17,8 @@ from typing import Any, Protocol, assert_never
 
 from ttp.controller.core import machine
 from ttp.errors import ProtocolError
-from ttp.proto.codec import CodecError, UpwardParcel
+from ttp.proto.codec import CodecError
 from ttp.proto.frozen import dataclass
-from ttp.proto.limits import LONGEST_S
 from ttp.proto.messages import (
     EXIT_CODE_PERSISTED,
     AgentHello,
@@ -60,13 +59,14 @@ from .core.facts.events import (
 from .core.facts.events import Journal as JournalEffect
 from .core.facts.state import Stage
 from .core.facts.status import Reported, job_status
-from .stragglers import StragglerWatch
+from .stragglers import StragglerWatch, is_measured
 
 TICK_S = 0.25
 """Longest time between two ticks."""
 MOST_REFUSALS = 1_000
 """Whoever is refused with ever new words fills neither the memory nor the journal."""
 
+KEEP_ALIVE = KeepAlive()
 Addressed = tuple[tuple[int, ...], Downward]
 """A message and the ranks of one stream that it is for."""
 
@@ -85,9 +85,10 @@ class RankLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamMessage:
-    link: RankLink
-    parcel: UpwardParcel
+class StreamMessages:
+    """What came together, by stream: an envelope of one, or of each of several that a relay carries."""
+
+    parts: tuple[tuple[RankLink, tuple[Upward, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ class NotAllowed:
 
 
 Item = (
-    StreamMessage | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed | EarlierLives
-)
+    StreamMessages | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed | EarlierLives
+)  # fmt: skip
 
 
 class EventLog(Protocol):
@@ -231,8 +232,8 @@ class Handler:
 
     def take(self, item: Item) -> None:
         match item:
-            case StreamMessage(link, parcel):
-                self.receive(link, parcel.messages)
+            case StreamMessages(parts):
+                self.receive_together(parts)
             case StreamEnded(link):
                 self._drop(link)
             case StatusAsked(reply):
@@ -290,34 +291,36 @@ class Handler:
         self._finish(reason)
 
     def receive(self, link: RankLink, messages: Sequence[Upward]) -> None:
-        """What one envelope says, in order; heartbeats that stand side by side are one event."""
+        self.receive_together(((link, messages),))
+
+    def receive_together(self, parts: Sequence[tuple[RankLink, Sequence[Upward]]]) -> None:
+        """What came together, in order; heartbeats that stand side by side are one event."""
         beats: list[Heartbeat] = []
-        for message in messages:
-            if isinstance(message, Heartbeat):
-                if self._is_routed(link, message):
-                    self._beats[message.rank] = message
-                    self._note_step_time(message.rank, message.step_times_s)
-                    if message.own_s is not None:
-                        self._measured(message, message.own_s)
-                    if message.loss is not None:
-                        self._loss = message.loss
-                    beats.append(message)
-                continue
-            self.receive_heartbeats(beats)
-            self._receive_one(link, message)
+        for link, message in ((link, message) for link, messages in parts for message in messages):
+            if not isinstance(message, Heartbeat):
+                self.receive_heartbeats(beats)
+                self._receive_one(link, message)
+            elif self._is_routed(link, message):
+                self._note_heartbeat(message)
+                beats.append(message)
         self.receive_heartbeats(beats)
         self._look_for_stragglers()
 
-    def _measured(self, beat: Heartbeat, own_s: float) -> None:
+    def _note_heartbeat(self, beat: Heartbeat) -> None:
+        self._beats[beat.rank] = beat
+        self._note_step_time(beat.rank, beat.step_times_s)
+        if beat.loss is not None:
+            self._loss = beat.loss
         waited_s = beat.waited_s if beat.waited_s is not None else 0.0
-        if not (self._stragglers.compares(beat.rank) and _is_measured(own_s) and _is_measured(waited_s)):
+        if beat.own_s is None or not (is_measured(beat.own_s) and is_measured(waited_s)):
             return
-        self._shares[beat.rank] = own_s, waited_s
-        self._stragglers.take(beat.rank, beat.step, own_s, self._clock())
+        if self._stragglers.compares(beat.rank):
+            self._shares[beat.rank] = beat.own_s, waited_s
+            self._stragglers.take(beat.rank, beat.step, beat.own_s, self._clock())
 
     def _note_step_time(self, rank: int, times_s: Sequence[float]) -> None:
         """The machine refuses a number that cannot be a time; people are not shown one either."""
-        if times_s and _is_measured(times_s[-1]):
+        if times_s and is_measured(times_s[-1]):
             self._step_times[rank] = times_s[-1]
 
     def _look_for_stragglers(self) -> None:
@@ -486,15 +489,10 @@ class Handler:
         its way must not take it for the active controller."""
         if self.state.stage is not Stage.STANDBY:
             for link in dict.fromkeys((*self.routes.values(), *self._agents.values())):  # each once
-                self._outgoing.setdefault(link, []).append(((), KeepAlive()))
+                self._outgoing.setdefault(link, []).append(((), KEEP_ALIVE))
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.write_event(self._unix_clock(), self._clock(), event, fields)
 
     def _finish(self, reason: str) -> None:
         self.finished = self.finished or reason or "finished"
-
-
-def _is_measured(seconds: float) -> bool:
-    """Say whether a clock can have measured this: JSON has no NaN."""
-    return 0.0 <= seconds <= LONGEST_S

@@ -19,6 +19,15 @@ def stream_refusal(peer: Identity | None, job_id: str) -> str:
     return "" if peer.role in (Role.RANK, Role.AGENT) else f"got a stream of {peer}, expected a rank's or an agent's"
 
 
+def carrier_refusal(peer: Identity | None) -> str:
+    """Return why a process may not carry the streams of ranks; empty: it may."""
+    return (
+        ""
+        if peer is None or peer.role is Role.AGENT
+        else f"got the streams of ranks from {peer}, expected them from an agent"
+    )
+
+
 class Sender:
     """The process at the other end of one stream."""
 

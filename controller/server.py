@@ -5,17 +5,15 @@ it is open, 2,500 for a job of 10,000 ranks on 1,250 nodes, while one loop was m
 job on 1,250 streams at a quarter of a core. The loop's thread does the wire and the protobuf, the driver's thread the
 decisions; a message crosses from one to the other by a queue, which costs tens of microseconds.
 
-Checks that an envelope belongs to this job and this term, and that its sender may say it (`permissions.py`). Never decides anything else.
+Checks who is there; `stream_ends.py` checks what each says. Never decides anything else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from math import inf
 from typing import Any, NoReturn, TypeAlias
 
@@ -27,8 +25,7 @@ from ttp.identity import own
 from ttp.identity.role import Identity
 from ttp.proto import control_pb2 as pb
 from ttp.proto.address import join_address
-from ttp.proto.chunks import Joiner, split
-from ttp.proto.codec import CodecError, decode_upward, encode_batch, encode_downward, encode_status
+from ttp.proto.codec import encode_status
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, certified, grpc, server_credentials
@@ -36,76 +33,15 @@ from ttp.proto.transport import SERVER_OPTIONS, certified, grpc, server_credenti
 from .core.facts.events import ControllerSettings
 from .core.ranks.takeover import SUPERSEDE_PART
 from .driver import Driver
-from .handler import Addressed, NotAllowed, StatusAsked, StopAsked, StreamEnded, StreamMessage
-from .permissions import Sender, shutdown_refusal, stream_refusal
+from .handler import NotAllowed, StatusAsked, StopAsked, StreamEnded, StreamMessages
+from .permissions import Sender, carrier_refusal, shutdown_refusal, stream_refusal
+from .stream_ends import Carrier, Inlet, Outbox, StreamLink
 
 GRACE_S = 2.0
 """How long streams may take to deliver what was queued before the server ends."""
 
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[pb.UpwardEnvelope, pb.DownwardEnvelope]"
-
-
-class Outbox:
-    """Carries envelopes from any thread to the streams' outboxes on the loop's thread.
-
-    The loop is woken once for all that has gathered, not once an envelope: each waking is a system call, and a plan for
-    10,000 ranks would need 1,250 of them.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()  # guards _gathered and _woken
-        self._gathered: deque[tuple[StreamLink, pb.DownwardEnvelope | None]] = deque()
-        self._woken = False
-
-    def put(self, link: StreamLink, envelope: pb.DownwardEnvelope | None) -> None:
-        if self._loop.is_closed():  # the controller has ended: there is no receiver
-            return
-        with self._lock:
-            self._gathered.append((link, envelope))
-            wake, self._woken = not self._woken, True
-        if wake:
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        with self._lock:
-            gathered, self._gathered, self._woken = self._gathered, deque(), False
-        for link, envelope in gathered:
-            link.outbox.put_nowait(envelope)
-
-
-class StreamLink:
-    """One stream's outbox. The driver's thread sends, the loop's thread delivers."""
-
-    def __init__(self, settings: ControllerSettings, mailroom: Outbox) -> None:
-        self._settings = settings
-        self._mailroom = mailroom
-        self.outbox: asyncio.Queue[pb.DownwardEnvelope | None] = asyncio.Queue()
-        self.received_at = time.monotonic()
-        """When the other side last sent anything."""
-        self.over = asyncio.Event()
-        self.rejection: tuple[grpc.StatusCode, str] | None = None
-
-    def send(self, messages: Sequence[Addressed]) -> None:
-        self._put(encode_batch(self._settings.job_id, self._settings.term, messages))
-
-    def greet(self) -> None:
-        self._put(encode_downward(self._settings.job_id, self._settings.term, (), None))
-
-    def reject(self, text: str) -> None:
-        self.refuse(grpc.StatusCode.FAILED_PRECONDITION, text)
-
-    def refuse(self, code: grpc.StatusCode, text: str) -> None:
-        """End the stream with this status, after what is queued."""
-        self.rejection = self.rejection or (code, text)
-        self.finish()
-
-    def finish(self) -> None:
-        self._put(None)
-
-    def _put(self, envelope: pb.DownwardEnvelope | None) -> None:
-        for part in (None,) if envelope is None else split(envelope):
-            self._mailroom.put(self, part)
+CarryContext: TypeAlias = "grpc.aio.ServicerContext[pb.UpwardBundle, pb.DownwardBundle]"
 
 
 class ControlService(ControlServicer):
@@ -115,7 +51,7 @@ class ControlService(ControlServicer):
         self._settings = settings
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._mailroom = Outbox(self._loop)
+        self._mailroom = Outbox(self._loop, settings)
         self._links: set[StreamLink] = set()
         self._answered: dict[tuple[int, int], float] = {}
         """When the controller of a later term got the answer that this one is alive, by its term and question."""
@@ -138,63 +74,70 @@ class ControlService(ControlServicer):
         return lost
 
     async def Attach(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], context: AttachContext) -> None:
-        link = StreamLink(self._settings, self._mailroom)
         peer = await self._peer(context)
         if refusal := stream_refusal(peer, self._settings.job_id):
             await self._refuse(context, refusal)
+        link = StreamLink(self._mailroom)
         self._links.add(link)
         link.greet()
-        reader = asyncio.create_task(self._read(request_iterator, link, peer))
+        reader = asyncio.create_task(self._read(request_iterator, Inlet(link, Sender(peer), self._note_refused)))
         try:
+            assert isinstance(link.outbox, asyncio.Queue)
             while (envelope := await link.outbox.get()) is not None:
                 await context.write(envelope)
         finally:  # also when the other side is gone: the handler is cancelled
             reader.cancel()
-            self._links.discard(link)
-            link.over.set()
-            self._driver.put(StreamEnded(link))
+            self._end([link])
         if link.rejection is not None:
             await context.abort(*link.rejection)
 
-    async def _read(
-        self, request_iterator: AsyncIterator[pb.UpwardEnvelope], link: StreamLink, peer: Identity | None
-    ) -> None:
+    async def _read(self, request_iterator: AsyncIterator[pb.UpwardEnvelope], inlet: Inlet) -> None:
         try:
-            joiner, sender = Joiner[pb.UpwardEnvelope](), Sender(peer)
             async for envelope in request_iterator:
-                link.received_at = time.monotonic()
-                if not self._accepts(envelope, link):  # before anything else of it is read
+                if said := inlet.take(envelope):
+                    self._driver.put(StreamMessages(((inlet.link, said),)))
+                if inlet.closed:
                     return
-                if (whole := joiner.take(envelope)) is not None:
-                    parcel = decode_upward(whole)
-                    if refusal := next(filter(None, map(sender.refusal, parcel.messages)), ""):
-                        self._driver.put(NotAllowed(refusal))
-                        link.refuse(grpc.StatusCode.PERMISSION_DENIED, refusal)
-                        return
-                    self._driver.put(StreamMessage(link, parcel))
-            link.finish()
         except grpc.aio.AioRpcError:
-            link.finish()
-        except (
-            CodecError,
-            DecodeError,
-        ) as error:  # left open and not read, the stream would cost its ranks their lease
-            link.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            pass  # it is gone
+        except DecodeError as error:
+            inlet.link.refuse(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        inlet.link.finish()
 
-    def _accepts(self, parcel: pb.UpwardEnvelope, link: StreamLink) -> bool:
-        job_id, term = self._settings.job_id, self._settings.term
-        if parcel.job_id != job_id:
-            text = (
-                f"this is the controller of job {job_id!r}, got a message of job {parcel.job_id!r}; check the address"
-            )
-            link.refuse(grpc.StatusCode.PERMISSION_DENIED, text)
-            return False
-        if parcel.term != term:
-            fenced = "this controller is fenced" if parcel.term > term else "that term is over"
-            text = f"this controller has term {term}, got a message of term {parcel.term}: {fenced}; attach anew"
-            link.refuse(grpc.StatusCode.FAILED_PRECONDITION, text)
-            return False
-        return True
+    async def Carry(self, request_iterator: AsyncIterator[pb.UpwardBundle], context: CarryContext) -> None:
+        peer = await self._peer(context)
+        if refusal := stream_refusal(peer, self._settings.job_id) or carrier_refusal(peer):
+            await self._refuse(context, refusal)
+        carrier = Carrier(self._mailroom, peer, self._links.add, self._note_refused)
+        reader = asyncio.create_task(self._read_bundles(request_iterator, carrier))
+        ended = list[StreamLink]()
+        try:
+            while (sent := await carrier.next_bundle()) is not None:
+                bundle, ended = sent
+                await context.write(bundle)
+                self._end(ended)
+                ended = []
+        finally:
+            reader.cancel()
+            self._end([*ended, *carrier.links])
+
+    async def _read_bundles(self, request_iterator: AsyncIterator[pb.UpwardBundle], carrier: Carrier) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, DecodeError):
+            async for bundle in request_iterator:
+                parts, ended = carrier.take(bundle)
+                if parts:
+                    self._driver.put(StreamMessages(tuple(parts)))
+                self._end(ended)
+        carrier.close()
+
+    def _end(self, links: Iterable[StreamLink]) -> None:
+        for link in links:
+            self._links.discard(link)
+            link.over.set()
+            self._driver.put(StreamEnded(link))
+
+    def _note_refused(self, refusal: str) -> None:
+        self._driver.put(NotAllowed(refusal))
 
     async def Status(
         self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[pb.StatusRequest, pb.JobStatus]

@@ -53,6 +53,11 @@ _SPREAD = 1.4826
 """Standard deviations of a normal distribution in a median absolute deviation."""
 
 
+def is_measured(seconds: float) -> bool:
+    """Say whether a clock can have measured this: JSON has no NaN."""
+    return 0.0 <= seconds <= LONGEST_S
+
+
 @dataclass(frozen=True, slots=True)
 class Straggler:
     """A slow rank, by its newest windows in which it was slow."""
@@ -169,7 +174,7 @@ class StragglerWatch:
     def take(self, rank: int, step: int, own_s: float, now: float) -> None:
         """A heartbeat: the rank is in `step`, and its steps since the heartbeat before took `own_s` of its own."""
         group = self._group.get(rank)
-        if group is None or not 0.0 <= own_s <= LONGEST_S:
+        if group is None or not is_measured(own_s):
             return
         samples = self._samples[rank]
         if len(samples) < MOST_SAMPLES:

@@ -44,7 +44,7 @@ from ttp.processor.starting import Starting
 from ttp.processor.worker import Worker
 from ttp.proto.codec import DownwardParcel
 from ttp.proto.messages import Cause, Regroup, Welcome
-from ttp.proto.stream import GREETING_TIMEOUT_S, Address, ControlStream
+from ttp.proto.stream import GREETING_TIMEOUT_S, Address, ControlStream, Relayed
 
 LEAST_WAIT_S = 0.002
 """A machine that is due all the time is asked so often, not at full speed."""
@@ -78,6 +78,8 @@ class ProcessorOptions:
     """A number that grows while the holder carries out an order, or updates; called on the processor's thread."""
     checkpoint: Callable[[], str] = lambda: ""
     """Path of the newest checkpoint that this rank knows to be published; as above."""
+    relayed: Relayed | None = None
+    """By which relay this rank reaches controllers; None: it connects to them itself."""
     starter: ControllerStarter | None = None
     """Starts controllers in the place of lost ones; None: this rank cannot."""
     regroup: Callable[[Regroup], str] = cannot_regroup
@@ -106,6 +108,7 @@ class Processor:
         self.work_done = options.work_done
         self._regroup = options.regroup
         self.checkpoint = options.checkpoint
+        self._relayed = options.relayed
         self._holder = holder
         self.registration = holder.registration
         self._exit_process = exit_process
@@ -232,6 +235,8 @@ class Processor:
         self._queue.put(Incoming(stream, parcel))
 
     def stream_closed(self, stream: ControlStream, reason: str) -> None:
+        if stream.relay_failed:
+            self._relayed = None
         self._queue.put(Closed(stream, reason))
 
     # --- the processor's thread ---
@@ -252,7 +257,7 @@ class Processor:
 
     def open_stream(self, address: Address, fence: int) -> Stream:
         greeting_s = max(GREETING_TIMEOUT_S, self._settings.controller_lost_s / GREETINGS)
-        stream = ControlStream(address, self._job_id, self, fence=fence, greeting_s=greeting_s)
+        stream = ControlStream(address, self._job_id, self, fence=fence, greeting_s=greeting_s, relayed=self._relayed)
         stream.start()
         return stream
 

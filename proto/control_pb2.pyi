@@ -150,6 +150,48 @@ class DownwardBatch(_message.Message):
     envelopes: _containers.RepeatedCompositeFieldContainer[DownwardEnvelope]
     def __init__(self, envelopes: _Optional[_Iterable[_Union[DownwardEnvelope, _Mapping]]] = ...) -> None: ...
 
+class UpwardBundle(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[CarriedUpward]
+    def __init__(self, parts: _Optional[_Iterable[_Union[CarriedUpward, _Mapping]]] = ...) -> None: ...
+
+class CarriedUpward(_message.Message):
+    __slots__ = ("streams", "begins", "envelope", "ended")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    streams: _containers.RepeatedScalarFieldContainer[int]
+    begins: int
+    envelope: bytes
+    ended: bool
+    def __init__(self, streams: _Optional[_Iterable[int]] = ..., begins: _Optional[int] = ..., envelope: _Optional[bytes] = ..., ended: bool = ...) -> None: ...
+
+class DownwardBundle(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[CarriedDownward]
+    def __init__(self, parts: _Optional[_Iterable[_Union[CarriedDownward, _Mapping]]] = ...) -> None: ...
+
+class CarriedDownward(_message.Message):
+    __slots__ = ("streams", "envelope", "ended")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    streams: _containers.RepeatedScalarFieldContainer[int]
+    envelope: bytes
+    ended: StreamStatus
+    def __init__(self, streams: _Optional[_Iterable[int]] = ..., envelope: _Optional[bytes] = ..., ended: _Optional[_Union[StreamStatus, _Mapping]] = ...) -> None: ...
+
+class StreamStatus(_message.Message):
+    __slots__ = ("code", "text")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    text: str
+    def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
 class Cause(_message.Message):
     __slots__ = ("kind", "ranks", "text")
     KIND_FIELD_NUMBER: _ClassVar[int]

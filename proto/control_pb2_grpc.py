@@ -39,6 +39,11 @@ class ControlStub(object):
                 request_serializer=ttp_dot_proto_dot_control__pb2.UpwardEnvelope.SerializeToString,
                 response_deserializer=ttp_dot_proto_dot_control__pb2.DownwardEnvelope.FromString,
                 _registered_method=True)
+        self.Carry = channel.stream_stream(
+                '/ttp.control.v1.Control/Carry',
+                request_serializer=ttp_dot_proto_dot_control__pb2.UpwardBundle.SerializeToString,
+                response_deserializer=ttp_dot_proto_dot_control__pb2.DownwardBundle.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/ttp.control.v1.Control/Status',
                 request_serializer=ttp_dot_proto_dot_control__pb2.StatusRequest.SerializeToString,
@@ -57,6 +62,13 @@ class ControlServicer(object):
     def Attach(self, request_iterator, context):
         """One stream per processor, or per agent. The controller speaks first (StreamOpened), so that the other side knows
         that it has reached the right job, and under which term, before it registers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Carry(self, request_iterator, context):
+        """The streams of a node's ranks in one: its agent relays them. Each is as one of Attach is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +95,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=ttp_dot_proto_dot_control__pb2.UpwardEnvelope.FromString,
                     response_serializer=ttp_dot_proto_dot_control__pb2.DownwardEnvelope.SerializeToString,
+            ),
+            'Carry': grpc.stream_stream_rpc_method_handler(
+                    servicer.Carry,
+                    request_deserializer=ttp_dot_proto_dot_control__pb2.UpwardBundle.FromString,
+                    response_serializer=ttp_dot_proto_dot_control__pb2.DownwardBundle.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -122,6 +139,33 @@ class Control(object):
             '/ttp.control.v1.Control/Attach',
             ttp_dot_proto_dot_control__pb2.UpwardEnvelope.SerializeToString,
             ttp_dot_proto_dot_control__pb2.DownwardEnvelope.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Carry(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ttp.control.v1.Control/Carry',
+            ttp_dot_proto_dot_control__pb2.UpwardBundle.SerializeToString,
+            ttp_dot_proto_dot_control__pb2.DownwardBundle.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ from ttp.proto import control_pb2
 
 class ControlStub:
     Attach: grpc.StreamStreamMultiCallable[control_pb2.UpwardEnvelope, control_pb2.DownwardEnvelope]
+    Carry: grpc.StreamStreamMultiCallable[control_pb2.UpwardBundle, control_pb2.DownwardBundle]
     Status: grpc.UnaryUnaryMultiCallable[control_pb2.StatusRequest, control_pb2.JobStatus]
     Shutdown: grpc.UnaryUnaryMultiCallable[control_pb2.ShutdownRequest, control_pb2.ShutdownReply]
     def __init__(self, channel: grpc.Channel) -> None: ...
@@ -18,6 +19,11 @@ class ControlServicer:
         self,
         request_iterator: AsyncIterator[control_pb2.UpwardEnvelope],
         context: grpc.aio.ServicerContext[control_pb2.UpwardEnvelope, control_pb2.DownwardEnvelope],
+    ) -> None: ...
+    async def Carry(
+        self,
+        request_iterator: AsyncIterator[control_pb2.UpwardBundle],
+        context: grpc.aio.ServicerContext[control_pb2.UpwardBundle, control_pb2.DownwardBundle],
     ) -> None: ...
     async def Status(
         self,

@@ -3,13 +3,19 @@
 Owns the connection, the greeting's checks (right job, no fenced term), and nothing else: what comes in is handed to a
 listener, what goes out is queued. A stream that has ended is thrown away; the next try is a new object with a new
 channel, so that no backoff is inherited. Used by a rank's processor and by a node's agent.
+
+A rank's stream may go through its node's relay, which sends an envelope of no job as a sign of its own life: at once, and whenever nothing else came for
+a while. A stream on which nothing comes has a relay that does not run; a controller that is silent behind one that runs is silent, as on a stream of
+the rank's own.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from ttp.errors import ControllerError
@@ -19,7 +25,7 @@ from ttp.proto.codec import CodecError, DownwardParcel, decode_parcels, encode_u
 from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.fence import Fence
 from ttp.proto.messages import Upward
-from ttp.proto.transport import grpc, open_channel
+from ttp.proto.transport import describe, grpc, open_channel, open_relay
 
 Address = str | Callable[[], str | None]
 """`host:port`, or how to find out (None: not known yet). May block for a moment: asked on the stream's own thread."""
@@ -31,6 +37,92 @@ a dead controller is given up for one that is silent: later, but all the same.""
 GREETING_TIMEOUT_S = 5.0
 """A controller that takes the connection but says nothing for this long, or for a lease where that is longer, counts as not reached (stopped,
 overloaded)."""
+
+SERVICE = "ttp.control.v1.Control"
+CONTROLLER = "ttp-controller"
+"""Of a stream's metadata: the address of the controller that it is to."""
+RANK = "ttp-rank"
+"""Of a stream's metadata: whose it is."""
+PASSED_ON = ("ttp-passed-on", "1")
+"""Of the metadata of a stream's end: it is the controller's word, or what became of the connection to it, and not the relay's own."""
+SIGN_OF_LIFE = pb.DownwardEnvelope().SerializeToString()
+
+SILENT_LEASES = 1 / 5
+"""A rank that has received nothing from its relay for this part of a lease connects to the controller itself. Its last heartbeat may be a third of a
+lease old then: the controller receives something of it again before it suspects it (`SUSPECT_AFTER`)."""
+ALIVE_LEASES = 1 / 12
+"""A relay shows so often that it runs."""
+LOOKS = 8
+"""Within the time for which a relay may be silent."""
+
+
+class RelayFailed(ControllerError):
+    """The relay ended the stream, or was silent. The rank connects to the controller itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """By which relay a rank's stream goes."""
+
+    path: str
+    """Of the relay's socket."""
+    rank: int
+    silent_s: float
+    """A relay from which nothing comes for so long does not run."""
+
+    def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
+        """Return what the relay asks for: to which controller the stream is, and whose it is."""
+        return (CONTROLLER, address), (RANK, str(self.rank))
+
+    def carried(self, call: grpc.CallIterator[pb.DownwardEnvelope]) -> Iterator[pb.DownwardEnvelope]:
+        """Yield what the controller sends. Raises RelayFailed, or grpc.RpcError for what is not the relay's fault."""
+        watch = _Watch(call, self.silent_s)
+        try:
+            for envelope in call:
+                watch.received_at = time.monotonic()
+                if envelope.job_id:
+                    yield envelope
+        except grpc.RpcError as error:
+            if watch.fired:
+                raise RelayFailed(f"nothing received from this node's relay for {self.silent_s:g} s") from error
+            if not _is_passed_on(error):
+                raise RelayFailed(f"this node's relay has ended the stream: {describe(error)}") from error
+            raise
+        finally:
+            watch.end()
+
+
+class _Watch:
+    """Cancels a stream on which nothing comes."""
+
+    def __init__(self, call: grpc.CallIterator[pb.DownwardEnvelope], silent_s: float) -> None:
+        self.received_at = time.monotonic()
+        self.fired = False
+        self._call, self._silent_s = call, silent_s
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="ttp-relay-watch", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._ended.wait(self._silent_s / LOOKS):
+            now = time.monotonic()
+            if now - looked > self._silent_s / 2:  # this process was stopped itself
+                self.received_at = now
+            looked = now
+            if now - self.received_at > self._silent_s:
+                self.fired = True
+                _cancel(self._call)
+                return
+
+
+def _is_passed_on(error: grpc.RpcError) -> bool:
+    """Say whether an end is not the relay's own; one that this side has asked for is not either."""
+    if not isinstance(error, grpc.Call):
+        return True
+    return error.code() is grpc.StatusCode.CANCELLED or PASSED_ON in tuple(map(tuple, error.trailing_metadata() or ()))
 
 
 class StreamListener(Protocol):
@@ -55,13 +147,18 @@ class ControlStream:
         *,
         fence: int = 0,
         greeting_s: float = GREETING_TIMEOUT_S,
+        relayed: Relayed | None = None,
     ) -> None:
-        """`fence`: the highest term seen so far; a controller of a lower one is refused. `greeting_s`: how long it may say nothing."""
+        """`fence`: the highest term seen so far; a controller of a lower one is refused. `greeting_s`: how long it may say nothing. `relayed`: by
+        which relay; None: the connection is this stream's own."""
         self._address = address
         self._job_id = job_id
         self._listener = listener
         self._fence = Fence(job_id, fence)
         self._greeting_s = greeting_s
+        self._relayed = relayed
+        self.relay_failed = False
+        """The relay has ended the stream, or does not run. To be read when the stream has closed."""
         self._outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _call and _closed
         self._call: grpc.CallIterator[pb.DownwardEnvelope] | None = None
@@ -107,10 +204,12 @@ class ControlStream:
             unknown = "the controller's address is not known yet"
             reason = unknown if address is None else self._talk(address) or reason
         except grpc.RpcError as error:
-            reason = _describe(error)
+            reason = describe(error)
             self._nothing_listens = _NOTHING_LISTENS in reason.lower()
         except CodecError as error:
             reason = str(error)
+        except RelayFailed as error:
+            reason, self.relay_failed = str(error), True
         except ControllerError as error:  # this process has no certificate
             reason = str(error)
         except Exception as error:  # the caller's address function; a stream must always say that it has ended
@@ -121,8 +220,10 @@ class ControlStream:
 
     def _talk(self, address: str) -> str:
         """Read the stream to its end; return why it was given up, or empty."""
-        with open_channel(address) as channel:
-            call = ControlStub(channel).Attach(self._requests())
+        relayed = self._relayed
+        with open_channel(address) if relayed is None else open_relay(relayed.path) as channel:
+            metadata = None if relayed is None else relayed.metadata(address)
+            call = ControlStub(channel).Attach(self._requests(), metadata=metadata)
             with self._lock:
                 self._call = call
                 if self._closed:
@@ -132,7 +233,7 @@ class ControlStream:
             timer.start()
             try:
                 joiner = Joiner[pb.DownwardEnvelope]()
-                for envelope in call:
+                for envelope in call if relayed is None else relayed.carried(call):
                     timer.cancel()
                     if refusal := self._check(address, envelope):  # before anything else of it is read
                         _cancel(call)
@@ -165,9 +266,3 @@ class ControlStream:
 
 def _cancel(call: grpc.CallIterator[pb.DownwardEnvelope]) -> None:
     call.cancel()  # type: ignore[no-untyped-call]
-
-
-def _describe(error: grpc.RpcError) -> str:
-    if isinstance(error, grpc.Call):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)

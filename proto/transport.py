@@ -13,6 +13,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
+import grpc.aio
 
 from ttp.errors import ControllerError
 from ttp.identity import own
@@ -26,8 +27,11 @@ __all__ = [
     "SERVER_OPTIONS",
     "Options",
     "certified",
+    "describe",
     "grpc",
+    "open_async_channel",
     "open_channel",
+    "open_relay",
     "server_credentials",
 ]
 
@@ -73,16 +77,36 @@ def open_channel(address: str) -> grpc.Channel:
 
     Raises ControllerError: this process has no certificate.
     """
+    target, credentials, options = _connection(address)
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, credentials, options=options)
+
+
+def open_async_channel(address: str) -> grpc.aio.Channel:
+    """As `open_channel`, for the running loop."""
+    target, credentials, options = _connection(address)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def open_relay(path: str) -> grpc.Channel:
+    """Return a channel of its own to the relay of this node, which listens on the socket `path`."""
+    return grpc.insecure_channel(f"unix:{path}", options=CLIENT_OPTIONS)
+
+
+def _connection(address: str) -> tuple[str, grpc.ChannelCredentials | None, Options]:
     target, term = split_address(address)
     credentials = own.credentials()
     if credentials is None:
-        return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+        return target, None, CLIENT_OPTIONS
     name = controller_name(term) if term else ANY_CONTROLLER
     if credentials.site_host:  # one that listens on this host's loopback has its name
         name = credentials.site_host if target.startswith(_LOOPBACK) else ""
     expected: Options = (("grpc.ssl_target_name_override", name),) if name else ()
     secure = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    return grpc.secure_channel(target, secure, options=(*CLIENT_OPTIONS, *expected))
+    return target, secure, (*CLIENT_OPTIONS, *expected)
 
 
 def server_credentials() -> grpc.ServerCredentials | None:
@@ -111,6 +135,13 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration(
         [(credentials.key, credentials.certificate)], credentials.authority
     )
+
+
+def describe(error: grpc.RpcError) -> str:
+    """Return an error of a call in one line."""
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name}: {' '.join((error.details() or '').split())}"
+    return str(error)
 
 
 def certified(names: Iterable[bytes]) -> Identity:

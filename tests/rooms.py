@@ -26,6 +26,7 @@ ORDER = (
     "ttp.errors",
     "ttp.nccl",
     "ttp.hang_limits",
+    "ttp.heartbeats",
     "ttp.torch_range",
     "ttp.text",
     "ttp.inputs",

@@ -5,7 +5,7 @@
 | ENABLE_TTP | True | False: no controller, no processors, no holding; saving and resuming still work |
 | TTP_OT | 120 | seconds that bound a fault, from the first freeze to the exit |
 | TTP_CONTROLLER_PORT | 0 | port of the controller, standbys take the next ones (0: any free ones) |
-| TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3; with more than 2,000 ranks in proportion, up to 5, 15 | a rank silent for a lease is dead |
+| TTP_HEARTBEAT_S, TTP_LEASE_S | 1, 3; with more than 10,000 ranks (2,000 without relays) in proportion, up to 5, 15 | a rank silent for a lease is dead |
 | TTP_VOUCHED_LEASE_S | 10 | the same for a silent rank whose agent sees its process running; three times as long before step 8 |
 | TTP_HANG_FLOOR_S | 10, and 60 before 50 steps | no progress of any rank for less than this is not a hang; a value that is set holds from step 8 on |
 | TTP_HANG_FACTOR | 10 | nor is one of less than so many slow steps |
@@ -25,6 +25,8 @@
 | TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA | none | PEM files of the site's own authority, in place of certificates that are made of the job's secret |
 | TTP_IDENTITY | none | set by ttprun: the socket at which this node's processes get their certificates |
 | TTP_COPIES | none | set by ttprun: the socket at which this node's ranks get memory for copies |
+| TTP_RELAY | with more than 2,000 ranks | True: each node's agent carries its ranks' streams to controllers in one connection; False: each rank connects itself |
+| TTP_RELAY_SOCKET | none | set by ttprun: the socket of this node's relay |
 | TTP_FILE_MODE | 0600 | octal mode of journals, logs, reports and error files; their folders get an x for each r. Checkpoints and sockets do not follow it |
 | TTP_SIGN_KEY | none | a private Ed25519 key (PEM): checkpoints are signed with it; ttprun sets it by --sign-key |
 | TTP_VERIFY_KEY | none | a public Ed25519 key (PEM): only checkpoints that are signed with its private key are loaded; ttprun sets it by --verify-key |
@@ -61,6 +63,7 @@ from dataclasses import dataclass, field
 
 from ttp.errors import ConfigError
 from ttp.hang_limits import HangLimits
+from ttp.heartbeats import is_relayed, usual_heartbeat_s
 from ttp.inputs import checked
 from ttp.nccl import nccl_warnings
 
@@ -68,7 +71,7 @@ VARIABLES = (
     "ENABLE_TTP", "TTP_OT", "TTP_CONTROLLER_PORT", "TTP_HEARTBEAT_S", "TTP_LEASE_S", "TTP_VOUCHED_LEASE_S",
     "TTP_HANG_FLOOR_S", "TTP_HANG_FACTOR", "TTP_HANG_START_S", "TTP_BOUNDARY_S", "TTP_STANDBYS", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_LAUNCHED", "TTP_SHARED_DIRS", "TTP_HOST",
     "TTP_MINDIO_DIR", "TTP_WARM_START", "TTP_FORK_SERVER", "TTP_TLS", "TTP_SECRET", "TTP_SECRET_FILE", "TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA",
-    "TTP_IDENTITY", "TTP_COPIES", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
+    "TTP_IDENTITY", "TTP_COPIES", "TTP_RELAY", "TTP_RELAY_SOCKET", "TTP_FILE_MODE", "TTP_SIGN_KEY", "TTP_VERIFY_KEY", "TTP_MIRROR", "TTP_MIRROR_KEEP", "TTP_MIRROR_END_S", "TTP_MIRROR_OPTIONAL",
     "TTP_REHEARSE", "TTP_IN_PLACE", "TTP_IN_PLACE_S", "TTP_MAX_IN_PLACE", "TTP_GASP", "TTP_STATUS_PORT", "TTP_STATUS_TOKEN_FILE", "TTP_VACANT", "TTP_REQUIRE_SECRET", "TTP_FAULTS", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_CHAOS",
 )  # fmt: skip
 """All of them, in the order of the table above."""
@@ -77,10 +80,6 @@ MOST_S = 1e9
 """No time may be longer: thirty years, and what the system's timers take."""
 LEAST_S = 1e-3
 """Nor shorter, where it is not 0: no clock and no thread is so exact."""
-STREAMS_A_SECOND = 2000.0
-"""One controller takes a heartbeat of so many streams each second, and sends one to each: less than half of a core, so that a fault has the rest."""
-SLOWEST_HEARTBEAT_S = 5.0
-"""However many ranks there are: a takeover and a dump must fit into TTP_OT."""
 _HEARTBEATS_A_LEASE = 3
 """One of them may be late."""
 LEASES_LOST = 5
@@ -113,6 +112,10 @@ class Settings:
     """The site's certificate, key and authority; empty: the job's own."""
     identity: str = ""
     copies: str = ""
+    relayed: bool = False
+    """The ranks of this job reach controllers by their nodes' relays."""
+    relay: str = ""
+    """The socket of this node's; empty: it has none."""
     rehearse_every: int = 0
     """Steps from one rehearsal to the next; 0: none."""
     in_place: str = ""
@@ -217,7 +220,9 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables above. Raises ConfigError naming the variable, its value and what was expected."""
         file_mode(environ)  # refused here; `ttp.files` reads it
-        usual_s = usual_heartbeat_s(_integer(environ, "WORLD_SIZE", 1))
+        world_size, launched = _integer(environ, "WORLD_SIZE", 1), environ.get("TTP_LAUNCHED", "") == "1"
+        relayed = is_relayed(relay(environ), world_size) and launched
+        usual_s = usual_heartbeat_s(world_size, relayed)
         longest_s = max(usual_s, _number(environ, "TTP_HEARTBEAT_S", usual_s))
         lease_s = _number(environ, "TTP_LEASE_S", _HEARTBEATS_A_LEASE * longest_s)
         return cls(
@@ -235,7 +240,7 @@ class Settings:
             ),
             boundary_s=_number(environ, "TTP_BOUNDARY_S", 5.0),
             round_number=_attempt(environ),
-            launched=environ.get("TTP_LAUNCHED", "") == "1",
+            launched=launched,
             faults=_text(environ, "TTP_FAULTS"),
             chaos=_text(environ, "TTP_CHAOS"),
             attempt_dir=_text(environ, "TTP_ATTEMPT_DIR"),
@@ -244,6 +249,8 @@ class Settings:
             tls_files=tls_files(environ),
             identity=identity_socket(environ),
             copies=_text(environ, "TTP_COPIES"),
+            relayed=relayed,
+            relay=_text(environ, "TTP_RELAY_SOCKET"),
             rehearse_every=_rehearse(environ),
             in_place=_in_place(environ),
             in_place_s=_number(environ, "TTP_IN_PLACE_S", 5.0),
@@ -274,20 +281,9 @@ class Settings:
         )
 
 
-def usual_heartbeat_s(world_size: int) -> float:
-    """Return the seconds between two heartbeats of a job of so many ranks, each of which has a stream of its own to the controller."""
-    return min(SLOWEST_HEARTBEAT_S, max(1.0, world_size / STREAMS_A_SECOND))
-
-
-def heartbeat_warning(heartbeat_s: float, world_size: int) -> str:
-    """Return a warning where a heartbeat is set that one controller cannot take from so many ranks; empty: it can."""
-    usual_s = usual_heartbeat_s(world_size)
-    if heartbeat_s >= usual_s:
-        return ""
-    return (
-        f"a heartbeat every {heartbeat_s:g} s from {world_size} ranks (TTP_HEARTBEAT_S, or a third of TTP_LEASE_S): expected {usual_s:g} s or more, as a"
-        f" controller takes some {STREAMS_A_SECOND:g} a second, and one that falls behind takes ranks for silent. Unset both"
-    )
+def relay(environ: Mapping[str, str]) -> bool | None:
+    """Return whether the job is to have relays; None: it is not set. Raises ConfigError."""
+    return _flag(environ, "TTP_RELAY", False) if environ.get("TTP_RELAY", "").strip() else None
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

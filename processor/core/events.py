@@ -42,6 +42,8 @@ class ProcessorSettings:
     """So long a rank with a preemption notice waits, without a controller, for the end of the step that all save, and again for the save."""
     vacant: int = 0
     """The freeze in which this process was started in another's place: its gate is closed from the start, and it holds no shard yet."""
+    beats_together: bool = False
+    """Heartbeats are sent at the same moments by all ranks on a node, which share a relay and a clock."""
 
 
 # --- in ---

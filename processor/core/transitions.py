@@ -209,12 +209,22 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
             out.extend(Send(fault) for fault in state.faults)
         if event.work_done > state.work_done and owes:
             out.append(Send(Progress(rank, state.freeze_id)))
-        heartbeat_at = now + state.heartbeat_s
-        state = replace(state, heartbeat_at=heartbeat_at, work_done=event.work_done, steps_reported=state.steps)
+        state = replace(
+            state, heartbeat_at=_next_beat(state, now), work_done=event.work_done, steps_reported=state.steps
+        )
     if now >= state.notice_by:
         waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
         state = _tell_notice(state, waited, now, out)
     return give_up(state, now, out) if now >= give_up_at(state) else state
+
+
+def _next_beat(state: ProcessorState, now: float) -> float:
+    """Return when the next heartbeat is due: a heartbeat's time from now, or sooner, at the next multiple of it."""
+    every_s = state.heartbeat_s
+    if not state.settings.beats_together:
+        return now + every_s
+    beat = (now // every_s + 1) * every_s
+    return beat if beat > now else beat + every_s
 
 
 def without_controller(state: ProcessorState, now: float, out: list[Effect]) -> ProcessorState:

@@ -32,7 +32,7 @@ SIZES = {
     "benchmarks.split_models": "--width 64 --length 8 --batch 1 --micro-batches 2",
     "benchmarks.step_time": "--world 2x1 --alone --layers 1 --width 64 --length 8 --rounds 2 --steps 1",
     "benchmarks.stragglers": "--seeds 1 --steps 200 --ranks 2 --cost 100",
-    "benchmarks.tls": "--ranks 16 --ranks-per-stream 1 --heartbeat-s 2 --turns 1 --seconds 0.5",
+    "benchmarks.tls": "--ranks 16 --ranks-per-node 1 --heartbeat-s 2 --turns 1 --seconds 0.5",
 }
 """A few seconds of each benchmark."""
 QUICK = ("benchmarks.gate", "benchmarks.simulation")

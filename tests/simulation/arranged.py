@@ -10,6 +10,7 @@ from tests.simulation import test_hangs
 from tests.simulation.handed_on import THREE_REPLICAS, hand_on
 from tests.simulation.network import UP
 from tests.simulation.outliving import delay_results
+from tests.simulation.relays import Relay
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.settings import OwnDirectories
 from tests.simulation.staged import PartialCollectives
@@ -142,7 +143,7 @@ def pauses_for_longer_than_a_hang(seed: int) -> Scenario:
 def calm_with_relayed_beats(seed: int) -> Scenario:
     """Nothing goes wrong, and each host's heartbeats come together."""
     scenario = test_hangs.build(seed, even(4), harmless=True)
-    scenario.job.beats_relayed = True
+    scenario.job.relays = {node: Relay(scenario.job, node) for node in set(scenario.job.nodes)}
     return scenario
 
 

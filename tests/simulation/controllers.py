@@ -206,7 +206,7 @@ class Controller:
 
     def _receive(self, stream: Stream, message: Upward) -> None:
         reports = type(message) is StateReport and self._looks_at(stream, message)
-        if self.job.beats_relayed:
+        if self.job.relays:
             self._receive_in_envelope(self.job.hosts[stream.rank], stream.link, message)
         else:
             self.handler.receive(stream.link, (message,))

@@ -22,6 +22,7 @@ from tests.simulation.network import DOWN, UP, RankStream, Stream
 from tests.simulation.on_disk import nothing_on_disk
 from tests.simulation.pieces import Key, OwnDisks
 from tests.simulation.rank import Rank
+from tests.simulation.relays import Relay
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.standbys import Standbys
@@ -64,6 +65,7 @@ class Job:
         standbys: int = 0,
         own: OwnDirectories | None = None,
         spares: int = 0,
+        relayed: bool = False,
     ) -> None:
         self.rng, self.training, self.times = rng, training, times
         self.agents, self.own = agents, own
@@ -77,8 +79,8 @@ class Job:
         """Nodes without ranks, whose agents have room for those of one lost node each."""
         hosts = tuple(f"host{node}" for node in self.nodes)
         self.disk = Disk(self.roots) if own is None else OwnDisks(self.roots, hosts)
-        self.beats_relayed = False
-        """A host's heartbeats come to the controller in one envelope."""
+        self.relays = {node: Relay(self, node) for node in range(max(self.nodes) + 1 + spares)} if relayed else {}
+        """By node: the relay that carries its ranks' streams, whose heartbeats come to a controller together."""
         self.slow = False
         """Some of its work is slow and progresses: no fault, and it holds a dump up."""
         self.calm_until = inf
@@ -110,7 +112,6 @@ class Job:
         self.must_save = ""
         """A step must be published: by the ranks `alone`, or by `any`."""
         self._last_kill_s = 0.0
-        """Something has ended since the job was last looked at."""
         self.published_as: dict[tuple[str, str], Content] = {}
         self.committed_when_published: list[int] = []
         self._journal: list[tuple[float, ev.Journal]] = []
@@ -297,15 +298,15 @@ class Job:
         stream.broken, stream.up = True, False
         seen = max(self.now, stream.held(DOWN)) - self.now
         process.later(seen + self.rng.uniform(0.001, 0.05), partial(process.disconnected, stream))
-        self._close_seen_later(rank, stream)
+        self.close_seen_later(rank, stream)
 
     def abandon_stream(self, stream: Stream) -> None:
         """A rank gives up its stream; the controller notices when it can."""
         if stream.up and not stream.broken:
             stream.broken, stream.up = True, False
-            self._close_seen_later(stream.rank, stream)
+            self.close_seen_later(stream.rank, stream)
 
-    def _close_seen_later(self, rank: int, stream: Stream) -> None:
+    def close_seen_later(self, rank: int, stream: Stream) -> None:
         moment = max(self.now, stream.held(UP)) + self.rng.uniform(0.001, 0.1)
         self.scheduler.at(moment, partial(stream.controller.close_seen, rank, stream))
 
@@ -342,7 +343,7 @@ class Job:
             # What a dead process had sent still arrives, as far as its kernel had it: then the close.
             def close() -> None:
                 stream.broken = True
-                self._close_seen_later(process.rank, stream)
+                self.close_seen_later(process.rank, stream)
 
             self.scheduler.after(self.rng.uniform(0.004, 0.05), close)
         if not quiet:
@@ -407,6 +408,8 @@ class Job:
         if agent is None or agent.lost:
             return False
         agent.leave(self.rng.uniform(0.001, 0.05))
+        if (relay := self.relays.get(host)) is not None:
+            relay.ends()
         return True
 
     def controller_gone(self, killed: bool) -> None:
@@ -414,10 +417,7 @@ class Job:
         self.scheduler.look = True
         if killed:
             self._last_kill_s = self.last_loss_s = self.now
-        self.scheduler.after(3.001 * self.times.controller_lost_s, self._look_again)
-
-    def _look_again(self) -> None:
-        self.scheduler.look = True
+        self.scheduler.after(3.001 * self.times.controller_lost_s, partial(setattr, self.scheduler, "look", True))
 
     def leave_behind(self, rank: int) -> bool:
         """A rank loses its stream and opens another; what is under way on the old one still arrives, late."""
@@ -433,7 +433,7 @@ class Job:
 
         def end() -> None:
             stream.broken = True
-            self._close_seen_later(rank, stream)
+            self.close_seen_later(rank, stream)
 
         self.scheduler.after(late_s + 0.001, end)
         return True

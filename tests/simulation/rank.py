@@ -71,6 +71,7 @@ class Rank(Threads):
         self.route: Route = Route()
         self.ended, self.ended_s = "", inf
         self.released = self.gave_up = False
+        self.relayed = True  # it has not left its node's relay, where there is one
         self.was_stopped = False
         """Something kept it from answering for a while, or for good."""
         self.stopped_for_good = False
@@ -104,7 +105,7 @@ class Rank(Threads):
         settings = ev.ProcessorSettings(
             rank, 0.2, 0.05, job.times.controller_lost_s, job.times.boundary_s, address,
             job.times.lease_s / 3 if job.first_standbys else inf, job.times.standby_start_s, self.boundary.possible,
-            job.times.total_timeout_s, vacant,
+            job.times.total_timeout_s, vacant, beats_together=bool(job.relays),
         )  # fmt: skip
         self.handler = Handler(settings, address, self.gate, self, clock=self.clock)
         self.work = Worker(self) if job.own is None else PieceWorker(self)
@@ -236,6 +237,8 @@ class Rank(Threads):
 
     def open_stream(self, address: Any, fence: int) -> RankStream:
         stream = RankStream(self, self.job.controller_at(address), fence)
+        if self.relayed and self.node in self.job.relays:
+            self.job.relays[self.node].carry(stream)
         self.later(self.job.rng.uniform(0.001, 0.01), stream.dial)
         return stream
 

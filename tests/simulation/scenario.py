@@ -19,6 +19,7 @@ from tests.simulation.newcomers import replace_process
 from tests.simulation.outliving import IN_TRAINING, STAGE_OF, STEPS, delay_results, hold_rank, hold_work
 from tests.simulation.parted import cut_off, lose_node
 from tests.simulation.rehearsal import rehearse
+from tests.simulation.relays import Relay
 from tests.simulation.settings import OwnDirectories, Times
 from tests.simulation.situations import WATCHED, WATCHED_STEPS, drawn
 from tests.simulation.stale import remember
@@ -98,7 +99,8 @@ def build(
     nodes = random.Random(f"nodes {seed}")
     has_spares = faults and times.in_place_s and agents and own is None and nodes.random() < WITH_SPARES
     spares = nodes.choice((1, 1, 2)) if has_spares and len(set(training.layout.hosts)) > 1 else 0
-    job = Job(rng, training, times, agents=agents, standbys=standbys, own=own, spares=spares)
+    relayed = faults and random.Random(f"inputs {seed}").random() < RELAYED
+    job = Job(rng, training, times, agents=agents, standbys=standbys, own=own, spares=spares, relayed=relayed)
     job.slowest_s = rng.choice((0.001, 0.005, 0.05))
     scenario = Scenario(seed, job)
     if not faults:
@@ -132,13 +134,15 @@ def build(
     _replace_a_process(scenario, random.Random(f"newcomers {seed}"))
     if spares:
         _lose_a_node(scenario, nodes)
+    if relayed:
+        _disturb_relays(scenario, random.Random(f"relays {seed}"))
     return scenario
 
 
 def _draw_inputs(job: Job, seed: int) -> random.Random:
     """Draw the events that are not faults; return the rest of it."""
     inputs = random.Random(f"inputs {seed}")
-    job.beats_relayed = inputs.random() < RELAYED
+    inputs.random()  # whether there are relays
     aborted = random.Random(f"aborted {seed}")
     job.collectives.garbage = aborted if aborted.random() < GARBAGE else None
     for launcher in job.launchers.values():  # some come when training is on already
@@ -178,6 +182,31 @@ def _lose_a_node(scenario: Scenario, rng: random.Random) -> None:
         act = partial(lose_node, job, node) if lost else partial(cut_off, job, node, cut_s, beside)
         scenario.harmless = False
         scenario.faults.append(f"host{node} {'lost' if lost else f'cut off for {cut_s:.3f} s'}, after '{moment}'")
+        _later(job, moment, rng.uniform(0.0, 0.02), act)
+
+
+def _disturb_relays(scenario: Scenario, rng: random.Random) -> None:
+    """In some jobs with relays one stands still, for a moment or for longer than its ranks wait, or loses its connection."""
+    job = scenario.job
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
+        relay, still_s = job.relays[rng.choice(job.nodes)], rng.choice((rng.uniform(0.01, 0.3), rng.uniform(0.1, 2.0)))
+        breaks = rng.random() < 0.3
+        in_training = f"{rng.choice(_PHASES)} {rng.randint(1, job.training.steps)}"
+        moment = (
+            in_training
+            if rng.random() < 0.5
+            else rng.choice((*_DUMP_MOMENTS, "registers", "took_over", "controller killed"))
+        )
+
+        def act(relay: Relay = relay, still_s: float = still_s, breaks: bool = breaks) -> None:
+            if breaks:
+                relay.loses(job.controller.place)
+            else:
+                relay.stands_still(still_s)
+
+        scenario.faults.append(
+            f"relay of host{relay.node} {'disconnected' if breaks else f'still for {still_s:.3f} s'}, after '{moment}'"
+        )
         _later(job, moment, rng.uniform(0.0, 0.02), act)
 
 
@@ -230,7 +259,7 @@ REPLACED = 0.02
 GARBAGE = 0.3
 """Part of the jobs in which collectives that are aborted may return garbage."""
 RELAYED = 0.3
-"""Part of the jobs in which a host's heartbeats come together."""
+"""Part of the jobs in which each node has a relay."""
 SLOW = 0.06
 """Part of the jobs in which work is slow and progresses."""
 _SLOW_STEPS = ("write", "write", "roll", "manifest", "rename")

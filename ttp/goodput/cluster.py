@@ -68,7 +68,7 @@ class Cluster:
     @property
     def lease_s(self) -> float:
         """Return the lease of a job of so many ranks that sets none: a lost node is certain after it."""
-        return Settings.from_env({"WORLD_SIZE": str(self.ranks)}).lease_s
+        return Settings.from_env({"WORLD_SIZE": str(self.ranks), "TTP_LAUNCHED": "1"}).lease_s
 
     @property
     def mean_time_between_s(self) -> float:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig
 
 from ttp.checkpoint.format.signature import read_keys
-from ttp.config import Settings, enabled, unknown_variables
+from ttp.config import Settings, enabled, relay, unknown_variables
 from ttp.errors import ConfigError
 from ttp.fork_server.preload import BY_PROGRAM
 from ttp.fork_server.servers import ForkServers
@@ -42,6 +42,7 @@ from ttp.launch.attempts.context import LaunchContext, Workers
 from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
+from ttp.launch.attempts.relays import Relays
 from ttp.launch.attempts.signals import without_ignored
 from ttp.launch.checks import check_arguments, check_local_addr, check_node_rank, check_workers, warn_of_taken_port
 from ttp.launch.endings import Drained
@@ -66,7 +67,7 @@ log = logging.getLogger("ttp.launch")
 def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = None) -> None:
     """Run a job on this node, as `torchrun` does: return when it has succeeded, raise ChildFailedError (exit code 1) when it has failed.
     `fork_servers`: fork the workers; they were started before torch was imported here."""
-    identities = copies = events = health = None
+    identities = copies = events = health = relays = None
     try:
         use_ttp = enabled()
         parser = make_parser()
@@ -121,10 +122,12 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         copies = make_copies()
         events = EventCommand(event_words) if event_words else None
         health = NodeHealth(check_words) if check_words else None
+        relays = Relays(relay(os.environ), lease_of)
         launching = replace(
             make_launching(settings, args, config.run_id, fork_servers, events),
             identities=identities,
             copies=copies,
+            relays=relays,
             health=health,
             secret=source.read if settings.tls else None,
             require_secret=settings.require_secret,
@@ -135,9 +138,14 @@ def main(argv: Sequence[str] | None = None, fork_servers: ForkServers | None = N
         raise SystemExit(2) from None
     finally:
         with ExitStack() as closing:  # the events last: they may wait, and a second Ctrl-C then skips nothing
-            for each in (events, fork_servers, identities, copies, health):
+            for each in (events, fork_servers, identities, copies, relays, health):
                 if each is not None:
                     closing.callback(each.close)
+
+
+def lease_of(world_size: int) -> float:
+    """Return the lease of a job of so many ranks, in seconds: its workers learn from the environment how many there are."""
+    return Settings.from_env({**os.environ, "WORLD_SIZE": str(world_size), "TTP_LAUNCHED": "1"}).lease_s
 
 
 def make_copies() -> Copies | None:

@@ -17,13 +17,14 @@ from typing import Protocol
 
 import torch
 
-from ttp.config import Settings, heartbeat_warning
+from ttp.config import Settings
 from ttp.controller.agent_link import request_status
 from ttp.errors import ControllerError, WrongPeer
 from ttp.exchange import error_file
 from ttp.exchange.first_step import FirstStep, progress_key
 from ttp.exchange.time_marks import TimeMarks
 from ttp.groups.vacancy import vacant
+from ttp.heartbeats import heartbeat_warning
 from ttp.optim.step_agreement.communicators import silent_backends
 from ttp.optim.step_agreement.participation import attempt_number
 from ttp.processor.core.causes import cause_of
@@ -31,6 +32,7 @@ from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor, ProcessorOptions, cannot_regroup
 from ttp.processor.gate import ABANDONED_STEP_S, Gate
 from ttp.proto.messages import CauseKind, CommitRecord, Regroup, Welcome
+from ttp.proto.stream import SILENT_LEASES, Relayed
 from ttp.runtime.identity import identify
 from ttp.runtime.job_controller import JobController
 from ttp.runtime.preemption import Notice
@@ -70,7 +72,7 @@ class RegroupsTraining(Protocol):
 
 def _warnings(device: torch.device, settings: Settings, rank: int, world_size: int) -> Iterator[str]:
     """Yield what is not as TTP needs it on this device and for so many ranks, for the log of each node's first rank."""
-    if rank == 0 and (too_often := heartbeat_warning(settings.heartbeat_s, world_size)):
+    if rank == 0 and (too_often := heartbeat_warning(settings.heartbeat_s, world_size, settings.relayed)):
         yield too_often
     if device.type == "cuda":
         yield from settings.nccl_warnings
@@ -136,6 +138,7 @@ class Protection:
                 saves_alone=save_alone is not None,
                 alone_s=settings.total_timeout_s,
                 vacant=vacant(),
+                beats_together=bool(settings.relay),
             ),
             address,
             settings.start_name,
@@ -146,6 +149,7 @@ class Protection:
                 stacks_path=log_dir / f"rank_{rank}" / "stacks.log",
                 work_done=lambda: holder.work_done,
                 checkpoint=lambda: holder.checkpoint,
+                relayed=Relayed(settings.relay, rank, SILENT_LEASES * settings.lease_s) if settings.relay else None,
                 starter=self._standbys if restores else None,
                 regroup=reentry.order if reentry is not None else cannot_regroup,
             ),

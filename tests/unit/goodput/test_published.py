@@ -102,7 +102,7 @@ def test_a_spare_node_saves_the_restarts_of_all_lost_nodes_but_rank_0s(run: Publ
     seated, rank_0s = (fault for fault in spare.faults if fault.kind == NODE)
     assert seated.per_s + rank_0s.per_s == pytest.approx(before.per_s)
     assert rank_0s.per_s == pytest.approx(before.per_s / nodes) and rank_0s.down_s == before.down_s
-    assert seated.down_s == max(15.0 * min(1.0, run.cluster.ranks / 10_000), times.detect_s) + times.regroup_s
+    assert seated.down_s == max(3.0 * max(1.0, run.cluster.ranks / 10_000), times.detect_s) + times.regroup_s
     assert [f for f in spare.faults if f.kind != NODE] == [f for f in in_place.faults if f.kind != NODE]
     gained = split(spare).steps - split(in_place).steps
     assert gained == pytest.approx(seated.per_s * (before.down_s - seated.down_s), rel=0.1)

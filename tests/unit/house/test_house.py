@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "ttp.proto",
         "ttp.errors",
         "ttp.hang_limits",
+        "ttp.heartbeats",
         "ttp.config",
         "ttp.identity",
         "ttp.files",

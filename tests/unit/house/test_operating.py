@@ -150,7 +150,7 @@ def limits() -> list[tuple[str, str, str]]:
         ("a process has ended", "none: seen within milliseconds", ""),
         (
             "a rank is silent: node lost, partition",
-            f"{ours.lease_s:g} s ({large.lease_s:g} s with 10,000 ranks)",
+            f"{ours.lease_s:g} s ({large.lease_s:g} s with 10,000 ranks that have no relays)",
             "`TTP_LEASE_S`",
         ),
         (

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.runtime.test_server import RawStream, registration
 from ttp.controller.core.facts.events import ControllerSettings
-from ttp.controller.server import Outbox, StreamLink
+from ttp.controller.stream_ends import Outbox, StreamLink
 from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
 from ttp.proto.address import split_address
@@ -126,12 +126,11 @@ def test_a_rank_s_large_table_goes_up_in_chunks(new_controller: StartController)
 def test_a_controller_s_large_order_goes_down_in_chunks() -> None:
     """Each of them is put into the outbox of its stream."""
     sent: list[pb.DownwardEnvelope | None] = []
-    mailroom = mock.Mock(spec=Outbox)
+    mailroom = mock.Mock(wraps=Outbox(mock.Mock(), ControllerSettings(job_id="job", term=3, world_size=2)))
+    mailroom.settings = ControllerSettings(job_id="job", term=3, world_size=2)
     mailroom.put.side_effect = lambda link, envelope: sent.append(envelope)
     files = tuple(ShareResult((FileEntry(f"r{r}_{'x' * 200}", 10, "ab" * 32, r),)) for r in range(60_000))
-    StreamLink(ControllerSettings(job_id="job", term=3, world_size=2), mailroom).send(
-        [((1,), replace(ORDER, results=files))]
-    )
+    StreamLink(mailroom).send([((1,), replace(ORDER, results=files))])
     assert len(sent) > 1 and all(part is not None and part.ByteSize() < MAX_MESSAGE_BYTES for part in sent)
     joiner = Joiner[pb.DownwardEnvelope]()
     *first, whole = [joiner.take(part) for part in sent if part is not None]

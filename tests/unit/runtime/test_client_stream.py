@@ -110,7 +110,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
         def __init__(self, channel: Any) -> None:
             """It needs none."""
 
-        def Attach(self, requests: Iterator[pb.UpwardEnvelope]) -> Call:
+        def Attach(self, requests: Iterator[pb.UpwardEnvelope], metadata: object = None) -> Call:
             made.requests = requests
             return made
 
@@ -119,7 +119,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
     return made
 
 
-def started(caller: Caller, address: Any = "c0", fence: int = 0, **greeting: float) -> ControlStream:
+def started(caller: Caller, address: Any = "c0", fence: int = 0, **greeting: Any) -> ControlStream:
     stream = ControlStream(address, JOB, caller, fence=fence, **greeting)
     stream.start()
     return stream

@@ -31,9 +31,9 @@ from ttp.controller.handler import (
     StopAsked,
     StopIfNeverUsed,
     StreamEnded,
-    StreamMessage,
+    StreamMessages,
 )
-from ttp.proto.codec import CodecError, UpwardParcel
+from ttp.proto.codec import CodecError
 from ttp.proto.messages import (
     AgentHello,
     Cause,
@@ -126,7 +126,7 @@ class Bench:
         return self._state(), self.orders(event)
 
     def receives(self, link: Link, *messages: Upward) -> None:
-        self.handler.take(StreamMessage(link, UpwardParcel("job", 1, messages)))
+        self.handler.take(StreamMessages(((link, messages),)))
 
     def comes(self, *ranks: int) -> Link:
         """Return a new stream on which these ranks have registered."""

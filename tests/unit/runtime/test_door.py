@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ttp.controller.core.facts.events import ControllerSettings
-from ttp.controller.handler import StreamEnded, StreamMessage
-from ttp.controller.server import ControlService, StreamLink
+from ttp.controller.handler import StreamEnded, StreamMessages
+from ttp.controller.server import ControlService
+from ttp.controller.stream_ends import StreamLink
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import decode_parcels, encode_upward
 from ttp.proto.messages import Finished, KeepAlive
@@ -45,16 +47,18 @@ class Stream:
     written: list[pb.DownwardEnvelope] = field(default_factory=list)
     status: tuple[grpc.StatusCode, str] | None = None
     link: StreamLink | None = None
+    other: StreamLink | None = None
+    """Of another rank on the same node."""
 
     # what `ControlService` needs of its driver
 
     def put(self, item: Any) -> None:
         match item:
-            case StreamMessage(_, parcel):
+            case StreamMessages(((_, said),)):
                 self.late += self.ends
-                self.said += [message.rank for message in parcel.messages if isinstance(message, Finished)]
-            case StreamEnded():
-                self.ends += 1
+                self.said += [message.rank for message in said if isinstance(message, Finished)]
+            case StreamEnded(link):
+                self.ends += link is not self.other
 
     # what it needs of gRPC
 
@@ -63,8 +67,7 @@ class Stream:
         for what, value in self.acts:
             for _ in range(self.pauses):
                 await asyncio.sleep(0)
-            self.link = next(iter(service._links), self.link)
-            assert self.link is not None
+            self.link = self.link or next(iter(service._links))
             match what:
                 case "says":
                     job_id, term, rank = value
@@ -88,17 +91,50 @@ class Stream:
         self.status = code, text
 
 
-def attended(acts: list[tuple[str, Any]]) -> Stream:
+@dataclass
+class CarriedStream(Stream):
+    """The same through a relay, which carries another stream that nothing is said on."""
+
+    others: list[str] = field(default_factory=list)
+
+    async def bundles(self, service: ControlService) -> AsyncIterator[pb.UpwardBundle]:
+        yield pb.UpwardBundle(parts=[pb.CarriedUpward(streams=[1], begins=0)])
+        await asyncio.sleep(0)
+        (self.link,) = service._links
+        yield pb.UpwardBundle(parts=[pb.CarriedUpward(streams=[2], begins=1)])
+        await asyncio.sleep(0)
+        (self.other,) = service._links - {self.link}
+        async for envelope in self.requests(service):
+            part = pb.CarriedUpward(streams=[1], envelope=envelope.SerializeToString())
+            yield pb.UpwardBundle(parts=[part])
+
+    async def write(self, bundle: Any) -> None:
+        for part in bundle.parts:
+            assert len(part.streams) == 1
+            if part.streams[0] == 2:
+                self.others.append(str(part.WhichOneof("body")))
+            elif part.WhichOneof("body") == "ended":
+                if part.ended.code:
+                    codes = {code.value[0]: code for code in grpc.StatusCode}
+                    await self.abort(codes[part.ended.code], part.ended.text)
+            else:
+                await super().write(pb.DownwardEnvelope.FromString(part.envelope))
+
+
+def attended(acts: list[tuple[str, Any]], carried: bool = False) -> Stream:
     """Return a stream after all of it."""
     by_driver = any(
         what in ("is refused", "is finished") for what, _ in acts
     )  # what is said at that moment may be received
-    stream = Stream(acts, 10 if by_driver else 0)
+    stream = (CarriedStream if carried else Stream)(acts, 10 if by_driver else 0)
 
     async def attend() -> None:
         service = ControlService(ControllerSettings(JOB, TERM, 4), stream)  # type: ignore[arg-type]
         context: Any = stream
-        await asyncio.wait_for(service.Attach(stream.requests(service), context), 30.0)
+        if isinstance(stream, CarriedStream):
+            await asyncio.wait_for(service.Carry(stream.bundles(service), context), 30.0)
+        else:
+            await asyncio.wait_for(service.Attach(stream.requests(service), context), 30.0)
         assert not service._links, "a stream that has ended is forgotten"
         for _ in range(100):  # nothing is received from it any more
             await asyncio.sleep(0)
@@ -153,6 +189,7 @@ def acts(kinds: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[tuple[st
     return st.sampled_from(sorted(kinds)).flatmap(lambda what: st.tuples(st.just(what), kinds[what]))
 
 
+@pytest.mark.parametrize("carried", [False, True], ids=["of its own", "through a relay"])
 @given(before=st.lists(acts(ACTS), max_size=8), then=st.lists(acts({**ACTS, **LAST}), max_size=4))
 @example(before=[], then=[("says", ("other", TERM + 1, 0)), ("says", (JOB, TERM, 1))])
 @example(
@@ -165,17 +202,22 @@ def acts(kinds: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[tuple[st
 @example(before=[("says", (JOB, TERM, 0))], then=[("garbles", None), ("says", (JOB, TERM, 1))])
 @example(before=[("says", (JOB, TERM, 0))], then=[("is finished", None), ("says", (JOB, TERM, 1))])
 def test_a_stream_is_taken_and_answered_as_the_simulated_network_takes_for_granted(
-    before: list[tuple[str, Any]], then: list[tuple[str, Any]]
+    before: list[tuple[str, Any]], then: list[tuple[str, Any]], carried: bool
 ) -> None:
     expected, all_acts = Expected(), [*before, *then]
     goes_on: Callable[[tuple[str, Any]], bool] = lambda act: expected.act(*act)  # noqa: E731
     all(map(goes_on, all_acts))
-    stream = attended(all_acts)
+    stream = attended(all_acts, carried)
     assert stream.said == expected.said
     assert {(envelope.job_id, envelope.term) for envelope in stream.written} == {(JOB, TERM)}
     greeting, *sent = [decode_parcels(envelope) for envelope in stream.written]
     assert [parcel.message for parcel in greeting] == [None]
-    assert [tuple(rank for parcel in parcels for rank in parcel.ranks) for parcels in sent] == expected.sent
+    named = [tuple(rank for parcel in parcels for rank in parcel.ranks) for parcels in sent]
+    assert named == ([()] * len(sent) if carried else expected.sent), "a stream that a relay carries is one rank's"
+    assert [len(parcels) for parcels in sent] == [len(ranks) for ranks in expected.sent]
     assert (stream.status and stream.status[0]) == expected.status
     assert not expected.text or (stream.status and stream.status[1]) == expected.text
     assert stream.ends == 1 and not stream.late
+    if isinstance(stream, CarriedStream):
+        finished = any(what == "is finished" for what, _ in all_acts)
+        assert stream.others in (["envelope"], ["envelope", "ended"]) and (finished or len(stream.others) == 1)

@@ -11,9 +11,8 @@ import pytest
 
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.driver import Driver
-from ttp.controller.handler import Addressed, Item, StatusAsked, StopWhenUnused, StreamEnded, StreamMessage
+from ttp.controller.handler import Addressed, Item, StatusAsked, StopWhenUnused, StreamEnded, StreamMessages
 from ttp.controller.journal import Journal, read_events
-from ttp.proto.codec import UpwardParcel
 from ttp.proto.messages import Registration, ShardGroup
 from ttp.proto.status import JobStatus
 
@@ -103,12 +102,10 @@ def controller(tmp_path: Path) -> Iterator[Driven]:
     made.close()
 
 
-def comes(stream: Stream) -> StreamMessage:
+def comes(stream: Stream) -> StreamMessages:
     """Let the only rank register on this stream."""
     group = ShardGroup("g0", "shard 0", 100)
-    return StreamMessage(
-        stream, UpwardParcel("job", 1, (Registration(0, 1, "host0", 1000, (group,), 0, ("/c",), "{}"),))
-    )
+    return StreamMessages(((stream, (Registration(0, 1, "host0", 1000, (group,), 0, ("/c",), "{}"),)),))
 
 
 @pytest.mark.parametrize("order", ["order, then broken", "broken, then order"])

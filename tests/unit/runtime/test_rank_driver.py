@@ -28,6 +28,7 @@ from ttp.processor.core.events import (
 from ttp.processor.driver import Processor, ProcessorOptions
 from ttp.processor.gate import Gate
 from ttp.processor.handler import Closed, Incoming, Opened
+from ttp.proto.stream import Relayed
 
 from .conftest import LONG_S
 
@@ -81,7 +82,7 @@ def rank() -> Driven:
 
 
 def test_what_the_training_thread_and_the_stream_say_comes_to_the_queue_in_its_order(rank: Driven) -> None:
-    stream: Any = object()
+    stream: Any = SimpleNamespace(relay_failed=False)
     parcel: Any = object()
     rank.processor.preempted("SIGTERM")
     assert rank.gate.notice, "the next spanning collective takes it along"
@@ -252,7 +253,27 @@ def test_a_stream_is_opened_with_the_highest_term_that_was_seen_and_time_for_its
 
     monkeypatch.setattr(driver, "ControlStream", make)
     rank.processor.open_stream("c1", 5)
-    assert made == [(("c1", "job", rank.processor), {"fence": 5, "greeting_s": greeting_s}), "started"]
+    given = {"fence": 5, "greeting_s": greeting_s, "relayed": None}
+    assert made == [(("c1", "job", rank.processor), given), "started"]
+
+
+def test_streams_go_through_the_relay_until_it_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each is a connection of the rank's own: also where another stream ends later for another reason."""
+    by: list[Relayed | None] = []
+
+    def make(*arguments: Any, **more: Any) -> Any:
+        by.append(more["relayed"])
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(driver, "ControlStream", make)
+    relayed = Relayed("/tmp/r/1", 0, 0.75)
+    rank = Driven(ProcessorOptions(relayed=relayed))
+    for failed in (False, False, True, False, True):
+        rank.processor.open_stream("c0", 0)
+        ended: Any = SimpleNamespace(relay_failed=failed)
+        rank.processor.stream_closed(ended, "reset")
+    assert by == [relayed, relayed, relayed, None, None]
+    assert len(rank.queued()) == 5, "the machine learns of each end"
 
 
 def test_the_work_thread_waits_for_an_update_as_long_as_the_driver_was_given() -> None:

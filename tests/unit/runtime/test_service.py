@@ -14,7 +14,8 @@ import pytest
 
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.handler import StatusAsked, StopAsked, StreamEnded
-from ttp.controller.server import ControlService, Outbox
+from ttp.controller.server import ControlService
+from ttp.controller.stream_ends import Outbox
 from ttp.proto import control_pb2 as pb
 from ttp.proto.status import JobStatus
 
@@ -202,7 +203,7 @@ def test_the_loop_is_woken_once_for_all_that_gathers_until_it_comes_to_it() -> N
     woken: list[Callable[[], None]] = []
     ended = False
     loop: Any = SimpleNamespace(call_soon_threadsafe=woken.append, is_closed=lambda: ended)
-    mailroom = Outbox(loop)
+    mailroom = Outbox(loop, ControllerSettings("job", 1, 4))
     links: list[Any] = [SimpleNamespace(outbox=asyncio.Queue()) for _ in range(2)]
     first, second, third = (pb.DownwardEnvelope(term=term) for term in (1, 2, 3))
     mailroom.put(links[0], first)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import pytest
 
 from ttp.controller import server
 from ttp.controller.core.facts.events import ControllerSettings
-from ttp.controller.server import ControlService, StreamLink
+from ttp.controller.server import ControlService
+from ttp.controller.stream_ends import StreamLink
 
 
 class Driver:
@@ -27,8 +27,7 @@ def ended(*ago_s: float, over: tuple[int, ...] = ()) -> tuple[bool, float]:
 
     async def end() -> tuple[bool, float]:
         service = ControlService(settings, Driver())  # type: ignore[arg-type]
-        mailroom: Any = service._mailroom
-        links = [StreamLink(settings, mailroom) for _ in ago_s]
+        links = [StreamLink(service._mailroom) for _ in ago_s]
         service._links |= set(links)
         for number, (link, ago) in enumerate(zip(links, ago_s, strict=True)):
             link.received_at = time.monotonic() - ago

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ttp import config
-from ttp.config import VARIABLES, Settings, heartbeat_warning, unknown_variables
+from ttp.config import VARIABLES, Settings, unknown_variables
 from ttp.errors import ConfigError
+from ttp.heartbeats import heartbeat_warning
 from ttp.runtime.rank_runtime import _warnings
 
 TIMES = (
@@ -101,6 +102,7 @@ def test_the_tables_have_every_variable_and_no_other() -> None:
         "TTP_FORK_SERVER",
         "TTP_IDENTITY",
         "TTP_COPIES",
+        "TTP_RELAY_SOCKET",
         "TTP_VACANT",
     }
     assert set(users) == set(VARIABLES) - by_programs

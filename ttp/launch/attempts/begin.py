@@ -29,9 +29,11 @@ def begin_attempt(
     ranks = [worker.global_rank for worker in worker_group.workers]
     identities, copies = launching.identities, launching.copies
     by_site = identities is None and launching.secret is not None  # its certificates name no keeper
-    sockets = {"TTP_IDENTITY": "", "TTP_COPIES": "", VACANT: vacant}
+    sockets = {"TTP_IDENTITY": "", "TTP_COPIES": "", "TTP_RELAY_SOCKET": "", VACANT: vacant}
     if identities is not None:
         sockets["TTP_IDENTITY"] = identities.begin(rendezvous.secret, job_id, number, ranks)
+    if launching.relays is not None:
+        sockets["TTP_RELAY_SOCKET"] = launching.relays.begin(ranks, worker_group.workers[0].world_size)
     if copies is not None and not vacant:
         saved = copies.begin(
             job_id,

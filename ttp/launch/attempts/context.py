@@ -17,6 +17,7 @@ from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.crash_loop import FUTILE_STARTS
 from ttp.launch.attempts.identities import Identities
 from ttp.launch.attempts.mirror import Mirror
+from ttp.launch.attempts.relays import Relays
 from ttp.launch.health.node_health import NodeHealth
 from ttp.launch.links.controller_client import ControllerLink
 from ttp.launch.links.controller_shutdown import START_VARIABLE, RequestShutdown
@@ -70,6 +71,8 @@ class LaunchContext:
     """This node's certificates; None: connections are plain, or the site has its own."""
     copies: Copies | None = None
     """The memory for ranks' copies; None: there is none."""
+    relays: Relays | None = None
+    """Carries the ranks' streams to controllers; None: each connects itself."""
     health: NodeHealth | None = None
     """This node's health check; None: there is none."""
     spare_node: bool = False
