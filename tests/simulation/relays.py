@@ -56,6 +56,7 @@ class Relay:
         self.gone = True
         for stream in self._streams:
             stream.process.relayed = False
+            self.job.struck("stream break", stream.rank)
             self.job.reject_stream(stream.rank, stream)
 
     def _holds(self, stream: RankStream) -> None:

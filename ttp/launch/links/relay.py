@@ -78,10 +78,14 @@ class _Connection:
         try:
             async with open_async_channel(self._address) as channel:
                 to_any: Any = channel  # the stub of either kind of channel
-                stub: Any = ControlStub(to_any)
-                async for bundle in stub.Carry(bundles(self._queue)):
-                    for part in bundle.parts:
-                        self._take(part)
+                call: Any = ControlStub(to_any).Carry()  # type: ignore[call-arg]
+                writer = asyncio.create_task(self._write(call))
+                try:
+                    async for bundle in call:
+                        for part in bundle.parts:
+                            self._take(part)
+                finally:
+                    writer.cancel()
         except grpc.aio.AioRpcError as error:
             ending = error.code(), error.details() or ""
         except ControllerError as error:  # this process has no certificate
@@ -91,6 +95,14 @@ class _Connection:
             for stream in self._streams.values():
                 stream.queue.put_nowait(ending)
             self._streams.clear()
+
+    async def _write(self, call: Any) -> None:
+        """Send what is queued. Not by an iterator that is handed to the call: where the controller ends it meanwhile, gRPC would report that the iterator
+        failed, and not why the call has ended."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            async for bundle in bundles(self._queue):
+                await call.write(bundle)
+            await call.done_writing()
 
     def _take(self, part: pb.CarriedDownward) -> None:
         for number in part.streams:
