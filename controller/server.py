@@ -122,13 +122,16 @@ class ControlService(ControlServicer):
             self._end([*ended, *carrier.links])
 
     async def _read_bundles(self, request_iterator: AsyncIterator[pb.UpwardBundle], carrier: Carrier) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, DecodeError):
+        try:
             async for bundle in request_iterator:
                 parts, ended = carrier.take(bundle)
                 if parts:
                     self._driver.put(StreamMessages(tuple(parts)))
                 self._end(ended)
-        carrier.close()
+        except (grpc.aio.AioRpcError, DecodeError):
+            pass
+        finally:  # a node that is not read must not be spoken to as if it were
+            carrier.close()
 
     def _end(self, links: Iterable[StreamLink]) -> None:
         for link in links:

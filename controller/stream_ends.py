@@ -217,7 +217,7 @@ class Carrier:
                 parts += self._said(numbers, part.envelope)
             elif kind == "begins":
                 self._begin(max(numbers, default=0), part.begins)
-            else:
+            elif kind == "ended":
                 ended += [self._inlets.pop(number).link for number in numbers if number in self._inlets]
         return parts, ended
 

@@ -209,9 +209,8 @@ def tick(state: ProcessorState, event: Tick, now: float, out: list[Effect]) -> P
             out.extend(Send(fault) for fault in state.faults)
         if event.work_done > state.work_done and owes:
             out.append(Send(Progress(rank, state.freeze_id)))
-        state = replace(
-            state, heartbeat_at=_next_beat(state, now), work_done=event.work_done, steps_reported=state.steps
-        )
+        beat_at = _next_beat(state, now)
+        state = replace(state, heartbeat_at=beat_at, work_done=event.work_done, steps_reported=state.steps)
     if now >= state.notice_by:
         waited = f"the step in flight did not end within {state.settings.boundary_s:g} s"
         state = _tell_notice(state, waited, now, out)

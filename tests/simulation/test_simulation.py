@@ -27,6 +27,7 @@ from ttp.controller.core.facts.state import (
     Regrouping,
     Rolling,
     Standby,
+    Writing,
 )
 from ttp.processor.core import machine as process_machine
 from ttp.processor.core.events import Effect, Event, Received
@@ -42,6 +43,7 @@ RARE: dict[Edge, str] = {
     (Assembling, Over): _ORPHANED,
     (Rolling, Over): _ORPHANED,
     (Regrouping, Over): _ORPHANED,
+    (Writing, Over): _ORPHANED,
     (
         Gathering,
         Standby,

@@ -40,6 +40,7 @@ LEFT_OUT = {
     "controller.core.facts.stage_table": "the shape of the tables that `controller.core.transitions` fills",
     "proto.frozen": "dataclasses, made faster",
     "controller.agent_link": "the launcher's: a thread, a stream and a clock around calls, which tests of agents drive",
+    "proto.stream": "a caller's threads and streams, which tests of streams drive; the simulated relays have its times",
     "proto.codec": "not of the machines: the simulation uses its envelopes only",
 }
 """Modules that have no mutants although the machines or the simulation import them, and why."""

@@ -79,7 +79,7 @@ NOT_BY_SEEDS = (
         "test_step_times.py",
         (
             ("processor.core.transitions", "return replace(", "replace(state, link=LinkState.UP, lost_since=inf, loss_logged=False, unled=False, received_s=now, refusals=0, steps_reported=state.steps, save_dirs=registration.save_dirs, group_ids=frozenset((group.group_id for group in registration.groups))): forgets steps_reported"),
-            ("processor.core.transitions", "state = replace(state, heartbeat_at=heartbeat_at, work_done=event.work_done, steps_reported=state.steps)", "replace(state, heartbeat_at=heartbeat_at, work_done=event.work_done, steps_reported=state.steps): forgets steps_reported"),
+            ("processor.core.transitions", "state = replace(state, heartbeat_at=beat_at, work_done=event.work_done, steps_reported=state.steps)", "replace(state, heartbeat_at=beat_at, work_done=event.work_done, steps_reported=state.steps): forgets steps_reported"),
             ("processor.core.transitions", "new = min(state.steps - state.steps_reported, REPORTED_STEPS, len(state.step_times_s))", "min(state.steps - state.steps_reported, REPORTED_STEPS, len(state.step_times_s)): without state.steps - state.steps_reported"),
         ),
     ),

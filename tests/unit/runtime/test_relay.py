@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ttp.controller.process import ControllerProcess
 from ttp.launch.links.relay import BUNDLE_BYTES, Relay, bundles
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import DownwardParcel
-from ttp.proto.messages import Heartbeat, Phase, Registration, ShardGroup, Welcome
+from ttp.proto.messages import Finished, Heartbeat, Phase, Registration, ShardGroup, Welcome
 from ttp.proto.stream import ControlStream, Relayed
 
 from .conftest import LONG_S, StartController, until
@@ -237,3 +238,44 @@ def test_a_message_that_is_large_enough_is_sent_at_once() -> None:
         return [len(bundle.parts) async for bundle in bundles(queue)]
 
     assert asyncio.run(carry()) == [2, 2, 1]
+
+
+def test_a_connection_on_which_nothing_comes_takes_no_more_streams(
+    new_controller: StartController, tmp_path: Path
+) -> None:
+    """The controller stands still, as a connection does that a network has dropped; a rank that tries again gets another one."""
+    controller = new_controller(world_size=3, lease_s=60.0)
+    relay = Relay(tmp_path / "impatient", RANKS, lease_s=0.6)
+    relay.start()
+    callers = [Caller(rank, controller.address, relay.path) for rank in (0, 1)]
+    for caller in callers:
+        caller.registers()
+    until(lambda: attached(controller) == [True, True, False], "both are there")
+    controller.process.send_signal(signal.SIGSTOP)
+    try:
+        (first,) = relay._all
+        until(lambda: time.monotonic() - first.received_at > relay._silent_s, "nothing has come for half a lease")
+        callers.append(Caller(2, controller.address, relay.path))
+        until(lambda: len(relay._all) == 2, "another connection")
+    finally:
+        controller.process.send_signal(signal.SIGCONT)
+    assert callers[2].opened.wait(LONG_S)
+    for caller in callers:
+        caller.stream.close()
+        caller.ends()
+    relay.close()
+
+
+def test_the_last_message_of_a_rank_goes_out_before_the_relay_ends(
+    new_controller: StartController, call: Call, relay: Relay
+) -> None:
+    controller = new_controller(world_size=3)
+    (first, *_) = assembled(controller, call)
+    first.stream.send(Finished(0))
+    first.stream.close(drain_s=1.0)
+    relay.close()
+    until(lambda: finished(controller)[0], "its last message")
+
+
+def finished(controller: ControllerProcess) -> list[bool]:
+    return [rank.finished for rank in request_status(controller.address).ranks]

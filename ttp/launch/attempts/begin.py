@@ -33,7 +33,7 @@ def begin_attempt(
     if identities is not None:
         sockets["TTP_IDENTITY"] = identities.begin(rendezvous.secret, job_id, number, ranks)
     if launching.relays is not None:
-        sockets["TTP_RELAY_SOCKET"] = launching.relays.begin(ranks, worker_group.workers[0].world_size)
+        sockets["TTP_RELAY_SOCKET"] = launching.relays.begin(ranks, worker_group.workers[0].world_size if ranks else 0)
     if copies is not None and not vacant:
         saved = copies.begin(
             job_id,

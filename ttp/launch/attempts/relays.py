@@ -54,6 +54,9 @@ class Relays:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self) -> None:
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            try:
+                relay.close()
+            except Exception:  # the next attempt has another one
+                log.warning("the relay of the attempt before did not end as it should", exc_info=True)

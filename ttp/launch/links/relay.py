@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +29,22 @@ from ttp.proto.control_pb2_grpc import ControlStub
 from ttp.proto.stream import ALIVE_LEASES, CONTROLLER, PASSED_ON, RANK, SERVICE, SIGN_OF_LIFE
 from ttp.proto.transport import SERVER_OPTIONS, grpc, open_async_channel
 
+log = logging.getLogger("ttp.launch")
+
 TOGETHER_S = 0.02
 """What comes from the ranks within so short a time goes into one message: their heartbeats, their answers to one order."""
 BUNDLE_BYTES = 1 << 20
 """A message that has grown to this size is sent at once."""
 START_S = 10.0
 CLOSE_S = 2.0
+DRAIN_S = 0.5
+"""The last messages of ranks go out within it."""
 
-Ending = tuple[grpc.StatusCode, str]
+SILENT_LEASES = 0.5
+"""A connection on which nothing has come for this part of a lease gets no more streams: a controller that leads sends something three times a lease."""
+
+Ending = tuple[grpc.StatusCode, str, bool]
+"""gRPC's status, and whether it is the controller's word, or what became of the connection to it."""
 
 
 @dataclass(eq=False)
@@ -54,6 +64,7 @@ class _Connection:
         self._streams: dict[int, _Carried] = {}
         self._begun = 0
         self.over = False
+        self.received_at = time.monotonic()
         self.task = asyncio.create_task(self._run())
 
     def begin(self, rank: int) -> _Carried:
@@ -70,11 +81,15 @@ class _Connection:
         if self._streams.pop(stream.number, None) is not None:
             self._queue.put_nowait(pb.CarriedUpward(streams=[stream.number], ended=True))
         if not self._streams:
-            self.over = True
-            self._queue.put_nowait(None)
+            self.close()
+
+    def close(self) -> None:
+        """Let what was said go out, and end."""
+        self.over = True
+        self._queue.put_nowait(None)
 
     async def _run(self) -> None:
-        ending: Ending = (grpc.StatusCode.UNAVAILABLE, "the controller ended the connection of this node's relay")
+        ending: Ending = grpc.StatusCode.UNAVAILABLE, "the controller ended the connection of this node's relay", True
         try:
             async with open_async_channel(self._address) as channel:
                 to_any: Any = channel  # the stub of either kind of channel
@@ -82,14 +97,19 @@ class _Connection:
                 writer = asyncio.create_task(self._write(call))
                 try:
                     async for bundle in call:
+                        self.received_at = time.monotonic()
                         for part in bundle.parts:
                             self._take(part)
                 finally:
                     writer.cancel()
         except grpc.aio.AioRpcError as error:
-            ending = error.code(), error.details() or ""
+            # A controller that refuses this agent may take its ranks.
+            ending = error.code(), error.details() or "", error.code() is grpc.StatusCode.UNAVAILABLE
         except ControllerError as error:  # this process has no certificate
-            ending = grpc.StatusCode.UNAUTHENTICATED, str(error)
+            ending = grpc.StatusCode.UNAUTHENTICATED, str(error), False
+        except Exception as error:  # its streams must not wait for ever
+            log.exception("the relay's connection to %s failed", self._address)
+            ending = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}", False
         finally:
             self.over = True
             for stream in self._streams.values():
@@ -110,8 +130,8 @@ class _Connection:
                 continue  # its rank has left it
             if part.WhichOneof("body") == "ended":
                 del self._streams[number]
-                stream.queue.put_nowait((_STATUS[part.ended.code], part.ended.text))
-            else:
+                stream.queue.put_nowait((_STATUS.get(part.ended.code, grpc.StatusCode.UNKNOWN), part.ended.text, True))
+            elif part.WhichOneof("body") == "envelope":
                 stream.queue.put_nowait(part.envelope)
 
 
@@ -132,18 +152,18 @@ async def bundles(queue: asyncio.Queue[pb.CarriedUpward | None]) -> AsyncIterato
 
 def joined(parts: Iterable[pb.CarriedUpward]) -> list[pb.CarriedUpward]:
     """Return the parts with those that say one message each, and stand side by side, as one: it takes a controller as long as one of them."""
-    found: list[pb.CarriedUpward] = []
-    whole: pb.UpwardEnvelope | None = None  # of the last part, if another can be joined to it
+    found: list[tuple[pb.CarriedUpward, pb.UpwardEnvelope | None]] = []
     for part in parts:
-        one = _single(part)
-        if whole is not None and one is not None and (one.job_id, one.term) == (whole.job_id, whole.term):
-            whole.MergeFrom(one)
-            found[-1].streams.extend(part.streams)
-            found[-1].envelope = whole.SerializeToString()
+        one, (last, whole) = _single(part), found[-1] if found else (None, None)
+        if last is None or whole is None or one is None or (one.job_id, one.term) != (whole.job_id, whole.term):
+            found.append((part, one))
         else:
-            found.append(part)
-            whole = one
-    return found
+            whole.MergeFrom(one)
+            last.streams.extend(part.streams)
+    for part, whole in found:
+        if len(part.streams) > 1 and whole is not None:
+            part.envelope = whole.SerializeToString()
+    return [part for part, _ in found]
 
 
 def _single(part: pb.CarriedUpward) -> pb.UpwardEnvelope | None:
@@ -166,7 +186,10 @@ class Relay:
     def __init__(self, path: Path, ranks: tuple[int, ...], lease_s: float) -> None:
         """`path`: of the socket; only this user may come to its folder. `lease_s`: the job's."""
         self.path, self._ranks, self._alive_s = path, frozenset(ranks), ALIVE_LEASES * lease_s
+        self._silent_s = SILENT_LEASES * lease_s
         self._connections: dict[str, _Connection] = {}
+        """By controller, the one that takes its next streams."""
+        self._all: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-relay", daemon=True)
         self._server: grpc.aio.Server | None = None
@@ -202,7 +225,11 @@ class Relay:
             await asyncio.gather(asyncio.wrap_future(self._listening), return_exceptions=True)
         if self._server is not None:
             await self._server.stop(None)
-        tasks = [connection.task for connection in self._connections.values()]
+        tasks = [connection.task for connection in self._all]
+        for connection in self._all:
+            connection.close()
+        if tasks:
+            await asyncio.wait(tasks, timeout=DRAIN_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -213,25 +240,33 @@ class Relay:
         if not address or not rank.isdecimal() or int(rank) not in self._ranks:
             text = f"got a stream of rank {rank or 'unknown'} to {address or 'no controller'}, expected one of ranks {sorted(self._ranks)} of this node"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        connection = self._connections.get(address)
-        if connection is None or connection.over:
-            connection = self._connections[address] = _Connection(address)
+        connection = self._connection_to(address)
         stream = connection.begin(int(rank))
         reader = asyncio.create_task(self._read(envelopes, connection, stream))
         try:
-            code, text = await self._write(stream, context)
+            code, text, is_passed_on = await self._write(stream, context)
         finally:
             reader.cancel()
             connection.end(stream)
         if code is not grpc.StatusCode.OK:
-            await context.abort(code, text, (PASSED_ON,))
+            await context.abort(code, text, (PASSED_ON,) if is_passed_on else ())
+
+    def _connection_to(self, address: str) -> _Connection:
+        """Return the connection that takes another stream: not one on which nothing comes any more, which the streams in it will leave."""
+        known = self._connections.get(address)
+        if known is not None and not known.over and time.monotonic() - known.received_at < self._silent_s:
+            return known
+        connection = self._connections[address] = _Connection(address)
+        self._all.add(connection)
+        connection.task.add_done_callback(lambda task: self._all.discard(connection))
+        return connection
 
     async def _read(self, envelopes: AsyncIterator[bytes], connection: _Connection, stream: _Carried) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for envelope in envelopes:
                 connection.send(stream, envelope)
         connection.end(stream)
-        stream.queue.put_nowait((grpc.StatusCode.OK, ""))
+        stream.queue.put_nowait((grpc.StatusCode.OK, "", True))
 
     async def _write(self, stream: _Carried, context: Any) -> Ending:
         """Pass on what comes for a stream; return how it ends."""
