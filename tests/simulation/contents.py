@@ -40,9 +40,11 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
 
 
 def _given_up_with_its_node(job: Job, step: int) -> bool:
-    """Say whether only processes have come to a step whose nodes were given up before: the others have left it to make their groups again."""
+    """Say whether only processes have come to a step, or have its record, whose nodes were given up before: the others have left it to make their
+    groups again."""
     lost = {line.fields["lost"] for _, line in job.journal if line.event == "take_places_sent"}
-    there = [process for process in (*job.ranks, *job.in_place.former) if process.gate.state_step >= step]
+    everybody = (*job.ranks, *job.in_place.former)
+    there = [p for p in everybody if p.gate.state_step >= step or any(one.step >= step for one in p.gate.records)]
     return bool(there) and all(f"host{process.node}" in lost for process in there)
 
 

@@ -291,3 +291,10 @@ def test_frozen_ranks_that_gave_up_before_another_controller_came_are_not_held_a
     scenario = build(2000607975)
     assert not violations(scenario)
     assert [rank.gave_up for rank in scenario.job.ranks] == [False, True, True, True]
+
+
+def test_a_step_that_all_others_have_left_is_not_missed_where_its_record_is_on_a_node_that_was_given_up() -> None:
+    """The node comes back with the record, and leads the job: the others cannot roll forward any more."""
+    scenario = build(2001125057)
+    assert not violations(scenario)
+    assert any(line.event == "roll_forward_failed" for _, line in scenario.job.journal)

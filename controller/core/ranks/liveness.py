@@ -75,6 +75,11 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
             state = replace(state, members=update(state.members, rank, replace(member, dead=cause)))
         state = rank_died(state, rank, cause, True, now, out)
         member = state.members.table[rank]
+    if known is None and member.dead is not None and member.exited_pid not in (0, message.pid):
+        # It came too late to be waited for: the process whose end was reported had another one in its place.
+        late = Cause(CauseKind.SILENT, (rank,), f"process {member.exited_pid} has ended, before {message.pid} came")
+        member = replace(member, dead=late, exited_pid=0)
+        state = replace(state, members=update(state.members, rank, member))
     if known is None:
         fields: Fields = {"rank": rank, "host": message.host, "pid": message.pid, "groups": len(message.groups)}
         out.append(Journal("registered", {**fields, "state_step": message.state_step}))

@@ -316,6 +316,18 @@ def test_the_word_of_an_earlier_processs_end_is_not_held_against_another() -> No
     assert bench.state.members.table[2].dead is None
 
 
+@pytest.mark.parametrize(("pid", "counts"), [(202, True), (102, False)])
+def test_one_that_comes_just_after_the_takeover_counts_unless_it_is_the_one_that_ended(pid: int, counts: bool) -> None:
+    """It was not waited for, as a process of its rank had ended. Of seed 2001138508: no other rank had its shard at the end."""
+    bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
+    bench.say(WorkerExit(2, 102, "exit code 75", 0.0))
+    of_now: dict[str, Any] = {"controllers": ("s0", "s1"), "job_groups": 2, "generation": 1, "regrouped": 1}
+    bench.say(*(able(rank, **of_now) for rank in (0, 1, 3)))
+    assert bench.at(Stage.FREEZING) and bench.state.members.table[2].dead is not None
+    bench.say(able(2, "c", pid=pid, **of_now))
+    assert (bench.state.members.table[2].dead is None) == counts
+
+
 def test_a_controller_that_has_decided_with_earlier_processes_takes_no_later_one_in() -> None:
     bench = ControllerBench(HALVES, assembled=False, standby=1, lease_s=LEASE_S, address="s1")
     bench.say(*(able(rank, controllers=("s0", "s1"), job_groups=2) for rank in range(4)))
