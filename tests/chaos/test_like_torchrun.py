@@ -27,6 +27,7 @@ OWN_VARIABLES = {
     "TTP_ATTEMPT_DIR": "where the first rank of the node writes for its agent which controllers lead the ranks",
     "TTP_IDENTITY": "where processes get their certificates",
     "TTP_COPIES": "where ranks get memory for copies",
+    "TTP_RELAY_SOCKET": "where ranks find their relay: empty but in a large job",
     "TTP_VACANT": "whose place a process takes: empty but in a lost one's",
     "TTP_FORK_SERVER": "where ranks have their controllers forked",
     "GRPC_ENABLE_FORK_SUPPORT": "0, else data loaders that fork crash or crawl once gRPC is loaded",

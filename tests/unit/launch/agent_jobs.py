@@ -32,7 +32,7 @@ from ttp.launch.watch.processes import read_stat
 from ttp.proto.messages import Replace
 
 VARIABLES = ("TTP_LAUNCHED", "TTP_ATTEMPT", "TTP_ROUND_ID", "TTP_START_ID", "TTP_ATTEMPT_DIR", "TTP_FORK_SERVER",
-             "TTP_IDENTITY", "TTP_COPIES", "TTP_VACANT")  # fmt: skip
+             "TTP_IDENTITY", "TTP_COPIES", "TTP_RELAY_SOCKET", "TTP_VACANT")  # fmt: skip
 SCRIPT = """
 import json, os, subprocess, sys, time
 from pathlib import Path

@@ -60,6 +60,7 @@ def test_every_thread_of_the_launcher_is_known_to_hang_or_to_wait_only() -> None
         "ttp-on-event",
         "ttp-health-check",
         "ttp-replacements",
+        "ttp-relay",
     } - {"RendezvousKeepAlive"}
 
 
