@@ -250,7 +250,7 @@ MUTATIONS = (
     Mutation("a rank regroups beside its work", recoveries.ranks_regroup_beside_their_work, ("I21",), published_first.slow_publisher_is_passed_over, within=20),
     Mutation("an order to regroup that was lost is not given again", recoveries.order_to_regroup_is_not_said_again, ("I7",), in_place.order_is_lost, within=20),
     Mutation("a training that has returned is entered again", recoveries.training_that_has_returned_is_entered_again, (RAISED,), in_place.training_returns_in_front_of_it, within=5),
-    Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=20),
+    Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=100),
     # Lost nodes, and spare ones in their places.
     Mutation("rank 0's node is given up like any other", seats.rank_0s_node_is_given_up, ("I22",), in_seats.rank_0s_node_is_lost, within=20),
     Mutation("one spare node takes the places of two", seats.one_spare_node_takes_every_place, ("I22",), in_seats.two_nodes_and_one_spare, within=5),
