@@ -1,7 +1,7 @@
 """Every message of the control protocol, as frozen dataclasses (PURE: standard library data modules only).
 
 Owns the vocabulary that controller and processors share. Never imports protobuf, gRPC or torch: `codec.py` turns these
-into bytes and back. Messages name their rank, so one stream may carry several ranks.
+into bytes and back. Messages name their rank.
 
 Upward (processor or agent -> controller): Registration, Heartbeat, StateReport, FaultReport, RolledForward, Written,
 Published, Regrouped, StepFailed, Progress, Finished, AgentHello, WorkerExit, Vouch, ReplaceFailed.

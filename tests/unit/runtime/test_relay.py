@@ -254,7 +254,7 @@ def test_a_connection_on_which_nothing_comes_takes_no_more_streams(
     controller.process.send_signal(signal.SIGSTOP)
     try:
         (first,) = relay._all
-        until(lambda: time.monotonic() - first.received_at > relay._silent_s, "nothing has come for half a lease")
+        until(lambda: time.monotonic() - first.received_at > relay._stale_s, "nothing has come for half a lease")
         callers.append(Caller(2, controller.address, relay.path))
         until(lambda: len(relay._all) == 2, "another connection")
     finally:

@@ -4,7 +4,7 @@ A controller of 10,000 ranks has 1,250 connections then, and receives the messag
 stream carries, its greeting, its end and its status are the controller's and the rank's (`Carry` in `control.proto`). It only adds signs of its own
 life, where a stream had nothing to carry for a while. A rank that misses them connects to the controller itself (`ttp/proto/stream.py`).
 
-Owns a thread with a loop, a socket that this node's processes of this user reach, and one connection to each controller that a rank asks for.
+Owns a thread with a loop, a socket that this node's processes of this user reach, and one connection to each controller that a rank asks for; another one where nothing comes on that.
 Nothing here decides anything.
 """
 
@@ -40,7 +40,7 @@ CLOSE_S = 2.0
 DRAIN_S = 0.5
 """The last messages of ranks go out within it."""
 
-SILENT_LEASES = 0.5
+STALE_LEASES = 0.5
 """A connection on which nothing has come for this part of a lease gets no more streams: a controller that leads sends something three times a lease."""
 
 Ending = tuple[grpc.StatusCode, str, bool]
@@ -186,7 +186,7 @@ class Relay:
     def __init__(self, path: Path, ranks: tuple[int, ...], lease_s: float) -> None:
         """`path`: of the socket; only this user may come to its folder. `lease_s`: the job's."""
         self.path, self._ranks, self._alive_s = path, frozenset(ranks), ALIVE_LEASES * lease_s
-        self._silent_s = SILENT_LEASES * lease_s
+        self._stale_s = STALE_LEASES * lease_s
         self._connections: dict[str, _Connection] = {}
         """By controller, the one that takes its next streams."""
         self._all: set[_Connection] = set()
@@ -254,7 +254,7 @@ class Relay:
     def _connection_to(self, address: str) -> _Connection:
         """Return the connection that takes another stream: not one on which nothing comes any more, which the streams in it will leave."""
         known = self._connections.get(address)
-        if known is not None and not known.over and time.monotonic() - known.received_at < self._silent_s:
+        if known is not None and not known.over and time.monotonic() - known.received_at < self._stale_s:
             return known
         connection = self._connections[address] = _Connection(address)
         self._all.add(connection)
