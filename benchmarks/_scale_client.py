@@ -67,17 +67,18 @@ class Arrivals:
     """When a kind of message reached the ranks that it is for; reports once, when it has reached all of them."""
 
     event: str
-    expected: int
+    expected: frozenset[int]
     first: float = 0.0
     ranks: set[int] = field(default_factory=set)
 
     def note(self, ranks: tuple[int, ...]) -> None:
-        """A rank may have it twice: a Freeze is repeated to one whose heartbeat was sent before it was frozen."""
+        """A rank may have it twice: a Freeze is repeated to one whose heartbeat was sent before it was frozen. The stream of the rank that is dead
+        may have it too."""
         self.first = self.first or time.monotonic()
-        new = not self.ranks.issuperset(ranks)
-        self.ranks.update(ranks)
-        if new and len(self.ranks) == self.expected:
-            tell(self.event, first=self.first, count=len(self.ranks))
+        if new := self.expected.intersection(ranks) - self.ranks:
+            self.ranks |= new
+            if self.ranks == self.expected:
+                tell(self.event, first=self.first, count=len(self.ranks))
 
 
 @functools.cache
@@ -205,6 +206,8 @@ class Stream:
     def _carried(self, bundle: pb.DownwardBundle) -> Iterator[tuple[tuple[int, ...], pb.DownwardEnvelope]]:
         """Yield what is sent on streams, and to which ranks."""
         for part in bundle.parts:
+            if part.WhichOneof("body") == "ended":
+                continue
             ranks = tuple(self.ranks[number - 1] for number in part.streams)
             yield ranks, pb.DownwardEnvelope.FromString(part.envelope)
 
@@ -254,7 +257,7 @@ class Client:
         tell("attached", streams=len(self.streams), retries=self.retries)
 
     async def register(self) -> None:
-        self.arrivals[Welcome] = Arrivals("welcomed", len(self.ranks))
+        self.arrivals[Welcome] = Arrivals("welcomed", frozenset(self.ranks))
         tell("registering")
         for stream in self.streams:
             await stream.say(*(registration(self.world, rank) for rank in stream.ranks))
@@ -276,14 +279,14 @@ class Client:
 
     async def arm(self, dead: int, holds: bool) -> None:
         """Get ready for the death of `dead`; with `holds`, this client's last stream answers on command only."""
-        alive = [rank for rank in self.ranks if rank != dead]
-        rolling = [rank for rank in alive if self.world.is_ready(rank)]
+        alive = frozenset(self.ranks) - {dead}
+        rolling = frozenset(rank for rank in alive if self.world.is_ready(rank))
         self.hold = self.streams[-1] if holds else None
         self.arrivals = {
-            Freeze: Arrivals("frozen", len(alive)),
-            RollForward: Arrivals("rolling", len(rolling)),
-            WriteOrder: Arrivals("ordered", len(alive)),
-            Exit: Arrivals("exited", len(alive)),
+            Freeze: Arrivals("frozen", alive),
+            RollForward: Arrivals("rolling", rolling),
+            WriteOrder: Arrivals("ordered", alive),
+            Exit: Arrivals("exited", alive),
         }
         tell("armed")
 

@@ -59,12 +59,11 @@ from .core.facts.events import (
 from .core.facts.events import Journal as JournalEffect
 from .core.facts.state import Stage
 from .core.facts.status import Reported, job_status
+from .permissions import Refusals
 from .stragglers import StragglerWatch, is_measured
 
 TICK_S = 0.25
 """Longest time between two ticks."""
-MOST_REFUSALS = 1_000
-"""Whoever is refused with ever new words fills neither the memory nor the journal."""
 
 KEEP_ALIVE = KeepAlive()
 Addressed = tuple[tuple[int, ...], Downward]
@@ -76,6 +75,11 @@ class RankLink(Protocol):
 
     def send(self, messages: Sequence[Addressed]) -> None:
         """Queue messages, in order, as one envelope. Raises CodecError, with none queued, for what the wire cannot carry."""
+
+    def send_alike(self, links: Sequence[RankLink], message: Downward) -> None:
+        """Queue one message on each of these streams of one controller."""
+        for link in links:
+            link.send((((), message),))
 
     def reject(self, text: str) -> None:
         """End the stream with this explanation."""
@@ -192,7 +196,7 @@ class Handler:
         self._loss: float | None = None
         self._stragglers = StragglerWatch(settings.heartbeat_s)
         self._published: PublishedCheckpoint | None = None
-        self._refused: dict[str, int] = {}
+        self._refusals = Refusals()
         self._turned_away: set[tuple[int, int]] = set()
         """Processes, by rank and pid, that were ordered to exit because others are in their places: their ends are not these others'."""
 
@@ -249,7 +253,8 @@ class Handler:
             case EarlierLives():
                 self._step(item, self._clock())
             case NotAllowed(text):
-                self._count_refusal(text)
+                if count := self._refusals.note(text):
+                    self._log_event("not_allowed", {"text": text, "count": count})
             case StopIfNeverUsed(reason):
                 stage = self.state.stage
                 if stage is Stage.STANDBY or (stage is Stage.ASSEMBLING and not self.routes):
@@ -261,13 +266,6 @@ class Handler:
         if order.generation is not None and order.generation < self.state.generation:
             return f"with ranks of generation {order.generation}, and these are in {self.state.generation}"
         return "which came too late" if self._clock() > order.until_s else ""
-
-    def _count_refusal(self, text: str) -> None:
-        """Log it at its first time, its tenth, its hundredth, and so on; of so many different ones only."""
-        if text in self._refused or len(self._refused) < MOST_REFUSALS:
-            self._refused[text] = count = self._refused.get(text, 0) + 1
-            if str(count).strip("0") == "1":
-                self._log_event("not_allowed", {"text": text, "count": count})
 
     def _leave_if_alone(self, order: StopWhenUnused) -> None:
         """Leave now or once the ranks have gone; a guarded standby does neither, for SIGUSR1 and its guardians' end are its words."""
@@ -282,9 +280,8 @@ class Handler:
 
     def _is_alone(self, now: float) -> bool:
         """Say whether no rank needs this controller: one whose stream broke a moment ago may be all that has a shard."""
-        if self.routes:
-            return False
-        return self.state.stage is Stage.STANDBY or now >= self._alone_since + self._settings.lease_s
+        back_by = self._alone_since + self._settings.lease_s
+        return not self.routes and (self.state.stage is Stage.STANDBY or now >= back_by)
 
     def _stop(self, reason: str) -> None:
         self._log_event("stopped", {"reason": reason})
@@ -329,9 +326,11 @@ class Handler:
             self._log_event("straggler_over" if change.over else "straggler", change.fields)
 
     def receive_heartbeats(self, beats: list[Heartbeat]) -> None:
-        if beats:
-            self._step(Received(beats[0]) if len(beats) == 1 else HeartbeatBatch(tuple(beats)), self._clock())
-            beats.clear()
+        """As one event; where one of them is not allowed, the others count all the same."""
+        if len(beats) == 1 or (beats and not self._step(HeartbeatBatch(tuple(beats)), self._clock())):
+            for beat in beats:
+                self._step(Received(beat), self._clock())
+        beats.clear()
 
     def _is_routed(self, link: RankLink, message: Upward) -> bool:
         """Say whether this is the stream on which the message's rank registered last: it speaks on no other."""
@@ -343,14 +342,13 @@ class Handler:
     def _receive_one(self, link: RankLink, message: Upward) -> None:
         """Route, then let the machine know."""
         match message:
-            case Registration():
-                if not self._route(link, message):
-                    return
+            case Registration() if not self._route(link, message):
+                return
             case AgentHello(host):
                 self._agents[host] = link
             case WorkerExit(rank, pid) if (rank, pid) in self._turned_away and not self._is_registered(rank, pid):
                 return
-            case WorkerExit() | Vouch() | ReplaceFailed():
+            case Registration() | WorkerExit() | Vouch() | ReplaceFailed():
                 pass
             case _:
                 if not self._is_routed(link, message):
@@ -413,19 +411,21 @@ class Handler:
         for host in hosts:
             self._step(StreamClosed((), host), self._clock())
 
-    def _step(self, event: Event, now: float) -> None:
+    def _step(self, event: Event, now: float) -> bool:
+        """Say whether the machine took it."""
         self._journal.input(now, event)
         try:
             self.state, effects = machine.transition(self.state, event, now)
         except ProtocolError as error:  # the state is unchanged
             self._log_event("protocol_error", {"text": str(error)})
-            return
+            return False
         except Exception:  # a bug must not leave the ranks without a controller
             traceback.print_exc(file=sys.stderr)
             self._log_event("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
-            return
+            return False
         for effect in effects:
             self._carry_out(effect, event)
+        return True
 
     def _carry_out(self, effect: Effect, event: Event) -> None:
         match effect:
@@ -488,8 +488,10 @@ class Handler:
         """Show every stream that the controller lives. A standby without ranks that count sends nothing: an agent that lost
         its way must not take it for the active controller."""
         if self.state.stage is not Stage.STANDBY:
-            for link in dict.fromkeys((*self.routes.values(), *self._agents.values())):  # each once
-                self._outgoing.setdefault(link, []).append(((), KEEP_ALIVE))
+            links = list(dict.fromkeys((*self.routes.values(), *self._agents.values())))  # each once
+            if links:
+                self._flush()  # it is the last that they are sent
+                links[0].send_alike(links, KEEP_ALIVE)
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.write_event(self._unix_clock(), self._clock(), event, fields)

@@ -31,7 +31,7 @@ from ttp.controller.json_codec import from_json, plain_json, to_json
 from ttp.inputs.checked import field, mapping, number, string
 from ttp.inputs.input_file import open_regular
 
-from .core.facts.events import ControllerSettings, Effect, Event
+from .core.facts.events import ControllerSettings, Effect, Event, HeartbeatBatch
 
 SEGMENT_BYTES = 64 << 20
 BATCH_LINES = 512
@@ -84,6 +84,8 @@ class Journal:
         """Of the inputs file behind its state; counted by the thread that writes."""
         self._state_queued = False
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._heartbeats: list[tuple[float, Event]] = []
+        """Not queued yet; of the driver's thread."""
         self._complained = False
         self._idle = threading.Event()  # set while the driver has nothing to do
         self._idle.set()
@@ -105,6 +107,7 @@ class Journal:
     def starting_state(self, state: Any) -> None:
         """Begin the inputs with the machine's state (immutable); also whenever `wants_state` says so."""
         self._state_queued = True
+        self._queue_heartbeats()
         self._queue.put(("state", state))
 
     @property
@@ -113,8 +116,18 @@ class Journal:
         return self._input_bytes >= self._segment_bytes and not self._state_queued
 
     def input(self, now: float, event: Event) -> None:
-        """Record an event that is about to go into the machine at its time `now`."""
+        """Record an event that is about to go into the machine at its time `now`. Heartbeats are written with what comes behind them, a tick at
+        the latest: each line on its own would wake the thread a thousand times a second."""
+        if isinstance(event, HeartbeatBatch):
+            self._heartbeats.append((now, event))
+            return
+        self._queue_heartbeats()
         self._queue.put(("input", (now, event)))
+
+    def _queue_heartbeats(self) -> None:
+        for beats in self._heartbeats:
+            self._queue.put(("input", beats))
+        self._heartbeats.clear()
 
     def wait_written(self, timeout_s: float = 5.0) -> bool:
         """Wait until all that was queued before is written; say whether it is."""
@@ -125,6 +138,7 @@ class Journal:
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and close the files, or give up after `timeout_s` (a hung file system)."""
         self._idle.set()
+        self._queue_heartbeats()
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -160,11 +174,15 @@ class Journal:
             if place % LINES_AT_ONCE == 0 and not waited:
                 waited = not self._idle.wait(PATIENCE_S)
             self._write(kind, content)
+        self._flush()
+
+    def _flush(self) -> None:
         self._events.flush()
         self._inputs.flush()
 
     def _write(self, kind: str, content: Any) -> None:
         if kind == "mark":
+            self._flush()
             content.set()
             return
         if kind == "event":

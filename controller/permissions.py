@@ -9,6 +9,9 @@ from __future__ import annotations
 from ttp.identity.role import Identity, Role
 from ttp.proto.messages import AgentHello, FaultReport, ReplaceFailed, Upward, Vouch, WorkerExit
 
+MOST_REFUSALS = 1_000
+"""Whoever is refused with ever new words fills neither the memory nor the journal."""
+
 
 def stream_refusal(peer: Identity | None, job_id: str) -> str:
     """Return why a process may not take part in this attempt; empty: it may."""
@@ -71,3 +74,17 @@ def shutdown_refusal(peer: Identity | None, job_id: str, term: int, world_size: 
     if peer.role is Role.CONTROLLER and term == peer.term:
         return ""
     return f"got a request to end from {peer}, expected it from an agent or from the controller that takes over"
+
+
+class Refusals:
+    """How often each refusal was made."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def note(self, text: str) -> int:
+        """Return how often it was made so far, at its first time, its tenth, its hundredth, and so on; 0: that is not worth a line."""
+        if text not in self._counts and len(self._counts) >= MOST_REFUSALS:
+            return 0
+        self._counts[text] = count = self._counts.get(text, 0) + 1
+        return count if str(count).strip("0") == "1" else 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from math import inf
 from typing import Any, NoReturn, TypeAlias
 
@@ -27,6 +27,7 @@ from ttp.proto import control_pb2 as pb
 from ttp.proto.address import join_address
 from ttp.proto.codec import encode_status
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
+from ttp.proto.messages import Heartbeat, Upward
 from ttp.proto.status import JobStatus
 from ttp.proto.transport import SERVER_OPTIONS, certified, grpc, server_credentials
 
@@ -39,6 +40,8 @@ from .stream_ends import Carrier, Inlet, Outbox, StreamLink
 
 GRACE_S = 2.0
 """How long streams may take to deliver what was queued before the server ends."""
+GATHER_S = 0.01
+"""How long the heartbeats of a relay wait for those of others: handing over each alone would wake the driver a thousand times a second."""
 
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[pb.UpwardEnvelope, pb.DownwardEnvelope]"
 CarryContext: TypeAlias = "grpc.aio.ServicerContext[pb.UpwardBundle, pb.DownwardBundle]"
@@ -57,6 +60,8 @@ class ControlService(ControlServicer):
         """When the controller of a later term got the answer that this one is alive, by its term and question."""
         shown = own.credentials()
         self._roles = shown is not None and not shown.site_host
+        self._gathered: list[tuple[StreamLink, tuple[Upward, ...]]] = []
+        """Heartbeats that relays have brought and the driver has not been given yet."""
 
     def finish_streams(self) -> None:
         """Let every stream deliver what is queued and end."""
@@ -126,15 +131,29 @@ class ControlService(ControlServicer):
             async for bundle in request_iterator:
                 parts, ended = carrier.take(bundle)
                 if parts:
-                    self._driver.put(StreamMessages(tuple(parts)))
+                    self._gather(parts)
                 self._end(ended)
         except (grpc.aio.AioRpcError, DecodeError):
             pass
         finally:  # a node that is not read must not be spoken to as if it were
             carrier.close()
 
+    def _gather(self, parts: Sequence[tuple[StreamLink, tuple[Upward, ...]]]) -> None:
+        """Give the driver what a relay has brought: heartbeats together with those of other relays, all else at once, behind them."""
+        if not self._gathered:
+            self._loop.call_later(GATHER_S, self._hand_over)
+        self._gathered += parts
+        if not all(isinstance(message, Heartbeat) for _, said in parts for message in said):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._gathered:
+            self._driver.put(StreamMessages(tuple(self._gathered)))
+            self._gathered.clear()
+
     def _end(self, links: Iterable[StreamLink]) -> None:
         for link in links:
+            self._hand_over()
             self._links.discard(link)
             link.over.set()
             self._driver.put(StreamEnded(link))

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
@@ -20,11 +21,11 @@ from ttp.identity.role import Identity, Role
 from ttp.proto import control_pb2 as pb
 from ttp.proto.chunks import Joiner, split
 from ttp.proto.codec import CodecError, decode_upward, encode_batch, encode_downward
-from ttp.proto.messages import Upward
+from ttp.proto.messages import Downward, Upward
 from ttp.proto.transport import grpc
 
 from .core.facts.events import ControllerSettings
-from .handler import Addressed
+from .handler import Addressed, RankLink
 from .permissions import Sender
 
 BUNDLE_BYTES = 1 << 20
@@ -35,13 +36,8 @@ class Queue(Protocol):
     def put_nowait(self, item: pb.DownwardEnvelope | None, /) -> None: ...
 
 
-class HasOutbox(Protocol):
-    @property
-    def outbox(self) -> Queue: ...
-
-
 class Outbox:
-    """Carries envelopes from any thread to the streams' outboxes on the loop's thread.
+    """Carries what any thread puts on a stream's outbox to the loop's thread.
 
     The loop is woken once for all that has gathered, not once an envelope: each waking is a system call, and a plan for
     10,000 ranks would need 1,250 of them.
@@ -52,7 +48,7 @@ class Outbox:
         self._newest: tuple[Addressed | None, pb.DownwardEnvelope] = None, pb.DownwardEnvelope()
         self._loop = loop
         self._lock = threading.Lock()  # guards _gathered and _woken
-        self._gathered: deque[tuple[HasOutbox, pb.DownwardEnvelope | None]] = deque()
+        self._gathered: list[Callable[[], None]] = []
         self._woken = False
 
     def encoded(self, messages: Sequence[Addressed]) -> pb.DownwardEnvelope:
@@ -65,30 +61,31 @@ class Outbox:
             self._newest = one, envelope
         return envelope
 
-    def put(self, link: HasOutbox, envelope: pb.DownwardEnvelope | None) -> None:
+    def put(self, *puts: Callable[[], None]) -> None:
+        """Let the loop's thread call these, in order."""
         if self._loop.is_closed():  # the controller has ended: there is no receiver
             return
         with self._lock:
-            self._gathered.append((link, envelope))
+            self._gathered += puts
             wake, self._woken = not self._woken, True
         if wake:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:
-            gathered, self._gathered, self._woken = self._gathered, deque(), False
-        for link, envelope in gathered:
-            link.outbox.put_nowait(envelope)
+            gathered, self._gathered, self._woken = self._gathered, [], False
+        for put in gathered:
+            put()
 
 
-class StreamLink:
+class StreamLink(RankLink):
     """One stream's outbox. The driver's thread sends, the loop's thread delivers."""
 
-    def __init__(self, mailroom: Outbox, carried: Queue | None = None) -> None:
+    def __init__(self, mailroom: Outbox, carried: CarriedQueue | None = None) -> None:
         """`carried`: takes what is sent on a stream that a relay carries; None: the stream has a connection of its own."""
         self._settings = mailroom.settings
         self._mailroom = mailroom
-        self._is_carried = carried is not None
+        self._carried = carried
         self.outbox: Queue = carried if carried is not None else asyncio.Queue()
         self.received_at = time.monotonic()
         """When the other side last sent anything."""
@@ -96,9 +93,22 @@ class StreamLink:
         self.rejection: tuple[grpc.StatusCode, str] | None = None
 
     def send(self, messages: Sequence[Addressed]) -> None:
-        if self._is_carried:  # it is one rank's, which need not be named: others are sent the same
+        if self._carried is not None:  # it is one rank's, which need not be named: others are sent the same
             messages = [((), message) for _, message in messages]
         self._put(self._mailroom.encoded(messages))
+
+    def send_alike(self, links: Sequence[RankLink], message: Downward) -> None:
+        """To all streams of a relay at once: ten thousand ranks get a heartbeat every second."""
+        envelope = self._mailroom.encoded((((), message),))
+        puts: list[Callable[[], None]] = []
+        carried: dict[Carrier, list[int]] = {}
+        for link in links:
+            assert isinstance(link, StreamLink)
+            if (queue := link._carried) is not None:
+                carried.setdefault(queue.carrier, []).append(queue.number)
+            else:
+                puts.append(partial(link.outbox.put_nowait, envelope))
+        self._mailroom.put(*puts, *(partial(carrier.queue, numbers, envelope) for carrier, numbers in carried.items()))
 
     def greet(self) -> None:
         self._put(encode_downward(self._settings.job_id, self._settings.term, (), None))
@@ -129,8 +139,8 @@ class StreamLink:
         self._put(None)
 
     def _put(self, envelope: pb.DownwardEnvelope | None) -> None:
-        for part in (None,) if envelope is None else split(envelope):
-            self._mailroom.put(self, part)
+        parts = (None,) if envelope is None else split(envelope)
+        self._mailroom.put(*(partial(self.outbox.put_nowait, part) for part in parts))
 
 
 class Inlet:
@@ -172,14 +182,14 @@ class Inlet:
         return said
 
 
-class _Part:
+class CarriedQueue:
     """The outbox of one of the streams that a relay carries."""
 
     def __init__(self, carrier: Carrier, number: int) -> None:
-        self._carrier, self._number = carrier, number
+        self.carrier, self.number = carrier, number
 
     def put_nowait(self, item: pb.DownwardEnvelope | None, /) -> None:
-        self._carrier.queue(self._number, item)
+        self.carrier.queue([self.number], item)
 
 
 class Carrier:
@@ -224,7 +234,7 @@ class Carrier:
     def _begin(self, number: int, rank: int) -> None:
         if number <= self._newest:
             return
-        self._newest, link, peer = number, StreamLink(self._mailroom, _Part(self, number)), self._peer
+        self._newest, link, peer = number, StreamLink(self._mailroom, CarriedQueue(self, number)), self._peer
         if peer is not None:
             its = (rank,) if rank in peer.ranks else ()  # nothing is believed of a rank on another node
             peer = replace(peer, role=Role.RANK, ranks=its)
@@ -254,12 +264,12 @@ class Carrier:
                 parts.append((inlet.link, allowed))
         return parts
 
-    def queue(self, number: int, envelope: pb.DownwardEnvelope | None) -> None:
-        """Send this on a stream, behind what was queued before; None: end it."""
+    def queue(self, numbers: list[int], envelope: pb.DownwardEnvelope | None) -> None:
+        """Send this on these streams, behind what was queued before; None: end them."""
         if envelope is not None and self._queued and self._queued[-1][1] is envelope:
-            self._queued[-1][0].append(number)
+            self._queued[-1][0].extend(numbers)
         else:
-            self._queued.append(([number], envelope))
+            self._queued.append((numbers, envelope))
             self._has_more.set()
 
     async def next_bundle(self) -> tuple[pb.DownwardBundle, list[StreamLink]] | None:
@@ -292,14 +302,9 @@ class Carrier:
 
     def close(self) -> None:
         """The relay sends nothing any more. What its streams were sent before is delivered before."""
-        self._mailroom.put(self, None)
+        self._mailroom.put(self._close)
 
-    @property
-    def outbox(self) -> Queue:
-        return self
-
-    def put_nowait(self, item: pb.DownwardEnvelope | None, /) -> None:
-        """All that was sent before `close` is queued."""
+    def _close(self) -> None:
         self._closed = True
         self._has_more.set()
 

@@ -18,9 +18,9 @@ import grpc.aio
 from tests.fuzz.live import LONG_S, SERVICE, LiveStream, envelope
 from ttp.chaos.observed.training_job import read_jsonl
 from ttp.controller.core.facts.events import ControllerSettings, HeartbeatBatch, Received
-from ttp.controller.handler import MOST_REFUSALS
 from ttp.controller.journal import inputs_path, read_inputs
 from ttp.controller.json_codec import to_json
+from ttp.controller.permissions import MOST_REFUSALS
 from ttp.controller.process import ControllerProcess, start_controller
 from ttp.identity.authority import Authority
 from ttp.identity.credentials import Credentials

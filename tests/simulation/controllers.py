@@ -37,7 +37,7 @@ ROUNDING_S = 1e-6
 """A clock that is ahead is read a little late, so that a deadline has passed then for certain."""
 
 
-class Link:
+class Link(ServersEnd):
     """The controller's end of a rank's stream, as the shipped handler uses it."""
 
     def __init__(self, job: Job, stream: Stream) -> None:
@@ -57,7 +57,7 @@ class Link:
         """Its rank has another stream."""
 
 
-class AgentLink:
+class AgentLink(ServersEnd):
     """The controller's end of a launcher's stream."""
 
     def __init__(self, launcher: Agent, controller: Controller) -> None:

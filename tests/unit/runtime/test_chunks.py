@@ -128,7 +128,7 @@ def test_a_controller_s_large_order_goes_down_in_chunks() -> None:
     sent: list[pb.DownwardEnvelope | None] = []
     mailroom = mock.Mock(wraps=Outbox(mock.Mock(), ControllerSettings(job_id="job", term=3, world_size=2)))
     mailroom.settings = ControllerSettings(job_id="job", term=3, world_size=2)
-    mailroom.put.side_effect = lambda link, envelope: sent.append(envelope)
+    mailroom.put.side_effect = lambda *puts: sent.extend(put.args[0] for put in puts)
     files = tuple(ShareResult((FileEntry(f"r{r}_{'x' * 200}", 10, "ab" * 32, r),)) for r in range(60_000))
     StreamLink(mailroom).send([((1,), replace(ORDER, results=files))])
     assert len(sent) > 1 and all(part is not None and part.ByteSize() < MAX_MESSAGE_BYTES for part in sent)

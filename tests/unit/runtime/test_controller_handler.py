@@ -27,12 +27,14 @@ from ttp.controller.core.facts.state import Stage
 from ttp.controller.handler import (
     Addressed,
     Handler,
+    RankLink,
     StatusAsked,
     StopAsked,
     StopIfNeverUsed,
     StreamEnded,
     StreamMessages,
 )
+from ttp.errors import ProtocolError
 from ttp.proto.codec import CodecError
 from ttp.proto.messages import (
     AgentHello,
@@ -58,7 +60,7 @@ CAUSE = Cause(CauseKind.EXITED, (2,), "signal SIGKILL")
 ORDER = WriteOrder(1, 3, "/c", "iter_0000003_tmp_1_1_1", ())
 
 
-class Link:
+class Link(RankLink):
     """One stream: what is done with it, in its order."""
 
     def __init__(self) -> None:
@@ -289,6 +291,15 @@ def test_every_stream_gets_one_beat_a_heartbeat(bench: Bench) -> None:
     assert ranks.done == agent.done == [[((), KeepAlive())]] * 2
 
 
+def test_a_beat_overtakes_nothing(bench: Bench) -> None:
+    """A rank's first message must be its welcome."""
+    link = bench.comes(0)
+    bench.orders = lambda event: (Send((0,), ORDER),) if event == Received(Finished(0)) else ()
+    bench.receives(link, Finished(0))
+    bench.flushes(1.0)
+    assert link.done == [[((0,), ORDER)], [((), KeepAlive())]]
+
+
 def test_a_standby_that_no_rank_has_come_to_sends_no_beat(bench: Bench) -> None:
     """An agent that has come to it by mistake would take it for the active controller."""
     agent = Link()
@@ -322,6 +333,22 @@ def test_what_stands_in_one_envelope_is_received_in_its_order(bench: Bench) -> N
     bench.received.clear()
     bench.receives(link, beats[0], beats[1], Finished(1), Heartbeat(2, Phase.DONE, 9), beats[2])
     assert bench.received == [HeartbeatBatch((beats[0], beats[1])), Received(Finished(1)), Received(beats[2])]
+
+
+def test_a_heartbeat_that_is_not_allowed_silences_no_other_rank(bench: Bench) -> None:
+    """They came together, from processes that have nothing to do with each other."""
+    beats = [Heartbeat(rank, Phase.DONE, 1) for rank in range(3)]
+    link = bench.comes(0, 1, 2)
+
+    def refuse(event: Event) -> Sequence[Effect]:
+        if beats[1] in (event.messages if isinstance(event, HeartbeatBatch) else (getattr(event, "message", None),)):
+            raise ProtocolError("not allowed")
+        return [Journal("taken", {})]
+
+    bench.orders = refuse
+    bench.receives(link, *beats)
+    assert bench.received[-3:] == [Received(beat) for beat in beats]
+    assert bench.logged[-4:] == ["protocol_error", "taken", "protocol_error", "taken"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ EVENTS: list[Event] = [
         for rank in range(2)
     ),
     Received(Heartbeat(0, Phase.READY, 4)),
+    HeartbeatBatch(
+        (Heartbeat(0, Phase.READY, 4), Heartbeat(1, Phase.DONE, 3, True, False, 1, True, True, 3, (0.5, 0.25)))
+    ),
     Tick(),
     StreamClosed((1,)),
     Received(StateReport(0, 1, True, Phase.READY, 4, 3, False, -1, (RECORD,))),
@@ -57,6 +60,29 @@ def test_inputs_read_back_equal_what_was_written(tmp_path: Path) -> None:
     assert recording.settings == SETTINGS
     assert recording.state == initial(SETTINGS, 0.1)
     assert recording.inputs == tuple((number + 0.3, event) for number, event in enumerate(EVENTS))
+
+
+def test_heartbeats_are_written_with_what_comes_behind_them(tmp_path: Path) -> None:
+    """They come a thousand times a second, and a tick four times."""
+    path = inputs_path(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl", SETTINGS)
+    journal.starting_state(initial(SETTINGS, 0.0))
+    beats = [HeartbeatBatch((Heartbeat(0, Phase.READY, step), Heartbeat(1, Phase.READY, step))) for step in range(3)]
+    written = []
+    events: list[Event] = [beats[0], beats[1], Tick(), beats[2]]
+    for number, event in enumerate(events):
+        journal.input(float(number), event)
+        assert journal.wait_written()
+        written.append(len(read_inputs(path).inputs))
+    journal.close()
+    assert written == [0, 0, 3, 3]
+    assert [event for _, event in read_inputs(path).inputs] == events
+
+
+def test_the_defaults_of_a_heartbeat_are_left_out() -> None:
+    assert to_json(Heartbeat(0, Phase.COMPUTE, 0)) == {
+        "$": "ttp.proto.messages:Heartbeat", "rank": 0, "phase": {"$": "ttp.proto.messages:Phase", "name": "COMPUTE"}, "step": 0,
+    }  # fmt: skip
 
 
 def test_a_state_in_the_middle_of_a_fault_survives_json() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.driver import Driver
-from ttp.controller.handler import Addressed, Item, StatusAsked, StopWhenUnused, StreamEnded, StreamMessages
+from ttp.controller.handler import Addressed, Item, RankLink, StatusAsked, StopWhenUnused, StreamEnded, StreamMessages
 from ttp.controller.journal import Journal, read_events
 from ttp.proto.messages import Registration, ShardGroup
 from ttp.proto.status import JobStatus
@@ -22,7 +22,7 @@ LEASE_S = 1.0
 ASKED = StopWhenUnused("SIGTERM")
 
 
-class Stream:
+class Stream(RankLink):
     """One rank's stream, which takes everything."""
 
     def send(self, messages: Sequence[Addressed]) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import grpc.aio
 import pytest
 
 from ttp.controller.core.facts.events import ControllerSettings
-from ttp.controller.handler import StatusAsked, StopAsked, StreamEnded
-from ttp.controller.server import ControlService
-from ttp.controller.stream_ends import Outbox
+from ttp.controller.handler import StatusAsked, StopAsked, StreamEnded, StreamMessages
+from ttp.controller.server import GATHER_S, ControlService
+from ttp.controller.stream_ends import Carrier, Outbox, StreamLink
 from ttp.proto import control_pb2 as pb
+from ttp.proto.codec import encode_upward
+from ttp.proto.messages import Finished, Heartbeat, KeepAlive, Phase
 from ttp.proto.status import JobStatus
 
 from .conftest import LONG_S
@@ -204,18 +207,124 @@ def test_the_loop_is_woken_once_for_all_that_gathers_until_it_comes_to_it() -> N
     ended = False
     loop: Any = SimpleNamespace(call_soon_threadsafe=woken.append, is_closed=lambda: ended)
     mailroom = Outbox(loop, ControllerSettings("job", 1, 4))
-    links: list[Any] = [SimpleNamespace(outbox=asyncio.Queue()) for _ in range(2)]
-    first, second, third = (pb.DownwardEnvelope(term=term) for term in (1, 2, 3))
-    mailroom.put(links[0], first)
-    mailroom.put(links[1], second)
-    mailroom.put(links[0], None)
-    assert len(woken) == 1 and links[0].outbox.empty(), "the outboxes belong to the loop's thread"
+    done: list[int] = []
+    mailroom.put(partial(done.append, 1), partial(done.append, 2))
+    mailroom.put(partial(done.append, 3))
+    assert len(woken) == 1 and done == [], "the outboxes belong to the loop's thread"
     woken[0]()
-    assert [links[0].outbox.get_nowait() for _ in range(2)] == [first, None] and links[1].outbox.get_nowait() == second
-    mailroom.put(links[1], third)
+    assert done == [1, 2, 3]
+    mailroom.put(partial(done.append, 4))
     assert len(woken) == 2
     woken[1]()
-    assert links[1].outbox.get_nowait() == third
+    assert done == [1, 2, 3, 4]
     ended = True
-    mailroom.put(links[0], first)
+    mailroom.put(partial(done.append, 5))
     assert len(woken) == 2
+
+
+def test_what_all_are_sent_is_one_envelope_a_relay() -> None:
+    """On the streams that are meant, and on no other of it."""
+
+    async def act(caller: Caller) -> None:
+        mailroom = Outbox(asyncio.get_running_loop(), caller.settings)
+        relays = [Carrier(mailroom, None, lambda link: None, lambda text: None) for _ in range(2)]
+        for relay in relays:
+            bundle = pb.UpwardBundle()
+            for number in (1, 2, 3):
+                bundle.parts.add(streams=[number], begins=number)
+            relay.take(bundle)
+            await relay.next_bundle()  # the greetings
+        own = StreamLink(mailroom)
+        meant = [relays[0].links[0], own, relays[1].links[1], relays[0].links[2]]
+        meant[0].send_alike(meant, KeepAlive())
+        for relay, numbers in zip(relays, ([1, 3], [2]), strict=True):
+            sent = await relay.next_bundle()
+            assert sent is not None
+            (part,) = sent[0].parts
+            envelope = pb.DownwardEnvelope.FromString(part.envelope)
+            assert list(part.streams) == numbers and envelope.WhichOneof("body") == "keep_alive"
+        assert isinstance(own.outbox, asyncio.Queue)
+        assert (await own.outbox.get()).WhichOneof("body") == "keep_alive" and own.outbox.empty()
+
+    called(act)
+
+
+class Bundles:
+    """The calls of two relays, and what the driver is given of what their ranks 0 and 1 say."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.requests: list[asyncio.Queue[pb.UpwardBundle | None]] = [asyncio.Queue(), asyncio.Queue()]
+        self.calls = [asyncio.create_task(self._call(requests)) for requests in self.requests]
+        for rank, requests in enumerate(self.requests):
+            bundle = pb.UpwardBundle()
+            bundle.parts.add(streams=[1], begins=rank)
+            requests.put_nowait(bundle)
+
+    async def _call(self, requests: asyncio.Queue[pb.UpwardBundle | None]) -> None:
+        async def each() -> AsyncIterator[pb.UpwardBundle]:
+            while (bundle := await requests.get()) is not None:
+                yield bundle
+
+        await self.caller.service.Carry(each(), self.caller.context)
+
+    async def says(self, relay: int, message: Heartbeat | Finished) -> None:
+        """Return once the service has read it."""
+        bundle = pb.UpwardBundle()
+        envelope = encode_upward(JOB, TERM, [message]).SerializeToString()
+        bundle.parts.add(streams=[1], envelope=envelope)
+        self.requests[relay].put_nowait(bundle)
+        await self.read(relay)
+
+    async def read(self, relay: int) -> None:
+        while not self.requests[relay].empty():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        for requests in self.requests:
+            requests.put_nowait(None)
+        await asyncio.gather(*self.calls)
+
+    @property
+    def given(self) -> list[list[object]]:
+        """What the driver was given, item by item."""
+        items = [item for item in self.caller.items if isinstance(item, StreamMessages)]
+        return [[message for _, said in item.parts for message in said] for item in items]
+
+
+def test_heartbeats_of_several_relays_are_one_item_and_nothing_else_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each alone would wake the driver a thousand times a second in a job of 10,000 ranks."""
+
+    async def act(caller: Caller) -> None:
+        timers: list[tuple[float, Callable[[], None]]] = []
+        monkeypatch.setattr(
+            asyncio.get_running_loop(), "call_later", lambda after_s, act: timers.append((after_s, act))
+        )
+        relays = Bundles(caller)
+        first, second, third = (Heartbeat(rank, Phase.COMPUTE, 1) for rank in (0, 1, 0))
+        await relays.says(0, first)
+        await relays.says(1, second)
+        ((after_s, act),) = timers
+        assert after_s == GATHER_S and relays.given == []
+        act()
+        assert relays.given == [[first, second]]
+        await relays.says(0, third)
+        await relays.says(1, Finished(1))
+        timers[1][1]()
+        assert relays.given[1:] == [[third, Finished(1)]]
+        await relays.end()
+
+    called(act)
+
+
+def test_a_stream_ends_for_the_driver_behind_what_its_relay_has_brought() -> None:
+    async def act(caller: Caller) -> None:
+        relays = Bundles(caller)
+        await relays.says(0, Heartbeat(0, Phase.COMPUTE, 1))
+        await relays.end()
+        assert [type(item) for item in caller.items] == [StreamMessages, StreamEnded, StreamEnded]
+
+    called(act)
