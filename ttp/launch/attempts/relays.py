@@ -43,7 +43,11 @@ class Relays:
             self._relay = Relay(self._folder / str(self._count), tuple(ranks), self._lease_of(world_size))
             self._relay.start()
         except (OSError, RuntimeError, TimeoutError) as error:
-            log.warning("the ranks of this node connect to controllers themselves: its relay cannot listen (%s)", error)
+            log.warning(
+                "the ranks of this node connect to controllers themselves: its relay cannot listen (%s);"
+                " set TMPDIR to a folder that this user can write to, with a path of at most 80 characters",
+                error,
+            )
             self._end()
             return ""
         return str(self._relay.path)
