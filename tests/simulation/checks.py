@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 
 from tests.simulation.contents import wrong_parts, wrong_record, wrong_step
+from tests.simulation.controllers import Controller
 from tests.simulation.disk import OLDER_STEP, final_name, older_checkpoint
 from tests.simulation.faults import OF_STREAMS
 from tests.simulation.incident_checks import misreported
@@ -323,14 +324,23 @@ def _assembled_s(job: Job) -> float:
 
 def unprotected(job: Job) -> bool:
     """True when the last controller that ranks could come to was killed, or away for about as long as they wait for one:
-    what they cannot do alone, they give up. One that was started as they did so is too late."""
+    what they cannot do alone, they give up. One that was started as they did so is too late, and one that has ended while an earlier one led them on is no
+    other one."""
     world_size = job.training.layout.world_size
     early_s = min((rank.ended_s for rank in job.ranks if rank.gave_up), default=inf) - job.times.lease_s
     known = [
-        c for c in job.controllers if (c.place < world_size or c.place > job.first_standbys) and c.began_s < early_s
+        c
+        for c in job.controllers
+        if (c.place < world_size or c.place > job.first_standbys) and c.began_s < early_s and not _ended_apart(job, c)
     ]
     came = max((c.place for c in known if c.ranks_came), default=0)
     return all(c.dead or c.away_s > job.times.controller_lost_s / 2 for c in known if c.place >= came)
+
+
+def _ended_apart(job: Job, ended: Controller) -> bool:
+    """True when this controller has ended, and an earlier one that never did has led on."""
+    earlier = [c for c in job.controllers if c.place < ended.place and not c.over and c.journal]
+    return bool(ended.over) and any(c.journal[-1][0] > ended.over_s for c in earlier)
 
 
 def false_refusal(job: Job) -> list[str]:

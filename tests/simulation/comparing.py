@@ -160,8 +160,8 @@ class Comparing:
         return 2 * sum((rank, group) not in self.altered for rank in holders) > len(holders)
 
     def ends_process(self, process: Rank) -> None:
-        """I19: a process that lives is replaced only where its state is torn, or its replica is proven wrong, or where it was silent and the step
-        that the others have is on disk. What is silent as well is not among the others: no controller asks it."""
+        """I19: a process that lives is replaced only where its state is torn, or its replica is proven wrong, or where it was silent, or has itself come in the
+        place of another, which a controller that takes over does not know to be complete, and the step that the others have is on disk. What is silent as well is not among the others: no controller asks it."""
         job = self._job
         asked = (other for other in job.ranks if other.alive and not job.in_place.is_silent(other))
         others = [other.gate.state_step for other in asked if other is not process]
@@ -172,7 +172,7 @@ class Comparing:
         if (
             process.gate.torn
             or (self.repairs and self.proven(process.rank))
-            or (job.in_place.was_silent(process) and on_disk)
+            or ((job.in_place.was_silent(process) or process.began_in) and on_disk)
         ):
             return
         job.broken(f"I19: rank {process.rank} is replaced, whose replica is not proven wrong")

@@ -374,16 +374,10 @@ class Controller:
 
     def _leads_none(self) -> bool:
         """Say whether ranks are attached, and each is a process on a node that was given up: it ran when another took its place."""
-        ranks, links = self.job.ranks, (link for link in self.handler.routes.values() if isinstance(link, Link))
-        behind = [self.job.process_behind(link.stream) for link in links]
-        those_that_count = any(process.alive for process in ranks)
-        return (
-            bool(behind)
-            and those_that_count
-            and not any(
-                process is ranks[process.rank] or process.ended_s < ranks[process.rank].started_s for process in behind
-            )
-        )
+        streams = [link.stream for link in self.handler.routes.values() if isinstance(link, Link)]
+        behind = [stream.process for stream in streams if isinstance(stream, RankStream)]  # a newcomer has no place
+        those_that_count = any(process.alive for process in self.job.ranks)
+        return bool(behind) and those_that_count and not any(map(self.job.in_place.counts, behind))
 
     def _finish(self, reason: str) -> None:
         self.over, self.over_s = reason, self.job.scheduler.now

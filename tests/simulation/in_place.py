@@ -67,12 +67,15 @@ class InPlace:
         )
 
     def was_silent(self, process: Rank) -> bool:
-        """Say whether some controller has taken this process for dead because it was silent."""
+        """Say whether some controller has taken this process for dead because it was silent, or whichever it is that did not come to that controller."""
         return any(
             line.event == "death_seen"
             and line.fields["kind"] == "silent"
-            and (line.fields["rank"], line.fields.get("pid")) == (process.rank, process.pid)
-            for _, line in self.job.journal
+            and line.fields["rank"] == process.rank
+            and (
+                line.fields["pid"] == process.pid if "pid" in line.fields else process.started_s <= at < process.ended_s
+            )
+            for at, line in self.job.journal
         )
 
     def is_silent(self, process: Rank) -> bool:
@@ -83,6 +86,12 @@ class InPlace:
             if line.event in ("death_seen", "cleared", "registered") and line.fields["rank"] == process.rank
         ]
         return bool(said) and said[-1] == "death_seen" and self.was_silent(process)
+
+    def counts(self, process: Rank) -> bool:
+        """Say whether this process has its rank's place, or had ended before another got it, on a node that was not given up."""
+        now = self.job.ranks[process.rank]
+        ended_before = process.ended_s < now.started_s and f"host{process.node}" not in self.given_up_s
+        return process is now or ended_before
 
     def _decided(self) -> Iterator[int]:
         return (int(str(line.fields["step"])) for _, line in self.job.journal if line.event == "decided")

@@ -279,7 +279,7 @@ def test_a_controller_that_is_started_as_ranks_give_up_is_too_late(
     """Frozen ranks left after 3 s without a word of the one that led them: no other one was there in time. Of seed 2000607975."""
     job = build(1, even(4), faults=False).job
     led, another = (
-        SimpleNamespace(place=place, began_s=began_s, dead=False, away_s=away, ranks_came=True)
+        SimpleNamespace(place=place, began_s=began_s, dead=False, over="", journal=[], away_s=away, ranks_came=True)
         for place, began_s, away in ((0, 0.0, away_s), (job.first_standbys + 1, another_began_s, 0.0))
     )
     job.controllers[:] = [led, another]  # type: ignore[list-item]
@@ -298,3 +298,28 @@ def test_a_step_that_all_others_have_left_is_not_missed_where_its_record_is_on_a
     scenario = build(2001125057)
     assert not violations(scenario)
     assert any(line.event == "roll_forward_failed" for _, line in scenario.job.journal)
+
+
+def test_a_controller_that_ended_with_the_processes_of_a_lost_node_protects_no_other_rank() -> None:
+    """Rank 2's leads that process alone, and ends. The first one is killed with rank 0 as it publishes: the others give up."""
+    scenario = build(4000009380)
+    assert not violations(scenario)
+    first, other = scenario.job.controllers
+    assert first.dead and other.over and unprotected(scenario.job)
+    other.over = ""
+    assert not unprotected(scenario.job)
+
+
+def test_a_process_that_was_to_get_its_state_may_be_replaced_anew() -> None:
+    """Rank 2's came to the first controller, which is superseded before it got its state; the next one does not know what it waits for."""
+    assert not violations(build(4000177786))
+
+
+def test_ranks_that_did_not_come_to_a_new_controller_were_silent() -> None:
+    """It does not know which processes they are."""
+    assert not violations(build(4000189666))
+
+
+def test_a_newcomer_does_not_make_the_processes_of_a_lost_node_count() -> None:
+    """Its controller leads rank 3's process there, in whose place another trains: its verdict is not the job's."""
+    assert not violations(build(4000192728))
