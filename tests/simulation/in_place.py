@@ -18,6 +18,7 @@ from ttp.proto.messages import Regroup, Replace, ReplaceFailed, TakePlaces
 
 if TYPE_CHECKING:
     from tests.simulation.agents import Agent
+    from tests.simulation.controllers import Controller
     from tests.simulation.job import Job
     from tests.simulation.rank import Rank
 
@@ -79,13 +80,18 @@ class InPlace:
         )
 
     def is_silent(self, process: Rank) -> bool:
-        """Say whether a controller took this process for dead because it was silent, and has not received from it since."""
-        said = [
-            line.event
-            for _, line in self.job.journal
-            if line.event in ("death_seen", "cleared", "registered") and line.fields["rank"] == process.rank
-        ]
-        return bool(said) and said[-1] == "death_seen" and self.was_silent(process)
+        """Say whether a controller that runs took this process for dead because it was silent, and has not received from it since. It may have come to
+        another one, which is cut off with it."""
+        return self.was_silent(process) and any(
+            self._last_said(controller, process.rank) == "death_seen"
+            for controller in self.job.controllers
+            if not controller.gone
+        )
+
+    def _last_said(self, controller: Controller, rank: int) -> str:
+        said = ("death_seen", "cleared", "registered")
+        lines = (line for _, line in reversed(controller.journal) if line.event in said)
+        return next((line.event for line in lines if line.fields["rank"] == rank), "")
 
     def counts(self, process: Rank) -> bool:
         """Say whether this process has its rank's place, or had ended before another got it, on a node that was not given up."""

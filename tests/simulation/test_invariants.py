@@ -323,3 +323,8 @@ def test_ranks_that_did_not_come_to_a_new_controller_were_silent() -> None:
 def test_a_newcomer_does_not_make_the_processes_of_a_lost_node_count() -> None:
     """Its controller leads rank 3's process there, in whose place another trains: its verdict is not the job's."""
     assert not violations(build(4000192728))
+
+
+def test_a_silent_rank_that_came_to_a_controller_that_is_cut_off_with_it_is_silent_still() -> None:
+    """Rank 4 has ended step 3, and is with rank 5's controller: the first one, which leads the others, saves step 2 and replaces both."""
+    assert not violations(build(4000265160))
