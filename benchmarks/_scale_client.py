@@ -74,8 +74,8 @@ class Arrivals:
     def note(self, ranks: tuple[int, ...]) -> None:
         """A rank may have it twice: a Freeze is repeated to one whose heartbeat was sent before it was frozen. The stream of the rank that is dead
         may have it too."""
-        self.first = self.first or time.monotonic()
         if new := self.expected.intersection(ranks) - self.ranks:
+            self.first = self.first or time.monotonic()
             self.ranks |= new
             if self.ranks == self.expected:
                 tell(self.event, first=self.first, count=len(self.ranks))

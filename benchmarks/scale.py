@@ -7,8 +7,8 @@ write orders, from the write answers to the publish order, to the Exit at all. T
 
 What the clients take is in the times: two cores for all processes show a controller that waits for its clients. Each limit is
 reported as kept or missed: of the time from the last state reply to the plan, of the controller's processor time for the orders and
-for the write answers, and of the pure cores' plan. Exit status 1 when one is missed, as that of the answers is with 10,000 ranks
-(docs/decisions/0047).
+for the write answers, and of the pure cores' plan. Exit status 1 when one is missed, as with 10,000 ranks on a slower
+machine than that of docs/decisions/0053.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Handles what comes to a controller, one item at a time: the machine goes on, and what it orders is sent.
 
-Owns the routes (which stream a rank is on now) and the machine's state. Never decides: all decisions are the machine's. Never
-waits and has no thread: `driver.py` gives it one, `server.py` the streams; the simulator runs it without. Knows nothing of gRPC: a
-stream is a `RankLink`.
+Owns the routes (which stream a rank is on now) and the machine's state. Never decides: all decisions are the machine's. Never waits and has no
+thread: `driver.py` gives it one, `server.py` the streams; the simulator runs it without. Knows nothing of gRPC: a stream is a `RankLink`.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class RankLink(Protocol):
         """Queue messages, in order, as one envelope. Raises CodecError, with none queued, for what the wire cannot carry."""
 
     def send_alike(self, links: Sequence[RankLink], message: Downward) -> None:
-        """Queue one message on each of these streams of one controller."""
+        """Queue one message on each of these streams, all of this link's controller."""
         for link in links:
             link.send((((), message),))
 
@@ -90,7 +89,7 @@ class RankLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamMessages:
-    """What came together, by stream: an envelope of one, or of each of several that a relay carries."""
+    """What came together, by stream: an envelope of one, or what relays have brought of several within a few milliseconds."""
 
     parts: tuple[tuple[RankLink, tuple[Upward, ...]], ...]
 
@@ -412,17 +411,18 @@ class Handler:
             self._step(StreamClosed((), host), self._clock())
 
     def _step(self, event: Event, now: float) -> bool:
-        """Say whether the machine took it."""
+        """Say whether it was allowed."""
         self._journal.input(now, event)
         try:
             self.state, effects = machine.transition(self.state, event, now)
         except ProtocolError as error:  # the state is unchanged
-            self._log_event("protocol_error", {"text": str(error)})
+            if not isinstance(event, HeartbeatBatch):  # else each comes alone
+                self._log_event("protocol_error", {"text": str(error)})
             return False
         except Exception:  # a bug must not leave the ranks without a controller
             traceback.print_exc(file=sys.stderr)
             self._log_event("machine_failed", {"input": type(event).__name__, "text": traceback.format_exc()})
-            return False
+            return True
         for effect in effects:
             self._carry_out(effect, event)
         return True
@@ -490,7 +490,7 @@ class Handler:
         if self.state.stage is not Stage.STANDBY:
             links = list(dict.fromkeys((*self.routes.values(), *self._agents.values())))  # each once
             if links:
-                self._flush()  # it is the last that they are sent
+                self._flush()  # first: the first message of a rank is its welcome
                 links[0].send_alike(links, KEEP_ALIVE)
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:

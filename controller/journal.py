@@ -40,8 +40,8 @@ BATCH_LINES = 512
 PATIENCE_S = 0.25
 """How long a batch of lines waits for the driver to be idle. Python runs one thread at a time: with 10,000 ranks' reports still
 to be written down, a decision would take twice as long."""
-LINES_AT_ONCE = 32
-"""So many are written between two looks whether the driver is busy."""
+LINES_AT_ONCE = 8
+"""So many are written between two looks whether the driver is busy; one may hold a hundred heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Journal:
         self._state_queued = False
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._heartbeats: list[tuple[float, Event]] = []
-        """Not queued yet; of the driver's thread."""
+        """Not queued yet; of the driver's thread, and of `close` once that has ended."""
         self._complained = False
         self._idle = threading.Event()  # set while the driver has nothing to do
         self._idle.set()
@@ -101,7 +101,8 @@ class Journal:
         self._idle.set()
 
     def write_event(self, unix_s: float, monotonic_s: float, event: str, fields: Mapping[str, Any]) -> None:
-        """Add one line to the event log."""
+        """Add one line to the event log, behind the inputs so far: one of them has caused it."""
+        self._queue_heartbeats()
         self._queue.put(("event", (unix_s, monotonic_s, event, fields)))
 
     def starting_state(self, state: Any) -> None:
@@ -116,8 +117,8 @@ class Journal:
         return self._input_bytes >= self._segment_bytes and not self._state_queued
 
     def input(self, now: float, event: Event) -> None:
-        """Record an event that is about to go into the machine at its time `now`. Heartbeats are written with what comes behind them, a tick at
-        the latest: each line on its own would wake the thread a thousand times a second."""
+        """Record an event that is about to go into the machine at its time `now`. Several heartbeats in one are written with what comes behind them, a
+        tick at the latest: each line on its own would wake the thread a thousand times a second."""
         if isinstance(event, HeartbeatBatch):
             self._heartbeats.append((now, event))
             return

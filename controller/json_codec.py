@@ -132,8 +132,7 @@ def _fields_writer(kind: Any, names: Sequence[str]) -> Callable[[Any], Any]:
 def _written(tag: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     encoded: dict[str, Any] = {TYPE_KEY: tag}
     for name, item in fields.items():
-        if name not in _LEFT_OUT or item != "":
-            encoded[_FIELDS.get(name, name)] = item if type(item) in _PLAIN else to_json(item)
+        encoded[_FIELDS.get(name, name)] = item if type(item) in _PLAIN else to_json(item)
     return encoded
 
 

@@ -1,4 +1,4 @@
-"""What a process may say to a controller, by its certificate (PURE).
+"""What a process may say to a controller, by its certificate, and how often it was refused (PURE).
 
 A rank speaks for itself, an agent for the ranks on its node, and no other process takes part. Without TLS there are no certificates: each is
 believed, as far as this host's loopback or the site's network lets it come.

@@ -100,6 +100,7 @@ class ControlService(ControlServicer):
         try:
             async for envelope in request_iterator:
                 if said := inlet.take(envelope):
+                    self._hand_over()
                     self._driver.put(StreamMessages(((inlet.link, said),)))
                 if inlet.closed:
                     return
@@ -139,11 +140,12 @@ class ControlService(ControlServicer):
             carrier.close()
 
     def _gather(self, parts: Sequence[tuple[StreamLink, tuple[Upward, ...]]]) -> None:
-        """Give the driver what a relay has brought: heartbeats together with those of other relays, all else at once, behind them."""
-        if not self._gathered:
+        """Give the driver what has come: the heartbeats of several relays together, all else at once, behind them."""
+        only_beats = all(isinstance(message, Heartbeat) for _, said in parts for message in said)
+        if only_beats and not self._gathered:
             self._loop.call_later(GATHER_S, self._hand_over)
         self._gathered += parts
-        if not all(isinstance(message, Heartbeat) for _, said in parts for message in said):
+        if not only_beats:
             self._hand_over()
 
     def _hand_over(self) -> None:

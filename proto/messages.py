@@ -120,6 +120,7 @@ class Registration:
 class Heartbeat:
     """A rank lives, and where it is in its step."""
 
+    # Journals leave out what has its default: another default would change what older ones say.
     rank: int
     phase: Phase
     step: int

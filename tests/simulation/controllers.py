@@ -28,7 +28,7 @@ _VERDICTS = ("decided", "refused", "published", "exit_sent", "incident")
 _STANDBY = Stage.STANDBY  # found faster than an attribute of an enumeration
 
 TOGETHER_S = 0.02
-"""Heartbeats that come within so short a time are relayed in one envelope."""
+"""Heartbeats of all relays that come within so short a time are one event."""
 
 LOST_ORDERS = 0.1
 """The part of the orders to end that do not arrive in time; not the next one as well."""
@@ -152,7 +152,7 @@ class Controller:
         """When the next tick comes."""
         self._due = inf
         """When the handler asked to be called last."""
-        self._beats: dict[str, list[tuple[ServersEnd, Heartbeat]]] = {}
+        self._beats: list[tuple[ServersEnd, Heartbeat]] = []
         """By host, those that have come and wait for the others."""
         self._schedule_tick()
 
@@ -207,7 +207,7 @@ class Controller:
     def _receive(self, stream: Stream, message: Upward) -> None:
         reports = type(message) is StateReport and self._looks_at(stream, message)
         if self.job.relays:
-            self._receive_in_envelope(self.job.hosts[stream.rank], stream.link, message)
+            self._receive_relayed(stream.link, message)
         else:
             self.handler.receive(stream.link, (message,))
         if (
@@ -232,23 +232,22 @@ class Controller:
             and bool(report.freeze_id >= state.freeze_id)
         )
 
-    def _receive_in_envelope(self, host: str, link: ServersEnd, message: Upward) -> None:
-        """Heartbeats of a host that come about together are one event; whatever else is said comes in order."""
-        beats = self._beats.setdefault(host, [])
+    def _receive_relayed(self, link: ServersEnd, message: Upward) -> None:
+        """Heartbeats that come about together, of whichever hosts, are one event; whatever else is said comes in order."""
         if not isinstance(message, Heartbeat):
-            self._receive_heartbeats(host)
+            self._receive_heartbeats()
             self.handler.receive(link, (message,))
             return
-        if not beats:
-            self.job.scheduler.after(TOGETHER_S, partial(self.when_running, partial(self._beats_are_due, host)))
-        beats.append((link, message))
+        if not self._beats:
+            self.job.scheduler.after(TOGETHER_S, partial(self.when_running, self._beats_are_due))
+        self._beats.append((link, message))
 
-    def _beats_are_due(self, host: str) -> None:
-        self._receive_heartbeats(host)
+    def _beats_are_due(self) -> None:
+        self._receive_heartbeats()
         self._go_on()
 
-    def _receive_heartbeats(self, host: str) -> None:
-        beats, self._beats[host] = self._beats.get(host, []), []
+    def _receive_heartbeats(self) -> None:
+        beats, self._beats = self._beats, []
         known = []
         for link, beat in beats:
             if self.handler.routes.get(beat.rank) is link:
@@ -272,7 +271,7 @@ class Controller:
         """A stream has ended; a newer one may have taken its place."""
 
         def close() -> None:
-            self._receive_heartbeats(self.job.hosts[rank])
+            self._receive_heartbeats()
             self.handler.take(StreamEnded(stream.link))
             self._go_on()
 
@@ -280,6 +279,7 @@ class Controller:
 
     def receive_from_agent(self, link: AgentLink, message: Upward) -> None:
         def receive() -> None:
+            self._receive_heartbeats()
             self.handler.receive(link, (message,))
             self._go_on()
 
@@ -287,6 +287,7 @@ class Controller:
 
     def agent_gone(self, link: AgentLink) -> None:
         def close() -> None:
+            self._receive_heartbeats()
             self.handler.take(StreamEnded(link))
             self._go_on()
 

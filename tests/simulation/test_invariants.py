@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.checks import _outcome, false_refusal, unprotected, violations
+from tests.simulation.contents import _given_up_with_its_node
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
 from tests.simulation.in_place import InPlace
@@ -293,21 +294,48 @@ def test_frozen_ranks_that_gave_up_before_another_controller_came_are_not_held_a
     assert [rank.gave_up for rank in scenario.job.ranks] == [False, True, True, True]
 
 
-def test_a_step_that_all_others_have_left_is_not_missed_where_its_record_is_on_a_node_that_was_given_up() -> None:
-    """The node comes back with the record, and leads the job: the others cannot roll forward any more."""
-    scenario = build(2001125057)
-    assert not violations(scenario)
-    assert any(line.event == "roll_forward_failed" for _, line in scenario.job.journal)
+@pytest.mark.parametrize(
+    ("state_steps", "recorded", "lost", "excused"),
+    [
+        ((4, 4, 5), 3, True, True),  # the process of the lost node has come to it
+        ((4, 4, 4), 2, True, True),  # or has its record, and leads the job as it comes back: seed 2001125057
+        ((4, 4, 4), 2, False, False),
+        ((4, 5, 5), 3, True, False),
+        ((4, 4, 4), 3, True, False),
+    ],
+)
+def test_a_step_that_all_others_have_left_is_not_missed_where_it_is_on_a_node_that_was_given_up(
+    state_steps: tuple[int, ...], recorded: int, lost: bool, excused: bool
+) -> None:
+    """`recorded`: whose process has the record of step 5; 3: none has. They cannot roll forward any more."""
+
+    def process(rank: int, state_step: int) -> Any:
+        records = (SimpleNamespace(step=5),) if rank == recorded else ()
+        return SimpleNamespace(node=rank, gate=SimpleNamespace(state_step=state_step, records=records))
+
+    first, second, last = (process(rank, state_step) for rank, state_step in enumerate(state_steps))
+    given_up = SimpleNamespace(event="take_places_sent", fields={"lost": "host2"})
+    job: Any = SimpleNamespace(
+        ranks=(first, second), in_place=SimpleNamespace(former=(last,)), journal=[(1.0, given_up)] if lost else []
+    )
+    assert _given_up_with_its_node(job, 5) is excused
 
 
-def test_a_controller_that_ended_with_the_processes_of_a_lost_node_protects_no_other_rank() -> None:
-    """Rank 2's leads that process alone, and ends. The first one is killed with rank 0 as it publishes: the others give up."""
-    scenario = build(4000009380)
-    assert not violations(scenario)
-    first, other = scenario.job.controllers
-    assert first.dead and other.over and unprotected(scenario.job)
-    other.over = ""
-    assert not unprotected(scenario.job)
+@pytest.mark.parametrize(("last_word_s", "protects"), [(2.4, False), (1.9, True)])
+def test_a_controller_that_ended_with_the_processes_of_a_lost_node_protects_no_other_rank(
+    last_word_s: float, protects: bool
+) -> None:
+    """Rank 2's leads that process alone, and ends after 2 s. The first one leads the others, and is killed as it publishes: seed 4000009380."""
+    job = build(1, even(4), faults=False).job
+    first = SimpleNamespace(
+        place=0, began_s=0.0, dead=True, over="", journal=[(last_word_s, None)], away_s=0.0, ranks_came=True
+    )
+    other = SimpleNamespace(
+        place=1, began_s=0.0, dead=False, over="refused", over_s=2.0, journal=[], away_s=0.0, ranks_came=False
+    )
+    job.controllers[:] = [first, other]  # type: ignore[list-item]
+    job.ranks[1].gave_up, job.ranks[1].ended_s = True, 5.4
+    assert unprotected(job) is not protects
 
 
 def test_a_process_that_was_to_get_its_state_may_be_replaced_anew() -> None:

@@ -81,10 +81,10 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatBatch:
-    """Heartbeats that came in one envelope, in order: as each of them Received, but deadlines are checked once, after the last.
+    """Heartbeats that came together, in order: as each of them Received, but deadlines are checked once, after the last.
 
-    A node's ranks send them together, and at 10,000 ranks a controller receives hardly anything but heartbeats: together they
-    cost little more than one.
+    A node's ranks send them together, relays bring those of several nodes within milliseconds, and at 10,000 ranks a controller receives hardly
+    anything but heartbeats: together they cost little more than one.
     """
 
     messages: tuple[Heartbeat, ...]

@@ -74,6 +74,8 @@ def test_heartbeats_are_written_with_what_comes_behind_them(tmp_path: Path) -> N
         journal.input(float(number), event)
         assert journal.wait_written()
         written.append(len(read_inputs(path).inputs))
+    journal.write_event(0.0, 0.0, "cleared", {})
+    assert journal.wait_written() and len(read_inputs(path).inputs) == 4, "an input has caused what is said of it"
     journal.close()
     assert written == [0, 0, 3, 3]
     assert [event for _, event in read_inputs(path).inputs] == events

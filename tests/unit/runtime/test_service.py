@@ -313,8 +313,29 @@ def test_heartbeats_of_several_relays_are_one_item_and_nothing_else_waits_for_th
         assert relays.given == [[first, second]]
         await relays.says(0, third)
         await relays.says(1, Finished(1))
-        timers[1][1]()
         assert relays.given[1:] == [[third, Finished(1)]]
+        timers[1][1]()
+        assert len(relays.given) == 2
+        await relays.end()
+
+    called(act)
+
+
+def test_what_comes_on_a_stream_of_its_own_overtakes_no_heartbeat() -> None:
+    """Such as an agent's report that a rank has ended."""
+
+    async def requests() -> AsyncIterator[pb.UpwardEnvelope]:
+        yield encode_upward(JOB, TERM, [Finished(1)])
+        await asyncio.Event().wait()
+
+    async def act(caller: Caller) -> None:
+        relays = Bundles(caller)
+        await relays.says(0, beat := Heartbeat(0, Phase.COMPUTE, 1))
+        attached = asyncio.create_task(caller.service.Attach(requests(), caller.context))
+        while [Finished(1)] not in relays.given:
+            await asyncio.sleep(0)
+        assert relays.given == [[beat], [Finished(1)]]
+        attached.cancel()
         await relays.end()
 
     called(act)
