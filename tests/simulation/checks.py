@@ -176,7 +176,8 @@ def _outcome(scenario: Scenario) -> list[str]:
         trained = (*job.ranks, *(former for former in job.in_place.former if former.released))
         ended = {r.rank for r in trained if r.gate.state_step == job.training.steps}
         return [f"I11: rank {r.rank} had not finished" for r in job.ranks if r.rank not in ended]
-    if all(rank.released and rank.gate.state_step == job.training.steps for rank in job.ranks):
+    through = [rank for rank in job.ranks if rank.gate.state_step == job.training.steps]
+    if through == job.ranks and all(rank.released for rank in job.ranks):
         return []  # without the word of a controller that was away for too long
     if unprotected(job):
         return []
@@ -199,6 +200,9 @@ def _outcome(scenario: Scenario) -> list[str]:
         return []  # no rank remains that could look for another controller, or receive anything from a new one
     if not refused and not covers(job, sound(job)) and any(rank.ended == "exit code 1" for rank in job.ranks):
         return []  # the ranks that remain cannot cover, and gave the wait for a controller up
+    returned = {fields["rank"] for fields in events(job, "rank_finished")}
+    if not refused and through == job.ranks and all(rank.released or rank.rank in returned for rank in job.ranks):
+        return []  # some of them were killed on their way out
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
     return false_refusal(job)

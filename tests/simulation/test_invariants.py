@@ -356,3 +356,12 @@ def test_a_newcomer_does_not_make_the_processes_of_a_lost_node_count() -> None:
 def test_a_silent_rank_that_came_to_a_controller_that_is_cut_off_with_it_is_silent_still() -> None:
     """Rank 4 has ended step 3, and is with rank 5's controller: the first one, which leads the others, saves step 2 and replaces both."""
     assert not violations(build(4000265160))
+
+
+def test_a_job_of_which_all_have_trained_to_the_end_is_over_whoever_is_killed_then() -> None:
+    """Ranks 0 and 1 are, with the controller that knows it; ranks 2 and 3, which are cut off, leave by themselves. Had one not returned, it would be lost."""
+    scenario = build(4100067386)
+    assert not violations(scenario)
+    for controller in scenario.job.controllers:
+        controller.journal = [(at, line) for at, line in controller.journal if line.event != "rank_finished"]
+    assert _outcome(scenario) == ["I9: neither published nor refused nor finished: "]
