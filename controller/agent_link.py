@@ -273,7 +273,8 @@ class AgentLink:
             self._led = True
             if stream.term > self._fence:  # a later controller has not sent anybody away so far
                 self._fence, self._sent_away_s = stream.term, None
-            if isinstance(parcel.message, Exit) and self._sent_away_s is None:
+            known = self._sent_away_s is not None
+            if isinstance(parcel.message, Exit) and not known:
                 self._sent_away_s = self._received_monotonic_s
             if isinstance(parcel.message, Thaw):
                 self._frozen_by = None
@@ -289,7 +290,7 @@ class AgentLink:
             case Replace() | TakePlaces() | Thaw():
                 self._take(parcel.message)
             case Exit(reason=reason):
-                level = logging.DEBUG if self._all_ended_well() else logging.INFO
+                level = logging.DEBUG if known or self._all_ended_well() else logging.INFO
                 log.log(level, "controller: the ranks leave: %s", reason)
 
     def _all_ended_well(self) -> bool:

@@ -186,6 +186,7 @@ class Handler:
         """The stream that each rank is on now."""
         self._carried: dict[RankLink, set[int]] = {}  # the routes' inverse
         self._agents: dict[str, RankLink] = {}
+        self._overheard: Downward | None = None
         self._outgoing: dict[RankLink, list[Addressed]] = {}  # gathered since the last flush
         self._beats: dict[int, Heartbeat] = {}
         self._step_times: dict[int, float] = {}
@@ -462,8 +463,8 @@ class Handler:
         for rank in ranks:
             if rank in self.routes:
                 by_link.setdefault(self.routes[rank], []).append(rank)
-        to_all = isinstance(message, Thaw) and len(ranks) > 1  # else it is repeated for one rank
-        if to_all or isinstance(message, Freeze | Exit):  # the launchers overhear it, addressed to no rank
+        if isinstance(message, Freeze | Thaw | Exit) and message != self._overheard:  # else it is repeated for one rank
+            self._overheard = message  # by the launchers, addressed to no rank
             for link in self._agents.values():
                 by_link.setdefault(link, [])
         for link, its_ranks in by_link.items():
@@ -487,11 +488,10 @@ class Handler:
     def _beat(self) -> None:
         """Show every stream that the controller lives. A standby without ranks that count sends nothing: an agent that lost
         its way must not take it for the active controller."""
-        if self.state.stage is not Stage.STANDBY:
-            links = list(dict.fromkeys((*self.routes.values(), *self._agents.values())))  # each once
-            if links:
-                self._flush()  # first: the first message of a rank is its welcome
-                links[0].send_alike(links, KEEP_ALIVE)
+        links = list(dict.fromkeys((*self.routes.values(), *self._agents.values())))  # each once
+        if links and self.state.stage is not Stage.STANDBY:
+            self._flush()  # first: the first message of a rank is its welcome
+            links[0].send_alike(links, KEEP_ALIVE)
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:
         self._journal.write_event(self._unix_clock(), self._clock(), event, fields)

@@ -198,6 +198,24 @@ def test_why_the_ranks_leave_is_news_where_one_lives_or_has_failed(
     assert ("the ranks leave: step 7 is saved" in caplog.text) == said
 
 
+def test_why_the_ranks_leave_is_logged_once_a_controller(
+    new_link: OpenLink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that attaches again while they leave has it repeated; a later controller has its own reason."""
+    caplog.set_level("INFO", "ttp.launch")
+    link = new_link("127.0.0.1:1")
+    until(lambda: link._stream is not None, "a stream")
+    stream = link._stream
+    assert stream is not None
+    for term, reason in [(0, "step 7 is saved"), (0, "step 7 is saved"), (1, "no rank is attached")]:
+        monkeypatch.setattr(type(stream), "term", term)
+        link.stream_received(stream, DownwardParcel("job", 0, (), Exit(75, reason)))
+    assert [record.getMessage() for record in caplog.records if "the ranks leave" in record.getMessage()] == [
+        "controller: the ranks leave: step 7 is saved",
+        "controller: the ranks leave: no rank is attached",
+    ]
+
+
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_a_controller_of_an_earlier_term_gives_no_rank_up(
     new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch, earlier: int
