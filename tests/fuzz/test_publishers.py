@@ -6,9 +6,10 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from hypothesis import settings
+from hypothesis import find, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -221,6 +222,25 @@ class BothPartPublishers(BothPublishers):
     """The same, where every host has directories of its own."""
 
     own = True
+
+
+def test_a_directory_that_was_discarded_and_written_in_vain_is_not_published() -> None:
+    """Its publisher had completed it, and comes to rename it."""
+    first: Any = SimpleNamespace(draw=lambda choices: find(choices, lambda _: True))
+    both = BothPublishers()
+    both.begin()
+    try:
+        both.writes_a_share(rank=0, attempt=(5, 2), count=4)
+        both.begins_to_publish(first)
+        both.goes_on(first, moments=1)
+        both.is_discarded(attempt=(5, 2), rank=0)
+        both.fails(rank=0, kind="full")
+        both.writes_a_share(rank=0, attempt=(5, 2), count=4)
+        both.all_serve_again()
+        both.ends(first)
+        assert both.publishers[0].real.answer == ("failed", ()) and both.real.seen() == {}
+    finally:
+        both.teardown()
 
 
 TestBothPublishers = BothPublishers.TestCase

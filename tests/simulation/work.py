@@ -220,18 +220,21 @@ class Worker:
         self.job.happened("publishing", self.rank)
 
     def _write_manifest(self, order: PublishOrder) -> None:
-        disk, here, there = self.job.disk, (order.directory, order.tmp_name), (order.directory, final_name(order.step))
-        if there not in disk.directories:
+        if (order.directory, final_name(order.step)) not in self.job.disk.directories:
             try:
-                disk.check(self.rank, order.directory)
-                manifest = self._manifest(disk, order)
-                disk.check_fsync(self.rank, order.directory)
+                self._complete_staged(order)
             except DiskError as error:
                 self._failed(error)
                 return
-            disk.directories[here].manifest = manifest
         self._later("rename", 0.005, self._rename, order)
         self.job.happened("manifest written", self.rank)
+
+    def _complete_staged(self, order: PublishOrder) -> None:
+        disk = self.job.disk
+        disk.check(self.rank, order.directory)
+        manifest = self._manifest(disk, order)
+        disk.check_fsync(self.rank, order.directory)
+        disk.directories[order.directory, order.tmp_name].manifest = manifest
 
     def _manifest(self, disk: Disk, order: PublishOrder) -> Manifest:
         """List the files, all of which must be there with the size that their writers reported."""
@@ -250,6 +253,9 @@ class Worker:
         try:
             if (order.directory, final) not in disk.directories:
                 disk.check(self.rank, order.directory)
+                staged = disk.directories.get((order.directory, order.tmp_name))
+                if staged is not None and staged.manifest is None:  # discarded since, and written anew
+                    self._complete_staged(order)
                 if disk.rename(order.directory, order.tmp_name, final):
                     self.job.renamed(order.directory, order.step, self.process)
             disk.check_fsync(self.rank, order.directory)
