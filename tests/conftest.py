@@ -17,6 +17,8 @@ settings.load_profile("test")  # seconds say nothing on a busy machine
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch's stores ask DNS for the name of each that connects, 127.0.0.1 too: one lost answer holds all clients of a store up for 5 s."""
 
+gc.disable()  # until all tests are collected, hardly anything of which is garbage
+
 HERE = Path(__file__).parent
 LONGEST = HERE / "unit/trainer"
 """The folder whose files take longest. They come first: a worker that gets one last is alone with it while the others have ended."""
@@ -27,17 +29,20 @@ JOBS_END = 0.8
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    jobs = list(dict.fromkeys(item.path for item in items if JOBS in item.path.parents))
-    others = list(dict.fromkeys(item.path for item in items if JOBS not in item.path.parents))
+    paths = list(dict.fromkeys(item.path for item in items))
+    jobs = [path for path in paths if JOBS in path.parents]
+    others = [path for path in paths if JOBS not in path.parents]
+    longest = {path for path in paths if LONGEST in path.parents}
     place = {path: JOBS_END * number / len(jobs) for number, path in enumerate(jobs)}
     place |= {path: number / len(others) for number, path in enumerate(others)}
-    items.sort(key=lambda item: (LONGEST not in item.path.parents, place[item.path]))
+    items.sort(key=lambda item: (item.path not in longest, place[item.path]))
 
 
 def pytest_collection_finish() -> None:
     """What thousands of tests are made of stays: the garbage collector does not look through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -41,8 +41,9 @@ RunJob = Callable[..., "FinishedJob"]
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Give the tests of this folder that say nothing else the time that their processes may need."""
+    here = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+        if str(item.path).startswith(here) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_S))
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import datasets
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -146,6 +145,8 @@ SAMPLES = TensorDataset(torch.arange(2.0 * BATCHES))
 
 def stream(shuffled: bool = False) -> Any:
     """A streaming data set of the library `datasets`."""
+    import datasets  # a second, which no collection of the tests should take
+
     samples = datasets.Dataset.from_dict({"x": list(range(2 * BATCHES))}).to_iterable_dataset(num_shards=3)
     return samples.shuffle(seed=1, buffer_size=5).map(dict) if shuffled else samples
 
@@ -155,7 +156,7 @@ def numbers_of(samples: list[dict[str, int]]) -> torch.Tensor:
 
 
 def of_torchdata(samples: Any, **options: Any) -> Any:
-    collate = numbers_of if isinstance(samples, datasets.IterableDataset) else None
+    collate = None if isinstance(samples, Numbers | TensorDataset) else numbers_of
     return StatefulDataLoader(samples, batch_size=2, collate_fn=collate, **options)
 
 

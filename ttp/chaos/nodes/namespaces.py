@@ -18,6 +18,7 @@ exception in the main thread, as Ctrl-C is. What a harness left that was itself 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -57,6 +58,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM came. As Ctrl-C it is no `Exception`, and a test runner ends its session with all that was set up."""
 
 
+@functools.cache
 def why_not() -> str:
     """Say why nodes cannot be made here; empty when they can. Tries it."""
     if sys.platform != "linux":
