@@ -270,11 +270,8 @@ def frozen_fields(state: StateAt[Freezing]) -> Fields:
     def column(name: str) -> tuple[Any, ...]:
         return tuple(map(attrgetter(name), reports))
 
-    silent = (
-        rank
-        for rank, (report, member) in enumerate(zip(fault.reports, state.members.table, strict=True))
-        if report is None and member.dead is None and rank not in fault.stuck
-    )
+    missing = [rank for rank, report in enumerate(fault.reports) if report is None]
+    silent = (rank for rank in missing if state.members.table[rank].dead is None and rank not in fault.stuck)
     return {
         "freeze_id": state.freeze_id,
         "ranks": column("rank"),

@@ -74,10 +74,11 @@ def _repairs(state: ControllerState) -> bool:
 
 def _reports(state: ControllerState, fault: Fault) -> dict[int, StateReport]:
     """Return the reports of this round that count, by rank."""
+    stuck = fault.stuck
     return {
-        report.rank: report
-        for report, member in zip(fault.reports, state.members.table, strict=True)
-        if report is not None and member.dead is None and not member.suspect and report.rank not in fault.stuck
+        rank: report
+        for rank, report, member in zip(range(len(fault.reports)), fault.reports, state.members.table, strict=True)
+        if report is not None and member.dead is None and not member.suspect and rank not in stuck
     }
 
 
@@ -288,7 +289,8 @@ def able_holders(state: StateAt[Ordered]) -> frozenset[int]:
     """Return the ranks that can write the decided step now. O(world)."""
     table = state.members.table
     dead = [rank for rank, member in enumerate(table) if member.dead is not None]
-    return state.at.dump.able.difference(dead, state.at.fault.stuck)
+    able, lost = state.at.dump.able, state.at.fault.stuck.union(dead)
+    return able if able.isdisjoint(lost) else able - lost
 
 
 def holders(state: StateAt[Ordered], group: Group) -> tuple[int, ...]:

@@ -62,16 +62,14 @@ def _order(state: StateAt[Writing], plan: Plan, largest: float, now: float, out:
     """`largest`: bytes of the largest share. A slow disk may take so long for it: a rank answers only when all of its order is durable."""
     dump = state.at.dump
     directory, name = dump.directories[dump.attempt], tmp_name(state)
-    step, known = dump.decision.step, list(dump.work)
-    changed: dict[int, Work] = {}
-    for rank, parts in plan.items():
-        order = WriteOrder(state.freeze_id, step, directory, name, parts)
+    freeze_id, step, work = state.freeze_id, dump.decision.step, list(dump.work)
+    for rank, parts in plan.items():  # plain: this runs for every rank between the last report and the orders
+        order = WriteOrder(freeze_id, step, directory, name, parts)
         out.append(Send((rank,), order))
-        mine = known[rank]
-        changed[rank] = Work((*mine.orders, order), mine.results, (*mine.given, order))
-    work = dump.work.put_all(changed)
+        mine, added = work[rank], (order,)
+        work[rank] = Work(mine.orders + added, mine.results, mine.given + added)
     progress_by = max(dump.progress_by, now + state.settings.progress_timeout_s + largest / SLOW_DISK_BYTES_PER_S)
-    dump = replace(dump, work=work, pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
+    dump = replace(dump, work=PerRank.of(work), pending=dump.pending + len(plan), progress_by=progress_by, prompt=None)
     return state.with_dump(replace(dump, patience_until=quarter_of_the_rest(state, now)))
 
 

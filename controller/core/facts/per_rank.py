@@ -7,7 +7,7 @@ copies two short tuples. At 10,000 ranks a heartbeat then copies 200 references 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -32,6 +32,13 @@ class PerRank(Generic[T]):
         full = (value,) * width
         chunks = (full,) * whole + (((value,) * rest,) if rest else ())
         return cls(chunks, width, size)
+
+    @classmethod
+    def of(cls, values: Sequence[T]) -> PerRank[T]:
+        """Return a table of these values, that of rank 0 first."""
+        size = len(values)
+        width = max(8, math.isqrt(size))
+        return cls(tuple(tuple(values[at : at + width]) for at in range(0, size, width)), width, size)
 
     def __getitem__(self, rank: int) -> T:
         return self.chunks[rank // self.width][rank % self.width]

@@ -22,8 +22,8 @@ Plan = dict[int, tuple[Part, ...]]
 
 def share_out(groups: Iterable[Group], able: Iterable[int]) -> tuple[Plan, float]:
     """Give every part of every group to one able holder; the caller has checked that each group has one. Returns the bytes of the largest share, too."""
-    writers = set(able)
-    loads = dict.fromkeys(sorted(writers), 0.0)
+    writers = frozenset(able)
+    loads = dict.fromkeys(writers, 0.0)
     given: dict[int, list[Part]] = {}
     # Groups with few able holders first: they leave no choice, and the others even out around them.
     choices = []
@@ -43,17 +43,20 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> tuple[Plan, float
                 given[rank].append(part)
             else:
                 given[rank] = [part]
-    plan = {
-        rank: tuple(sorted(given[rank], key=_order)) if len(given[rank]) > 1 else tuple(given[rank])
-        for rank in loads
-        if rank in given
-    }
+    plan: Plan = {}
+    for rank in sorted(given):
+        parts = given[rank]
+        if len(parts) > 1:
+            parts.sort(key=_order)
+        plan[rank] = tuple(parts)
     return plan, max(loads.values(), default=0.0)
 
 
 def _least_loaded(holders: tuple[int, ...], loads: Mapping[int, float], count: int, part_bytes: float) -> Iterable[int]:
     """Return who gets each of `count` parts, one after another, if each goes to the holder with the least so far, the lowest rank among equals."""
-    if len({loads[rank] for rank in holders}) == 1:  # as before anything is given; there are no more parts than holders
+    if (
+        len(set(map(loads.__getitem__, holders))) == 1
+    ):  # as before anything is given; there are no more parts than holders
         return holders[:count]
     heap = [(loads[rank], rank) for rank in holders]
     heapq.heapify(heap)

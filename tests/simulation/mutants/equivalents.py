@@ -66,7 +66,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
         ("controller.core.facts.pace", "if not has_started(pace) or gap <= pace.longest:", "gap <= pace.longest: Lt"),
     ),
     "one entry a rank is in both": (
-        ("controller.core.dump.roll_forward", "for report, member in zip(fault.reports, state.members.table, strict=True)", "True: False"),
+        ("controller.core.dump.roll_forward", "for rank, report, member in zip(range(len(fault.reports)), fault.reports, state.members.table, strict=True)", "True: False"),
     ),
     "a rank whose report can be used is known by its step, and never by its absence": (
         ("controller.core.dump.roll_forward", "elif not report.closed:", "if not report.closed: always True"),

@@ -29,6 +29,7 @@ def test_putting_many_values_is_putting_each(size: int) -> None:
         one_by_one = one_by_one.put(rank, value)
     assert table.put_all(values) == one_by_one and table.put_all({}) == table
     assert hash(table.put_all(values)) == hash(one_by_one)
+    assert PerRank.of(list(one_by_one)) == one_by_one
 
 
 class CountedHosts(tuple[str, ...]):
