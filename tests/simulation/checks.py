@@ -274,7 +274,7 @@ def _unheard(job: Job, verdict_s: float) -> frozenset[int]:
 
 def _kept_apart(job: Job, verdict_s: float) -> bool:
     """True when a controller was away, within two leases before its verdict or before it took over, while ranks had to come to it or to another:
-    streams had failed, or another controller was lost or away too. Each may have known a part of the ranks only, which does
+    streams had failed, a node was cut off, or another controller was lost or away too. Each may have known a part of the ranks only, which does
     not cover. A single absence, or a clock that leaps, does not count: then all ranks are there again. But a controller that
     receives messages of all ranks, and whose own do not arrive, takes those for stuck that have not answered in time."""
     mute = {strike.at_s for strike in job.strikes if strike.kind == "controller's messages do not arrive"}
@@ -285,7 +285,7 @@ def _kept_apart(job: Job, verdict_s: float) -> bool:
             if began in mute and long and began <= verdict_s <= ended + long_s:
                 return True
     routes = ("duplication", "rank receives nothing", "rank's messages do not arrive")
-    kinds = (*OF_STREAMS, *routes, "controller kill", "rank and controller kill")
+    kinds = (*OF_STREAMS, *routes, "node cut off", "controller kill", "rank and controller kill")
     takeovers = [at for at, line in job.journal if line.event == "takeover_began" and at <= verdict_s]
     return _away_among_troubles(job, max(takeovers, default=verdict_s) - 2 * job.times.lease_s, verdict_s, kinds)
 
@@ -342,9 +342,9 @@ def unprotected(job: Job) -> bool:
 
 
 def _ended_apart(job: Job, ended: Controller) -> bool:
-    """True when this controller has ended, and an earlier one that never did has led on."""
+    """True when this controller has ended, and an earlier one that never did has led on, or only processes on lost nodes were with it."""
     earlier = [c for c in job.controllers if c.place < ended.place and not c.over and c.journal]
-    return bool(ended.over) and any(c.journal[-1][0] > ended.over_s for c in earlier)
+    return bool(ended.over) and (ended.led_none or any(c.journal[-1][0] > ended.over_s for c in earlier))
 
 
 def false_refusal(job: Job) -> list[str]:

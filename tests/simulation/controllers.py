@@ -126,6 +126,8 @@ class Controller:
         self.handler.begin()
         self.journal: list[tuple[float, ev.Journal]] = []
         self.over, self.over_s = "", inf
+        self.led_none = False
+        """It has come to a verdict with nothing but processes in whose places others are."""
         self.dead = False
         self.killed_s = inf
         self.began_s = job.scheduler.now
@@ -334,6 +336,7 @@ class Controller:
     def said(self, line: ev.Journal) -> None:
         """It writes a line of its journal. Where only processes are with it in whose places others are, its verdict is not the job's."""
         if line.event in _VERDICTS and self._leads_none():
+            self.led_none = True
             self.job.note(f"c{self.place}, which leads no process that counts: {line.event}")
             return
         self.journal.append((self.job.scheduler.now, line))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.checks import _outcome, false_refusal, unprotected, violations
+from tests.simulation.checks import _kept_apart, _outcome, false_refusal, unprotected, violations
 from tests.simulation.contents import _given_up_with_its_node
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
@@ -280,7 +280,9 @@ def test_a_controller_that_is_started_as_ranks_give_up_is_too_late(
     """Frozen ranks left after 3 s without a word of the one that led them: no other one was there in time. Of seed 2000607975."""
     job = build(1, even(4), faults=False).job
     led, another = (
-        SimpleNamespace(place=place, began_s=began_s, dead=False, over="", journal=[], away_s=away, ranks_came=True)
+        SimpleNamespace(
+            place=place, began_s=began_s, dead=False, over="", journal=[], away_s=away, ranks_came=True, led_none=False
+        )
         for place, began_s, away in ((0, 0.0, away_s), (job.first_standbys + 1, another_began_s, 0.0))
     )
     job.controllers[:] = [led, another]  # type: ignore[list-item]
@@ -321,21 +323,52 @@ def test_a_step_that_all_others_have_left_is_not_missed_where_it_is_on_a_node_th
     assert _given_up_with_its_node(job, 5) is excused
 
 
-@pytest.mark.parametrize(("last_word_s", "protects"), [(2.4, False), (1.9, True)])
+@pytest.mark.parametrize(
+    ("last_word_s", "led_none", "protects"), [(2.4, False, False), (1.9, False, True), (1.9, True, False)]
+)
 def test_a_controller_that_ended_with_the_processes_of_a_lost_node_protects_no_other_rank(
-    last_word_s: float, protects: bool
+    last_word_s: float, led_none: bool, protects: bool
 ) -> None:
-    """Rank 2's leads that process alone, and ends after 2 s. The first one leads the others, and is killed as it publishes: seed 4000009380."""
+    """Rank 2's leads that process alone, and ends after 2 s. The first one leads the others, and is killed as it publishes: seed 4000009380.
+    Just before that, it is known by whom was with the other one: seed 4200054303."""
     job = build(1, even(4), faults=False).job
     first = SimpleNamespace(
         place=0, began_s=0.0, dead=True, over="", journal=[(last_word_s, None)], away_s=0.0, ranks_came=True
     )
     other = SimpleNamespace(
-        place=1, began_s=0.0, dead=False, over="refused", over_s=2.0, journal=[], away_s=0.0, ranks_came=False
+        place=1,
+        began_s=0.0,
+        dead=False,
+        over="refused",
+        over_s=2.0,
+        journal=[],
+        away_s=0.0,
+        ranks_came=False,
+        led_none=led_none,
     )
     job.controllers[:] = [first, other]  # type: ignore[list-item]
     job.ranks[1].gave_up, job.ranks[1].ended_s = True, 5.4
     assert unprotected(job) is not protects
+
+
+@pytest.mark.parametrize(
+    ("kind", "struck_s", "excused"),
+    [("node cut off", 0.12, True), ("node cut off", -0.5, False), ("exception", 0.12, False)],
+)
+def test_a_controller_that_receives_nothing_while_the_next_one_is_cut_off_may_refuse(
+    kind: str, struck_s: float, excused: bool
+) -> None:
+    """The next one led the two ranks on its side, who left; the first takes all others for dead meanwhile. Of seed 4200011244."""
+    job: Any = SimpleNamespace(
+        times=SimpleNamespace(lease_s=0.6, freeze_timeout_s=3.0, progress_timeout_s=3.0),
+        controllers=[
+            SimpleNamespace(absences=[(0.225, 2.065)], ahead_s=0.0),
+            SimpleNamespace(absences=[], ahead_s=0.0),
+        ],
+        journal=[(0.724, SimpleNamespace(event="takeover_began"))],
+        strikes=[SimpleNamespace(kind=kind, at_s=struck_s)],
+    )
+    assert _kept_apart(job, 2.066) is excused
 
 
 def test_a_process_that_was_to_get_its_state_may_be_replaced_anew() -> None:
