@@ -95,6 +95,7 @@ class AgentLink:
         self._last_reason = ""
         self._sent_away_s: float | None = None
         self._frozen_by: CauseKind | None = None
+        self._logged: Freeze | Exit | None = None  # it comes again when this agent attaches again
         self._fence = 0
         self._thread = threading.Thread(target=self._run, name="ttp-agent-link", daemon=True)
         self._thread.start()
@@ -273,8 +274,7 @@ class AgentLink:
             self._led = True
             if stream.term > self._fence:  # a later controller has not sent anybody away so far
                 self._fence, self._sent_away_s = stream.term, None
-            known = self._sent_away_s is not None
-            if isinstance(parcel.message, Exit) and not known:
+            if isinstance(parcel.message, Exit) and self._sent_away_s is None:
                 self._sent_away_s = self._received_monotonic_s
             if isinstance(parcel.message, Thaw):
                 self._frozen_by = None
@@ -284,14 +284,18 @@ class AgentLink:
             case StandbyList(addresses=addresses, lease_s=lease_s):
                 self._lease_s = lease_s
                 self.add_controllers(addresses)
-            case Freeze(cause=cause):
+            case Freeze(cause=cause) if parcel.message != self._logged:
+                self._logged = parcel.message
                 whose = f"{ranks_text(cause.ranks)}: " if cause.ranks else ""
                 log.warning("controller: freeze: %s%s: %s", whose, cause.kind.value, cause.brief)
             case Replace() | TakePlaces() | Thaw():
                 self._take(parcel.message)
-            case Exit(reason=reason):
-                level = logging.DEBUG if known or self._all_ended_well() else logging.INFO
-                log.log(level, "controller: the ranks leave: %s", reason)
+            case Exit(reason=reason) if parcel.message != self._logged:
+                if self._all_ended_well():
+                    log.debug("controller: the ranks leave: %s", reason)
+                else:
+                    self._logged = parcel.message
+                    log.info("controller: the ranks leave: %s", reason)
 
     def _all_ended_well(self) -> bool:
         """Say whether all workers here have ended already, and no status but 0 is known: they may have succeeded without a word to the

@@ -26,7 +26,7 @@ from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind
 
 _DIGITS = 6
-_SETTLED = Fault(0.0, (), 0.0, 0.0, 0, PerRank.filled(1, None))
+_SETTLED = Fault(0.0, (), Cause(CauseKind.SILENT, (), ""), 0.0, 0.0, 0, PerRank.filled(1, None))
 _LONG_S = 1e6
 FORGOTTEN_S = 20.0
 """Moments that are longer ago than every timeout of the model are all the same."""

@@ -54,6 +54,7 @@ def begin_fault(
     fault = Fault(
         began=now,
         causes=causes,
+        suspicion=suspicion,
         hint_until=_hint_until(state, inf, causes, now),
         round_deadline=now,
         awaiting=0,

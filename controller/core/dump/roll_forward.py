@@ -73,7 +73,7 @@ def _repairs(state: ControllerState) -> bool:
 
 
 def _reports(state: ControllerState, fault: Fault) -> dict[int, StateReport]:
-    """Return the reports of this round that count, by rank."""
+    """Return the reports of this round that count, by rank. Plain: this runs for every rank between the last report and the orders."""
     stuck = fault.stuck
     return {
         rank: report

@@ -54,9 +54,7 @@ def share_out(groups: Iterable[Group], able: Iterable[int]) -> tuple[Plan, float
 
 def _least_loaded(holders: tuple[int, ...], loads: Mapping[int, float], count: int, part_bytes: float) -> Iterable[int]:
     """Return who gets each of `count` parts, one after another, if each goes to the holder with the least so far, the lowest rank among equals."""
-    if (
-        len(set(map(loads.__getitem__, holders))) == 1
-    ):  # as before anything is given; there are no more parts than holders
+    if len(set(map(loads.__getitem__, holders))) == 1:  # as at first; there are no more parts than holders
         return holders[:count]
     heap = [(loads[rank], rank) for rank in holders]
     heapq.heapify(heap)

@@ -62,6 +62,8 @@ class Fault:
     began: float
     causes: tuple[Cause, ...]
     """In the order seen. Empty: only suspicions so far, so that it may still be a false alarm."""
+    suspicion: Cause
+    """Why the gates were closed, while there is no cause."""
     hint_until: float
     """Peers' errors alone name no culprit; a death is waited for until then."""
     round_deadline: float

@@ -46,6 +46,7 @@ from ..facts.state import (
     AttachedAgent,
     ControllerState,
     Exiting,
+    Fault,
     Faulted,
     Freezing,
     Regrouping,
@@ -123,7 +124,7 @@ def missed_thaw(state: StateAt[Running], rank: int) -> tuple[Downward, ...]:
 
 def missed_orders(state: StateAt[Faulted], rank: int) -> tuple[Downward, ...]:
     """The freeze of this round, and the orders that it has not answered."""
-    return (welcome(state, rank), freeze_in_force(state), *open_orders(state, rank))
+    return (welcome(state, rank), freeze_in_force(state.freeze_id, state.at.fault), *open_orders(state, rank))
 
 
 def missed_exit(state: StateAt[Exiting], rank: int | Heartbeat) -> tuple[Downward, ...]:
@@ -131,11 +132,9 @@ def missed_exit(state: StateAt[Exiting], rank: int | Heartbeat) -> tuple[Downwar
     return (Exit(EXIT_CODE_PERSISTED, state.at.reason),)
 
 
-def freeze_in_force(state: StateAt[Faulted]) -> Freeze:
+def freeze_in_force(freeze_id: int, fault: Fault) -> Freeze:
     """Return the freeze of this fault's present round."""
-    fault = state.at.fault
-    cause = root_cause(fault.causes) or fault.unproven or Cause(CauseKind.SILENT, (), "a rank is silent")
-    return Freeze(state.freeze_id, cause)
+    return Freeze(freeze_id, root_cause(fault.causes) or fault.unproven or fault.suspicion)
 
 
 def open_orders(state: StateAt[Faulted], rank: int) -> tuple[RollForward | Regroup | WriteOrder | PublishOrder, ...]:
@@ -211,7 +210,7 @@ def suspicion(state: ControllerState, rank: int, why: str, now: float, out: list
 
 def agent_attached(state: ControllerState, message: AgentHello, now: float, out: list[Effect]) -> ControllerState:
     """A launcher attaches: it learns the lease, so that it notices when this controller falls silent, the standbys, and that the ranks
-    were sent away, if they were: of its own some may stand still."""
+    are frozen or were sent away, if they are: of its own some may stand still."""
     others = _agents_but(state, message.host)
     if len(others) >= MOST_KEPT + state.settings.world_size:
         raise ProtocolError(
@@ -226,6 +225,8 @@ def agent_attached(state: ControllerState, message: AgentHello, now: float, out:
         out.append(Tell((message.host,), StandbyList(state.successors, state.settings.lease_s)))
     if isinstance(state.at, Exiting):
         out.append(Tell((message.host,), Exit(EXIT_CODE_PERSISTED, state.at.reason)))
+    if isinstance(state.at, Faulted):
+        out.append(Tell((message.host,), freeze_in_force(state.freeze_id, state.at.fault)))
     return replace(state, agents=(*others, AttachedAgent(message.host, message.ranks, message.places)))
 
 

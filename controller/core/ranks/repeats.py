@@ -43,7 +43,7 @@ def lost_freeze(state: StateAt[Freezing], beat: Heartbeat) -> tuple[Freeze, ...]
     report = fault.reports[beat.rank]
     if (report is not None and report.closed) or beat.rank in fault.stuck:
         return ()
-    return (freeze_in_force(state),) if beat.frozen != state.freeze_id or not beat.owes else ()
+    return (freeze_in_force(state.freeze_id, fault),) if beat.frozen != state.freeze_id or not beat.owes else ()
 
 
 def lost_orders(state: StateAt[Ordered], beat: Heartbeat) -> tuple[Downward, ...]:

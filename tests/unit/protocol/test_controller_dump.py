@@ -15,6 +15,7 @@ from ttp.proto.messages import (
     CauseKind,
     Exit,
     Freeze,
+    Heartbeat,
     Part,
     Phase,
     Progress,
@@ -120,6 +121,18 @@ def test_the_agents_receive_the_reason_although_no_rank_remains() -> None:
     job.say(*(killed(rank) for rank in range(4)))
     (exit_,) = [effect for effect in job.effects if isinstance(effect, Send) and isinstance(effect.message, Exit)]
     assert exit_.ranks == () and "all ranks are dead" in exit_.message.reason  # type: ignore[union-attr]
+
+
+def test_an_agent_that_attaches_while_the_ranks_are_frozen_learns_why() -> None:
+    """In the words of the freeze itself, as does a rank that has not received it."""
+    job = ControllerBench(freeze_timeout_s=9.0)
+    job.close(3)
+    frozen = job.sent(Freeze)[0]
+    assert frozen.cause.ranks == (3,)
+    job.say(AgentHello("host0", (0, 1, 2, 3), (100, 101, 102, 103)))
+    assert job.said_to_agents(Freeze) == {"host0": [frozen]}
+    job.say(Heartbeat(0, COMPUTE, 7))
+    assert job.sent(Freeze) == {0: frozen}
 
 
 def stuck_alone() -> ControllerBench:

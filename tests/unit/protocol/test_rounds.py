@@ -79,6 +79,7 @@ def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
     assert job.at(Stage.FREEZING)
     job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
     assert "stuck in an order" in job.logged("refused")[0]["reason"]
+    assert job.logged("frozen")[-1]["silent"] == ()
 
 
 def test_a_stuck_ranks_report_is_not_taken_for_an_awaited_one() -> None:

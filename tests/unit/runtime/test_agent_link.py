@@ -20,7 +20,7 @@ from ttp.controller.core.facts.state import Stage
 from ttp.controller.journal import read_events
 from ttp.controller.process import ControllerProcess
 from ttp.proto.codec import DownwardParcel
-from ttp.proto.messages import Cause, CauseKind, Exit
+from ttp.proto.messages import Cause, CauseKind, Exit, Freeze
 from ttp.proto.transport import open_channel
 
 from .conftest import LONG_S, Rank, StartController, until
@@ -198,19 +198,24 @@ def test_why_the_ranks_leave_is_news_where_one_lives_or_has_failed(
     assert ("the ranks leave: step 7 is saved" in caplog.text) == said
 
 
-def test_why_the_ranks_leave_is_logged_once_a_controller(
-    new_link: OpenLink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent that attaches again while they leave has it repeated; a later controller has its own reason."""
+def test_what_a_controller_repeats_is_logged_once(new_link: OpenLink, caplog: pytest.LogCaptureFixture) -> None:
+    """An agent that attaches again has it repeated; what was not news at first may be news then."""
     caplog.set_level("INFO", "ttp.launch")
     link = new_link("127.0.0.1:1")
     until(lambda: link._stream is not None, "a stream")
     stream = link._stream
     assert stream is not None
-    for term, reason in [(0, "step 7 is saved"), (0, "step 7 is saved"), (1, "no rank is attached")]:
-        monkeypatch.setattr(type(stream), "term", term)
-        link.stream_received(stream, DownwardParcel("job", 0, (), Exit(75, reason)))
-    assert [record.getMessage() for record in caplog.records if "the ranks leave" in record.getMessage()] == [
+    freeze = Freeze(1, Cause(CauseKind.EXITED, (1,), "signal SIGKILL"))
+    link.worker_exit(0, 100, "exiting")
+    link.worker_exit(1, 101, "exiting")
+    link.stream_received(stream, DownwardParcel("job", 0, (), Exit(75, "step 7 is saved")))
+    assert not caplog.records, "it may be that all have succeeded"
+    link.worker_exit(1, 101, "signal SIGKILL")
+    said = (freeze, freeze, Exit(75, "step 7 is saved"), Exit(75, "step 7 is saved"), Exit(75, "no rank is attached"))
+    for message in said:
+        link.stream_received(stream, DownwardParcel("job", 0, (), message))
+    assert [record.getMessage() for record in caplog.records] == [
+        "controller: freeze: rank 1: exited: signal SIGKILL",
         "controller: the ranks leave: step 7 is saved",
         "controller: the ranks leave: no rank is attached",
     ]
