@@ -17,8 +17,6 @@ settings.load_profile("test")  # seconds say nothing on a busy machine
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch's stores ask DNS for the name of each that connects, 127.0.0.1 too: one lost answer holds all clients of a store up for 5 s."""
 
-gc.disable()  # until all tests are collected, hardly anything of which is garbage
-
 HERE = Path(__file__).parent
 LONGEST = HERE / "unit/trainer"
 """The folder whose files take longest. They come first: a worker that gets one last is alone with it while the others have ended."""
@@ -26,6 +24,11 @@ JOBS = HERE / "chaos"
 """The folder whose files start jobs, which wait as long as they compute. They are spread among the others, with as many at one time, and end before them."""
 JOBS_END = 0.8
 """In this part of the whole."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # the process that collects
+        gc.disable()  # until all tests are there, hardly anything of which is garbage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -336,7 +336,7 @@ class Controller:
     def said(self, line: ev.Journal) -> None:
         """It writes a line of its journal. Where only processes are with it in whose places others are, its verdict is not the job's."""
         if line.event in _VERDICTS and self._leads_none():
-            self.led_none = True
+            self.led_none = not any(said.event in _VERDICTS for _, said in self.journal)
             self.job.note(f"c{self.place}, which leads no process that counts: {line.event}")
             return
         self.journal.append((self.job.scheduler.now, line))

@@ -79,6 +79,11 @@ class InPlace:
             for at, line in self.job.journal
         )
 
+    def trains_on(self, rank: int) -> Rank | None:
+        """Return this rank's process that may run on while the others regroup: a silent one, or a lost node's that another has replaced. None: none."""
+        processes = (*(former for former in self.former if former.rank == rank and former.alive), self.job.ranks[rank])
+        return next(filter(self.was_silent, processes), None)
+
     def is_silent(self, process: Rank) -> bool:
         """Say whether a controller that runs took this process for dead because it was silent, and has not received from it since. It may have come to
         another one, which is cut off with it."""

@@ -205,8 +205,8 @@ class Job:
         if controller.over:
             return "over"
         stage = controller.state.stage
-        trains = stage is Stage.RUNNING or (stage is Stage.REGROUPING and self.in_place.was_silent(self.ranks[rank]))
-        return self.ranks[rank].phase.name if trains else stage.value
+        trains = self.in_place.trains_on(rank) if stage is Stage.REGROUPING else self.ranks[rank]
+        return trains.phase.name if trains is not None and stage in (Stage.RUNNING, Stage.REGROUPING) else stage.value
 
     def struck(self, kind: str, rank: int, where: str = "") -> None:
         """Note that a fault acts now, not when it was put in. `where`: if it changes that itself."""

@@ -371,6 +371,17 @@ def test_a_controller_that_receives_nothing_while_the_next_one_is_cut_off_may_re
     assert _kept_apart(job, 2.066) is excused
 
 
+@pytest.mark.parametrize(("alive", "kind"), [(True, "silent"), (False, "silent"), (True, "exited")])
+def test_a_lost_nodes_process_may_train_on_while_the_others_regroup(alive: bool, kind: str) -> None:
+    """Another one has its place, and is not meant. Of seed 4250003833."""
+    death = SimpleNamespace(event="death_seen", fields={"rank": 0, "kind": kind, "pid": 100})
+    former: Any = SimpleNamespace(rank=0, pid=100, alive=alive)
+    in_place = InPlace.__new__(InPlace)
+    in_place.job = SimpleNamespace(journal=[(1.0, death)], ranks=[SimpleNamespace(rank=0, pid=10100)])  # type: ignore[assignment]
+    in_place.former = [former]
+    assert in_place.trains_on(0) is (former if alive and kind == "silent" else None)
+
+
 def test_a_process_that_was_to_get_its_state_may_be_replaced_anew() -> None:
     """Rank 2's came to the first controller, which is superseded before it got its state; the next one does not know what it waits for."""
     assert not violations(build(4000177786))

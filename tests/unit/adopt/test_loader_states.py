@@ -145,7 +145,7 @@ SAMPLES = TensorDataset(torch.arange(2.0 * BATCHES))
 
 def stream(shuffled: bool = False) -> Any:
     """A streaming data set of the library `datasets`."""
-    import datasets  # a second, which no collection of the tests should take
+    import datasets  # here: it takes a second, of each collection
 
     samples = datasets.Dataset.from_dict({"x": list(range(2 * BATCHES))}).to_iterable_dataset(num_shards=3)
     return samples.shuffle(seed=1, buffer_size=5).map(dict) if shuffled else samples

@@ -39,9 +39,7 @@ def replicated(runtime: dict[str, Any]) -> dict[str, Any]:
 def taken(document: dict[str, Any]) -> dict[str, Any]:
     """Return what the API makes of a document, by the classes of its own package (of Trainer and JobSet): a field that it does not know is lost. Raises
     ValueError for one that is missing or of another type."""
-    api = importlib.import_module(
-        "kubeflow_trainer_api.models"
-    )  # a second, which no collection of the tests should take
+    api = importlib.import_module("kubeflow_trainer_api.models")  # here: it takes a second, of each collection
     model: Any = getattr(api, f"TrainerV1alpha1{document['kind']}")
     found: dict[str, Any] = model.from_dict(document).to_dict()
     return found
