@@ -184,7 +184,7 @@ def test_a_real_limit_is_distinguished_from_a_real_kill(limited: Path) -> None:
         )
         watch.start()
         workers[0].kill()
-        assert watch.wait(20, lambda deaths: 0 in deaths and deaths[0].settled)
+        assert watch.wait(60, lambda deaths: 0 in deaths and deaths[0].settled)
         assert workers[1].stdin is not None
         workers[1].stdin.write(b"\n")
         workers[1].stdin.close()
