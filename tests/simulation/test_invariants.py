@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulation import time_checks
 from tests.simulation.checks import _kept_apart, _outcome, false_refusal, unprotected, violations
 from tests.simulation.contents import _given_up_with_its_node
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
@@ -380,6 +381,24 @@ def test_a_lost_nodes_process_may_train_on_while_the_others_regroup(alive: bool,
     in_place.job = SimpleNamespace(journal=[(1.0, death)], ranks=[SimpleNamespace(rank=0, pid=10100)])  # type: ignore[assignment]
     in_place.former = [former]
     assert in_place.trains_on(0) is (former if alive and kind == "silent" else None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "stopped_s", "late"),
+    [("superseded by c2", 5.51, False), ("superseded by c2", 5.4, True), ("asked to end", 5.51, True)],
+)
+def test_a_rank_whose_controller_is_superseded_as_the_job_ends_may_leave_later(
+    monkeypatch: pytest.MonkeyPatch, reason: str, stopped_s: float, late: bool
+) -> None:
+    """The other one has saved the step and sent its own ranks away. Of seed 4400212978."""
+    monkeypatch.setattr(time_checks, "controllers_faulted", lambda *_: False)
+    monkeypatch.setattr(time_checks, "_reachable", lambda *_: True)
+    stopped = SimpleNamespace(event="stopped", fields={"reason": reason})
+    job: Any = SimpleNamespace(
+        times=SimpleNamespace(lease_s=0.6), controllers=[], journal=[(stopped_s, stopped)],
+        ranks=[SimpleNamespace(rank=1, started_s=0.1, ended_s=8.53)],
+    )  # fmt: skip
+    assert bool(time_checks._left_late(job, 5.49)) is late
 
 
 def test_a_process_that_was_to_get_its_state_may_be_replaced_anew() -> None:

@@ -70,9 +70,15 @@ def _recovers_again_and_again(controller: Controller) -> list[str]:
 
 def _left_late(job: Job, verdict_s: float) -> list[str]:
     """A rank that runs and can be reached leaves at once, without waiting for the end of a controller's patience. Another controller that
-    takes over at that moment has to ask first."""
+    takes over at that moment has to ask first; one that is superseded at that moment by the one that gave the word leaves its ranks to look for it, and it
+    may have ended by then."""
     by_s = verdict_s + LEAVING_S
-    if any(line.event == "takeover_began" and verdict_s <= at <= by_s for at, line in job.journal):
+    meanwhile = [line for at, line in job.journal if verdict_s <= at <= by_s]
+    if any(
+        line.event == "takeover_began"
+        or (line.event == "stopped" and str(line.fields["reason"]).startswith("superseded"))
+        for line in meanwhile
+    ):
         return []
     if controllers_faulted(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
         return []
