@@ -84,7 +84,7 @@ class AgentLink:
         self._received_monotonic_s = time.monotonic()
         self._job_id = job_id
         self._hello = AgentHello(host, ranks, pids, places)
-        self._lock = threading.Lock()  # guards all below but _lease_s, _last_reason and _thread
+        self._lock = threading.Lock()  # guards all below but _lease_s, _last_reason, _logged and _thread
         self._stream: ControlStream | None = None
         self._attached = False
         self._led = False  # the controller of this stream has said something

@@ -79,7 +79,16 @@ def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
     assert job.at(Stage.FREEZING)
     job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
     assert "stuck in an order" in job.logged("refused")[0]["reason"]
-    assert job.logged("frozen")[-1]["silent"] == ()
+
+
+def test_a_stuck_rank_is_not_named_silent() -> None:
+    """It was not asked in this round."""
+    job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=60.0)
+    job.say(killed(2))
+    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
+    job.wait(5.1)
+    job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
+    assert [line["silent"] for line in job.logged("frozen")] == [(), ()]
 
 
 def test_a_stuck_ranks_report_is_not_taken_for_an_awaited_one() -> None:

@@ -211,13 +211,13 @@ def test_what_a_controller_repeats_is_logged_once(new_link: OpenLink, caplog: py
     link.stream_received(stream, DownwardParcel("job", 0, (), Exit(75, "step 7 is saved")))
     assert not caplog.records, "it may be that all have succeeded"
     link.worker_exit(1, 101, "signal SIGKILL")
-    said = (freeze, freeze, Exit(75, "step 7 is saved"), Exit(75, "step 7 is saved"), Exit(75, "no rank is attached"))
+    said = (Exit(75, "step 7 is saved"), Exit(75, "step 7 is saved"), Exit(75, "no rank is attached"), freeze, freeze)
     for message in said:
         link.stream_received(stream, DownwardParcel("job", 0, (), message))
     assert [record.getMessage() for record in caplog.records] == [
-        "controller: freeze: rank 1: exited: signal SIGKILL",
         "controller: the ranks leave: step 7 is saved",
         "controller: the ranks leave: no rank is attached",
+        "controller: freeze: rank 1: exited: signal SIGKILL",
     ]
 
 
