@@ -144,8 +144,8 @@ class Controller:
         """Which checkpoint ranks knew whose reports have come in time, and when they came."""
         self.absences: list[tuple[float, float]] = []
         """When it was away: began, ended."""
-        self.leaps: list[float] = []
-        """When its clock leapt."""
+        self.leaps: list[tuple[float, float]] = []
+        """When its clock leapt, and until when it was behind for that."""
         self.away_s = 0.0
         """Longest time for which it was stopped or cut off."""
         self._queue: list[Callable[[], None]] = []
@@ -479,7 +479,7 @@ class Controller:
     def jump(self, seconds: float) -> None:
         """Its clock leaps."""
         self.job.note(f"the clock of controller c{self.place} leaps by {seconds:.3f} s")
-        self.leaps.append(self.job.scheduler.now)
+        self.leaps.append((self.job.scheduler.now, self.job.scheduler.now + max(0.0, -seconds)))
         self.ahead_s += seconds
         self._tick_at = inf
         if not self.gone:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tests.simulation import time_checks
-from tests.simulation.checks import _kept_apart, _outcome, false_refusal, unprotected, violations
+from tests.simulation.checks import (
+    _kept_apart,
+    _outcome,
+    _saved_by_the_replaced,
+    false_refusal,
+    unprotected,
+    violations,
+)
 from tests.simulation.contents import _given_up_with_its_node
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
@@ -20,7 +27,7 @@ from tests.simulation.replica import Replica
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.time_checks import late
 from tests.simulation.training import even, ring
-from tests.simulation.truth import Snapshot
+from tests.simulation.truth import Snapshot, controllers_faulted
 from tests.simulation.work import Worker
 from ttp.controller.core.dump import finish, roll_forward, writing
 from ttp.controller.core.facts import decision
@@ -428,3 +435,34 @@ def test_a_job_of_which_all_have_trained_to_the_end_is_over_whoever_is_killed_th
     for controller in scenario.job.controllers:
         controller.journal = [(at, line) for at, line in controller.journal if line.event != "rank_finished"]
     assert _outcome(scenario) == ["I9: neither published nor refused nor finished: "]
+
+
+@pytest.mark.parametrize(("leap_s", "by_s", "away"), [(-1.7, 1.5, True), (-1.7, 1.8, False), (1.7, 1.5, False)])
+def test_a_controller_is_away_until_a_clock_that_leapt_back_has_caught_up(
+    leap_s: float, by_s: float, away: bool
+) -> None:
+    """It sends nothing meanwhile, and its ranks leave it: rank 1's order to exit was lost with its stream. Of seed 4500037996."""
+    job = build(1, even(4), faults=False).job
+    job.scheduler.now = 0.0
+    job.controllers[0].jump(leap_s)
+    assert controllers_faulted(job, by_s, 3.0) is away
+
+
+@pytest.mark.parametrize(
+    ("empty", "led_none", "over", "excused"),
+    [
+        (True, True, "step 1 is saved in /a/iter_0000001", True),
+        (False, True, "step 1 is saved in /a/iter_0000001", False),
+        (True, False, "step 1 is saved in /a/iter_0000001", False),
+        (True, True, "no dying-gasp checkpoint: no two ranks agree", False),
+    ],
+)
+def test_processes_in_whose_places_others_are_may_save_where_none_that_counts_has_any_state(
+    empty: bool, led_none: bool, over: str, excused: bool
+) -> None:
+    """Ranks 0 and 1 are lost with their node as they replace the other two, which had been cut off. Of seed 4500020783."""
+    ranks = [SimpleNamespace(rank=rank, state=SimpleNamespace(vacant=rank == 2 or empty)) for rank in (1, 2, 3)]
+    job: Any = SimpleNamespace(
+        ranks=ranks, killed={1: 2.5}, controllers=[SimpleNamespace(led_none=led_none, over=over)]
+    )
+    assert _saved_by_the_replaced(job) is excused

@@ -100,11 +100,12 @@ def _unhurt(rank: Rank) -> bool:
 
 
 def controllers_faulted(job: Job, from_s: float, to_s: float) -> bool:
-    """True when between these moments a controller was away, or its clock leapt: what it does then may come late."""
+    """True when between these moments a controller was away, or its clock leapt, or was behind after a leap back: what it does then may come late, and
+    its messages stay out until its clock has caught up."""
     return any(
         began_s <= to_s and ended_s >= from_s
         for controller in job.controllers
-        for began_s, ended_s in (*controller.absences, *((leap, leap) for leap in controller.leaps))
+        for began_s, ended_s in (*controller.absences, *controller.leaps)
     )
 
 
