@@ -48,6 +48,8 @@ class Comparing:
         """Some process that counts has published a step since then."""
         self.known_of: set[str] = set()
         """Of which shard groups."""
+        self._unknowing: set[int] = set()
+        """Steps that processes on nodes that were given up have published."""
         self._read: dict[tuple[str, int, int], dict[str, int]] = {}
         """By look, generation and rank, what the rank has read."""
 
@@ -177,15 +179,19 @@ class Comparing:
             return
         job.broken(f"I19: rank {process.rank} is replaced, whose replica is not proven wrong")
 
-    def publishes(self, process: Rank) -> None:
-        """A process does, one on a node that was given up perhaps: what it has is of an earlier generation."""
-        self.published_knowing |= self.known and process not in self._job.in_place.former
+    def publishes(self, process: Rank, step: int) -> None:
+        """A process does, one on a node that was given up perhaps: what it has is of an earlier generation, and what the others have found since it does not
+        know."""
+        if process in self._job.in_place.former:
+            self._unknowing.add(step)
+        else:
+            self.published_knowing |= self.known
 
-    def wrong_part(self, group: str) -> str:
-        """Say what it means that a published part is not that of a fault-free run; empty: no rank could know."""
+    def wrong_part(self, group: str, published: int = -1) -> str:
+        """Say what it means that a part is not that of a fault-free run; empty: no rank could know. `published`: the step, of one on disk."""
         if not any(group == altered for _, altered in self.altered):
             return "I3"
-        return "I19" if group in self.known_of else ""
+        return "I19" if group in self.known_of and published not in self._unknowing else ""
 
     def violations(self) -> list[str]:
         """I19: a step is written, of which replicas differ, only where the ranks have asked for it and each wrong one is proven."""

@@ -18,7 +18,7 @@ def wrong_parts(job: Job, step: int, files: Iterable[File]) -> list[str]:
         if [(index, of) for _, index, of, _ in mine] != [(index, count) for index in range(count)]:
             found.append(f"I5: step {step}, {group}: parts {[part[1:3] for part in mine]}, expected each once")
         expected = job.training.expected(group, step)
-        wrong = job.comparing.wrong_part(group)
+        wrong = job.comparing.wrong_part(group, step)
         if wrong and any(value != expected for _, _, _, value in mine):
             found.append(f"{wrong}: step {step}, {group}: its bytes are not those of a fault-free run")
     return found

@@ -236,7 +236,7 @@ class Job:
     def renamed(self, root: str, step: int, process: Rank) -> None:
         """A process publishes a step. One on a node that was given up may publish an older one than those that the job has finished since."""
         self.disk.published.append((root, step))
-        self.comparing.publishes(process)
+        self.comparing.publishes(process, step)
         self.committed_when_published.append(step if process in self.in_place.former else self.committed())
         directory = self.disk.directories[root, f"iter_{step:07d}"]
         self.published_as[root, f"iter_{step:07d}"] = content_of(directory)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.simulation import arranged_diverged as arranged
 from tests.simulation.checks import run_and_check
+from tests.simulation.comparing import Comparing
 from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario
 from tests.simulation.truth import events
@@ -107,6 +110,22 @@ def test_a_holder_without_a_digest_writes_nothing() -> None:
 def test_another_fault_as_a_fill_is_compared(build: Callable[[int], Scenario]) -> None:
     known = [_run(build, seed).comparing.known for seed in range(30)]
     assert sum(known) >= 3 and not all(known)
+
+
+def test_a_process_of_a_lost_node_may_publish_what_only_the_others_know_to_differ() -> None:
+    """It has been cut off with the altered replica; a fill of the process in its place shows that something differs. Of seed 4500240781."""
+    former, own = object(), object()
+    job: Any = SimpleNamespace(in_place=SimpleNamespace(former=[former]))
+    comparing = Comparing(job)
+    comparing.altered.add((2, "g0"))
+    comparing.learn({"g0"})
+    publisher: Any = former
+    comparing.publishes(publisher, 5)
+    publisher = own
+    comparing.publishes(publisher, 6)
+    assert [comparing.wrong_part("g0", step) for step in (5, 6)] == ["", "I19"]
+    assert comparing.wrong_part("g0") == "I19", "a state that ranks train on from is not on disk"
+    assert comparing.wrong_part("g1", 5) == "I3"
 
 
 def test_every_arrangement_is_tried() -> None:
