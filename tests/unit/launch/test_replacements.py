@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from ttp.launch.attempts.copies import Copies
 from ttp.launch.attempts.replacements import END_S
 from ttp.launch.links.controller_client import ControllerClient
 from ttp.launch.report.reporter import Reporter
+from ttp.launch.watch.death_watch import Death
 from ttp.launch.watch.processes import LOST, exit_status, read_stat
 from ttp.launch.watch.shell_ranks import _Rank
 from ttp.proto.messages import Thaw
@@ -69,6 +70,29 @@ def test_another_process_takes_the_place_of_one_that_has_ended(
     assert job.agent._remaining_restarts == 2 and job.rendezvous.job_store.round_number == 0
     out, err = (next((job.out / "logs").rglob(f"attempt_0/1/{name}.log")).read_text() for name in ("stdout", "stderr"))
     assert out == f"rank 1, process {first}\nrank 1, process {pid}\n" and err.count("errors of process") == 2
+
+
+def test_an_order_may_overtake_the_death_that_it_answers(job: RunningJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch reports a death before it shows it: the controller may decide and order while that thread does not run."""
+    watch = job.attempt._watch
+    report, wait, waits = watch._report, watch.wait, threading.Event()
+
+    def report_slowly(death: Death) -> None:
+        report(death)
+        if not waits.is_set():
+            job.order(1, freeze_id=7)
+            until(lambda: waits.is_set() or bool(job.line.refusals), "the order to be taken")
+
+    def note(timeout_s: float, is_true: Callable[[dict[int, Death]], bool]) -> bool:
+        waits.set()
+        return wait(timeout_s, is_true)
+
+    monkeypatch.setattr(watch, "_report", report_slowly)
+    monkeypatch.setattr(watch, "wait", note)
+    first = job.pids[1]
+    job.kill(1)
+    until(lambda: bool(job.line.refusals) or job.attempt.pids[1] != first, "an answer")
+    assert job.attempt.pids[1] == job.process(1, first) and job.line.refusals == []
 
 
 @contextlib.contextmanager
@@ -175,7 +199,8 @@ def test_a_process_that_is_killed_is_asked_where_it_is_before(
     monkeypatch.setattr(replacements, "ask", ask)
     monkeypatch.setattr(ControllerClient, "log_dir", property(lambda self: tmp_path))
     job.order(1, pid=first)
-    job.process(1, first)
+    pid = job.process(1, first)
+    until(lambda: job.attempt.pids[1] == pid and job.attempt.living() == [0, 1], "the other process to be watched")
     job.replaced(1, freeze_id=2)
     assert asked == [(tmp_path, {1: first}, True)]
     job.succeed()
@@ -404,6 +429,7 @@ def test_a_second_failure_has_the_first_ones_deadline_until_the_gates_have_opene
     """A fault of several rounds ends within TTP_OT of its begin."""
     job.kill(1)
     seen_s = job.attempt.deaths()[1].seen_monotonic_s
+    until(lambda: job.attempt.fault is not None, "the first hold")
     job.order(1)
     pid = job.process(1, job.pids[1])
     until(lambda: job.attempt.living() == [0, 1] and job.attempt.fault is None, "the recovery")
