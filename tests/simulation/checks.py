@@ -277,7 +277,7 @@ def _unheard(job: Job, verdict_s: float) -> frozenset[int]:
 def _kept_apart(job: Job, verdict_s: float) -> bool:
     """True when a controller was away, within two leases before its verdict or before it took over, while ranks had to come to it or to another:
     streams had failed, a node was cut off, or another controller was lost or away too. Each may have known a part of the ranks only, which does
-    not cover. A single absence, or a clock that leaps, does not count: then all ranks are there again. But a controller that
+    not cover. A single absence, or a clock that leaps ahead, does not count: then all ranks are there again. But a controller that
     receives messages of all ranks, and whose own do not arrive, takes those for stuck that have not answered in time."""
     mute = {strike.at_s for strike in job.strikes if strike.kind == "controller's messages do not arrive"}
     long_s = min(job.times.freeze_timeout_s, job.times.progress_timeout_s)
@@ -293,13 +293,15 @@ def _kept_apart(job: Job, verdict_s: float) -> bool:
 
 
 def _away_among_troubles(job: Job, since_s: float, until_s: float, kinds: Collection[str]) -> bool:
-    """True when between these moments a controller was away twice, or once while something of these kinds had just acted."""
+    """True when between these moments a controller was away twice, or once while something of these kinds had just acted. One whose clock is behind for a
+    lease sends nothing meanwhile: its ranks leave it."""
     lease_s = job.times.lease_s
     absences = [
         (began_s, ended_s)
         for controller in job.controllers
-        for began_s, ended_s in controller.absences
+        for began_s, ended_s in (*controller.absences, *controller.leaps)
         if began_s <= until_s and ended_s >= since_s
+        if (began_s, ended_s) not in controller.leaps or ended_s - began_s >= lease_s
     ]
     just_then = any(
         began_s - lease_s <= strike.at_s <= ended_s

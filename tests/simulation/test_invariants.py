@@ -370,13 +370,27 @@ def test_a_controller_that_receives_nothing_while_the_next_one_is_cut_off_may_re
     job: Any = SimpleNamespace(
         times=SimpleNamespace(lease_s=0.6, freeze_timeout_s=3.0, progress_timeout_s=3.0),
         controllers=[
-            SimpleNamespace(absences=[(0.225, 2.065)], ahead_s=0.0),
-            SimpleNamespace(absences=[], ahead_s=0.0),
+            SimpleNamespace(absences=[(0.225, 2.065)], leaps=[], ahead_s=0.0),
+            SimpleNamespace(absences=[], leaps=[], ahead_s=0.0),
         ],
         journal=[(0.724, SimpleNamespace(event="takeover_began"))],
         strikes=[SimpleNamespace(kind=kind, at_s=struck_s)],
     )
     assert _kept_apart(job, 2.066) is excused
+
+
+@pytest.mark.parametrize(("behind_s", "excused"), [(0.9, True), (0.5, False), (0.0, False)])
+def test_a_controller_whose_clock_is_behind_for_a_lease_as_a_node_is_cut_off_keeps_ranks_apart(
+    behind_s: float, excused: bool
+) -> None:
+    """Some of its ranks leave it for the next one, which decides without the others. Of seed 4500299707."""
+    job: Any = SimpleNamespace(
+        times=SimpleNamespace(lease_s=0.6, freeze_timeout_s=3.0, progress_timeout_s=3.0),
+        controllers=[SimpleNamespace(absences=[], leaps=[(0.293, 0.293 + behind_s)], ahead_s=-behind_s)],
+        journal=[(1.068, SimpleNamespace(event="takeover_began"))],
+        strikes=[SimpleNamespace(kind="node cut off", at_s=0.51 if behind_s else 0.2)],
+    )
+    assert _kept_apart(job, 1.738) is excused
 
 
 @pytest.mark.parametrize(("alive", "kind"), [(True, "silent"), (False, "silent"), (True, "exited")])
