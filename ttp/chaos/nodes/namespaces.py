@@ -320,8 +320,12 @@ def remove_orphans() -> None:
 
 def _remove(space: str) -> None:
     if space in _namespaces():
-        Node("", "", space, "").kill_all()
-        _ip("netns", "del", space)
+        try:
+            Node("", "", space, "").kill_all()
+            _ip("netns", "del", space)
+        except NodesError:
+            if space in _namespaces():  # else another process has removed it: what nobody owns each may remove
+                raise
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(NAME_FILES / space)
     with contextlib.suppress(OSError):
