@@ -31,9 +31,11 @@ if start == "0":
     victim = int((out / "begun-1-0").read_text())
     while running(victim):
         time.sleep(0.01)
+    while "; holding ranks 0, 2 for up to " not in (out / "launcher.log").read_text():
+        time.sleep(0.01)
     time.sleep(0.5 * (rank + 1))  # the time that a checkpoint takes
     note("persisted")
-    sys.exit(75)
+    os._exit(75)  # at once: what torch does at an exit takes long on a busy machine
 """
 
 
@@ -45,7 +47,8 @@ def test_survivors_of_a_kill_are_held_until_they_have_persisted_and_all_restart(
         assert job.notes("sigterm") == []
         assert [name for name in job.notes("begun") if name.endswith("-1")] == ["begun-0-1", "begun-1-1", "begun-2-1"]
         pid = job.read("begun-1-0")
-        assert f"rank 1 (pid {pid}) ended: signal SIGKILL; holding ranks 0, 2 for up to 3 s" in job.text
+        line = rf"rank 1 \(pid {pid}\) ended: signal SIGKILL; holding ranks 0, 2 for up to (3|10) s"
+        assert re.search(line, job.text), job.text  # 10: the workers' store has not answered the agent yet
         held = re.search(r"all workers on this node exited (\d+\.\d+) s after the fault", job.text)
         assert held is not None and 1.5 <= float(held[1]) < 20
         assert (

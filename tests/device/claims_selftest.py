@@ -22,7 +22,7 @@ from ttp.trainer.world import World
 
 def streams_are_judged(rank: Rank) -> None:
     """Sound ones pass however slow launches are; with one hardware queue the copy waits; an event that is done at once is seen."""
-    device_probe.BUSY_S = 0.8
+    device_probe.BUSY_S = 4.0  # longer than this process stands still
     with backend.traits(delay_us=300, alloc_syncs=1, lazy_load=1, poison=1):
         sound = device_probe.streams(rank.device)
     assert sound.status == PASSED, sound
@@ -47,7 +47,7 @@ def kernel_of_matrix_products_is_as_long(rank: Rank) -> None:
     del sim._sleep
     kernel = LongKernel(rank.device)
     began = time.perf_counter()
-    running = kernel.start(0.5)
+    running = kernel.start(4.0)
     assert not running.query()
     running.synchronize()
     assert time.perf_counter() - began > 0.1  # other processes may have taken the cores while it was measured
@@ -55,7 +55,7 @@ def kernel_of_matrix_products_is_as_long(rank: Rank) -> None:
 
 def ready_that_does_not_wait_is_seen(rank: Rank) -> None:
     """By the same hook as in the self-test's job."""
-    blocked_step.READY_S = 0.5
+    blocked_step.READY_S = 4.0
     for mistaken in (False, True):
         if mistaken:
             Lane.await_ready = lambda self: None  # type: ignore[method-assign]

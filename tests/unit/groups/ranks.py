@@ -413,15 +413,20 @@ def a_message_that_nothing_reads_any_more_writes_nothing(store: Any) -> None:
     pid = _of_rank_1(store)
     if dist.get_rank() == 1:
         sent = torch.ones(_LARGE, dtype=torch.uint8)
-        under_way = dist.isend(sent, 0)
-        signal.pause()
-        del under_way
-    memory = torch.zeros(_LARGE, dtype=torch.uint8)
-    work = dist.irecv(memory, 1)
-    while not memory[_LARGE // 100]:
-        time.sleep(0.0005)
-    os.kill(pid, signal.SIGSTOP)
-    assert not memory[-1], "the message came as a whole"
+        while True:
+            dist.send(sent, 0)
+    for _ in range(20):  # a rank 0 that is not scheduled for a moment gets a message as a whole
+        memory = torch.zeros(_LARGE, dtype=torch.uint8)
+        work = dist.irecv(memory, 1)
+        while not memory[_LARGE // 100]:
+            time.sleep(0.0005)
+        os.kill(pid, signal.SIGSTOP)
+        if not memory[-1]:
+            break
+        os.kill(pid, signal.SIGCONT)
+        assert work is not None and work.wait()
+    else:
+        raise AssertionError("each message came as a whole")
     del work
     os.kill(pid, signal.SIGKILL)
     GROUPS.close()

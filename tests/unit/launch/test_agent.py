@@ -159,7 +159,7 @@ def test_a_restart_for_another_node_does_not_count_even_if_its_ranks_left_first(
     answers: list[int], cause_known: bool, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other node's agent drained its ranks first. No such news is waited for where the controller has named a lost rank as the cause."""
-    monkeypatch.setattr(agent_module, "NEWS_S", 0.3)
+    monkeypatch.setattr(agent_module, "NEWS_S", 0.3 if answers == [0] else 30.0)
     monkeypatch.setattr(Left, "cause_known", cause_known)
     failed = RunResult(state=WorkerState.FAILED)
     monkeypatch.setattr(HoldAgent, "_ask_torch", lambda self, group: failed)

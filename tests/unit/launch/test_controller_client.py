@@ -58,7 +58,8 @@ def test_a_new_controller_under_the_same_key_receives_all_deaths_and_the_old_lin
     until(lambda: client.connected)
     client.report(death("exiting"))
     store.set(controller_key(7), "other:9000 13")
-    until(lambda: "other:9000" in switchboard.links and switchboard.links["host:8000"].closed)
+    until(lambda: "other:9000" in switchboard.links and client.connected)  # it is when the deaths were reported
+    assert switchboard.links["host:8000"].closed
     assert switchboard.links["other:9000"].reported == [(1, 71, "exiting")]
 
 
@@ -353,7 +354,8 @@ def test_who_waits_for_a_look_goes_on_when_the_store_is_lost_for_good(switchboar
     go_on.set()
     look.join(DEADLINE_S)
     assert not look.is_alive() and "does not answer (refused)" in client.unanswered
-    client.close(DEADLINE_S)  # its thread logs that afterwards
+    client.close()
+    client._threads[0].join(DEADLINE_S)  # it logs that afterwards, and `close` does not wait for a lost store's
 
 
 @pytest.fixture

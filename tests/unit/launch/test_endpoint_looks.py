@@ -120,6 +120,7 @@ def test_a_store_that_accepted_no_connection_beside_training_is_not_waited_for_a
     waiting = bench.store_failover._waiting
     assert waiting is not None
     waiting.stop()
+    waiting._thread.join(30)  # a poll that is under way would set them as well
     waiting.unanswered, waiting._window.connected = unanswered, connected
     calls: list[str] = []
     stores = bench.store_failover._stores

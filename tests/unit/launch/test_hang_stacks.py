@@ -80,10 +80,11 @@ def beat(stop=threading.Event()):
     while not stop.wait(0.001):
         Path(sys.argv[1], "beat").touch()
 threading.Thread(target=beat, daemon=True).start()
+sleep = ctypes.PyDLL(None).sleep
 def stand_in_c():
     print("held", flush=True)
     while True:
-        ctypes.PyDLL(None).sleep(1000)  # with Python's lock held: no thread of this process runs
+        sleep(1000)  # with Python's lock held: no thread of this process runs
 stand_in_c()
 """
 

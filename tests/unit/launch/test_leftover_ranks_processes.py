@@ -196,6 +196,9 @@ def test_a_stopped_rank_outlives_a_job_that_is_over_elsewhere_by_a_faults_time_o
             running.attempt.end_given_up()
         assert running.attempt.living() == [0, 1], "nothing is known of the others"
         other.publish_failed("b has failed (rank 3: signal SIGKILL)")
+        peers = running.attempt.peers
+        assert peers is not None
+        until(lambda: peers.failed, "the news")
         began_s = time.monotonic()
         while time.monotonic() - began_s < 1.5:
             running.attempt.end_given_up()

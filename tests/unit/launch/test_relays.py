@@ -161,16 +161,22 @@ def test_a_relay_that_does_not_listen_in_time_is_a_warning(
     new_relays: MakeRelays, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine. Its thread does not remain."""
-    listen = Relay._listen
+    listen, close, given_up = Relay._listen, Relay.close, threading.Event()
 
     async def listen_late(relay: Relay) -> None:
-        await asyncio.sleep(0.2)
+        while not given_up.is_set():
+            await asyncio.sleep(0.005)
         await listen(relay)
+
+    def give_up(relay: Relay) -> None:
+        given_up.set()
+        close(relay)
 
     relays = new_relays(True)
     with monkeypatch.context() as busy:
         busy.setattr(relay_module, "START_S", 0.01)
         busy.setattr(Relay, "_listen", listen_late)
+        busy.setattr(Relay, "close", give_up)
         assert relays.begin(RANKS, 2) == ""
     assert [WARNING in line for line in warnings(caplog)] == [True]
     assert "ttp-relay" not in {thread.name for thread in threading.enumerate()}

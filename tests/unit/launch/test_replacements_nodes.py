@@ -94,9 +94,12 @@ def test_other_nodes_do_not_learn_of_a_fault_that_was_recovered_from(
     assert_the_other_does_not_know(running, other)
 
 
-def test_a_lost_connection_to_the_controller_settles_nothing(on_two_nodes: tuple[RunningAttempt, PeerAgents]) -> None:
+def test_a_lost_connection_to_the_controller_settles_nothing(
+    on_two_nodes: tuple[RunningAttempt, PeerAgents], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A standby may take over, and have the rank replaced: the first one's node was this one, and its controller died with rank 0."""
     running, other = on_two_nodes
+    monkeypatch.setattr(attempt_module, "UNLED_S", 600.0)
     running.line.attached = False
     looks = running.line.looks
     until(lambda: running.line.looks > looks + 2, "the hold to look for a controller")
@@ -154,6 +157,7 @@ def test_a_node_without_a_worker_waits_for_a_standby_to_take_over(
 ) -> None:
     """Rank 0 was its only one, and has died with its controller."""
     running, _ = on_two_nodes
+    monkeypatch.setattr(attempt_module, "UNLED_S", 600.0)
     monkeypatch.setattr(attempt_module, "UNPROTECTED_S", 600.0)
     finish_a_step(running)
     running.line.attached = False

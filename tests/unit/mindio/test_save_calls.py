@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.waiting import until
+from tests.waiting import LONG_S, until
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.write import write_share
 from ttp.errors import CheckpointError
@@ -86,7 +86,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(local_save, "_bytes_written", lambda: 0)  # all ranks are one process here
     monkeypatch.setattr(save_calls, "POLL_S", 0.01)
     monkeypatch.setattr(save_calls, "_BEAT_S", 0.05)
-    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     found = Job(tmp_path)
     yield found
     found.stop()
@@ -107,8 +106,9 @@ def test_the_save_handler_runs_on_every_rank_of_each_list_and_the_rename_handler
     until(lambda: left(job.root) == [f"iter_{STEP:07d}_tmp_published"], "the call's end on every rank")
 
 
-def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job) -> None:
+def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 dies in its handler: rank 3 saves the part; what the other part has saved stays."""
+    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     dying = threading.Event()
 
     def dies() -> None:
@@ -124,7 +124,10 @@ def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job) -
     assert [call for call in job.calls if call[0] == "rename"] == [("rename", 0, ("args", STEP))]
 
 
-def test_a_rank_of_the_list_that_is_lost_costs_nothing_once_the_save_rank_is_done(job: Job) -> None:
+def test_a_rank_of_the_list_that_is_lost_costs_nothing_once_the_save_rank_is_done(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     job.frozen[2] = False  # it answers no rank
     job.publish()
     assert job.saved() == [(0, 0, [0]), (1, 1, [1, 3]), (3, 1, [1, 3])]
@@ -134,6 +137,7 @@ def test_a_handler_that_raises_on_another_rank_is_not_a_checkpoint(job: Job) -> 
     """Its reason is the publisher's, and the next publisher has all called again."""
 
     def fails() -> None:
+        until(lambda: len(job.saved()) == 3, "the other ranks' saves: they are not to come during the next call")
         raise OSError("no room for the trainer's file")
 
     job.on_save[3] = fails
@@ -146,14 +150,18 @@ def test_a_handler_that_raises_on_another_rank_is_not_a_checkpoint(job: Job) -> 
     assert job.saved() == [(0, 2, [0, 2]), (1, 1, [1, 3]), (2, 2, [0, 2]), (3, 1, [1, 3])]
 
 
-def test_a_part_of_which_no_rank_answers_cannot_be_saved(job: Job) -> None:
+def test_a_part_of_which_no_rank_answers_cannot_be_saved(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     job.frozen[1] = job.frozen[3] = False
     with pytest.raises(CheckpointError, match=r"step 3: no rank that has the model part of ranks \[1, 3\] answers"):
         job.publish()
 
 
-def test_a_rank_that_wrote_nothing_saves_where_no_writer_answers(tmp_path: Path, job: Job) -> None:
+def test_a_rank_that_wrote_nothing_saves_where_no_writer_answers(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 wrote the part's shares and is gone; rank 3 has the trainer's objects."""
+    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     call = Call.begin(tmp_path, STEP, lambda count: None)
     job.frozen[1] = False
     assert call.usable(0, PARTS, {1}, set()) == {0, 3}
@@ -161,7 +169,7 @@ def test_a_rank_that_wrote_nothing_saves_where_no_writer_answers(tmp_path: Path,
     call.end()
 
 
-def test_a_hanging_handler_of_an_earlier_publisher_is_passed_over(job: Job) -> None:
+def test_a_hanging_handler_of_an_earlier_publisher_is_passed_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 hangs in its handler, the controller gives the publisher up, and the next one has rank 3 save the part."""
     begun, hangs = threading.Event(), threading.Event()
 
@@ -180,9 +188,10 @@ def test_a_hanging_handler_of_an_earlier_publisher_is_passed_over(job: Job) -> N
 
     thread = threading.Thread(target=publish)
     thread.start()
-    begun.wait()
+    assert begun.wait(LONG_S)
     while (2, 0, [0, 2]) not in job.saved():
         time.sleep(0.01)
+    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     try:
         job.publish(2)
     finally:

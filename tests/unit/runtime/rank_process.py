@@ -23,11 +23,11 @@ def main() -> None:
     holder = NotedHolder(rank, world_size, "/nowhere")
     settings = ProcessorSettings(rank=rank, heartbeat_s=0.2, boundary_s=0.2)
     processor = Processor(settings, sys.argv[1], "job", holder, holder.gate, ProcessorOptions(watch_parent=alone))
-    processor.start()
     holder.gate.computing(1)
     holder.gate.ready(1)
     holder.gate.begin_update(1, CommitRecord(1, 1.5, 1.0, False, 1.0, (1e-3,), (2.0,)))
     holder.gate.end_update(1)
+    processor.start()  # behind the step: a fault may come as soon as the rank is registered
     if "--stuck" in sys.argv:
         logging.basicConfig(level=logging.DEBUG)
         assert processor.wait_welcomed(30.0) is not None

@@ -184,9 +184,14 @@ def test_that_nothing_was_saved_is_not_news_when_all_may_have_succeeded(
     ],
 )
 def test_why_the_ranks_leave_is_news_where_one_lives_or_has_failed(
-    new_link: OpenLink, caplog: pytest.LogCaptureFixture, exits: dict[int, str], said: bool
+    new_link: OpenLink,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    exits: dict[int, str],
+    said: bool,
 ) -> None:
     """A rank that ended early without a word may be what the others leave for. The last word on a worker counts."""
+    monkeypatch.setattr(agent_link, "RECONNECT_S", LONG_S)  # the stream stays the one of now
     caplog.set_level("INFO", "ttp.launch")
     link = new_link("127.0.0.1:1")
     for rank, how in exits.items():
@@ -198,8 +203,11 @@ def test_why_the_ranks_leave_is_news_where_one_lives_or_has_failed(
     assert ("the ranks leave: step 7 is saved" in caplog.text) == said
 
 
-def test_what_a_controller_repeats_is_logged_once(new_link: OpenLink, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_controller_repeats_is_logged_once(
+    new_link: OpenLink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent that attaches again has it repeated; what was not news at first may be news then."""
+    monkeypatch.setattr(agent_link, "RECONNECT_S", LONG_S)  # the stream stays the one of now
     caplog.set_level("INFO", "ttp.launch")
     link = new_link("127.0.0.1:1")
     until(lambda: link._stream is not None, "a stream")
@@ -287,13 +295,21 @@ def test_a_silent_rank_lives_while_the_launcher_sees_its_process_run(
 
 
 def test_the_link_asks_for_running_processes_three_times_a_lease(
-    new_controller: StartController, new_link: OpenLink
+    new_controller: StartController, new_link: OpenLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
+    looks: list[float] = []
+    vouch = AgentLink._vouch
+
+    def look(link: AgentLink, now: float) -> None:
+        looks.append(now)
+        vouch(link, now)
 
     def running() -> dict[int, int]:
-        asked.append(time.monotonic())
+        asked.append(looks[-1])  # the next one is due by this time, whenever this call comes
         return {}
+
+    monkeypatch.setattr(AgentLink, "_vouch", look)
 
     controller = new_controller(world_size=2, heartbeat_s=0.1, lease_s=1.2)
     new_link(controller.address, running)

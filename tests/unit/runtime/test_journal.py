@@ -233,6 +233,9 @@ def test_lines_wait_for_a_busy_driver_but_not_for_long(tmp_path: Path, monkeypat
     journal.driver_busy()
     for number in range(3 * journals.LINES_AT_ONCE):
         journal.write_event(0.0, number, "decided", {})
+    deadline = time.monotonic() + 30.0
+    while not journal._idle._cond._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, "the journal does not wait for the driver"
     assert not list(read_events(path)), "written while the driver was busy"
     monkeypatch.setattr(journals, "PATIENCE_S", 0.001)
     journal.driver_idle()

@@ -207,7 +207,10 @@ def test_the_status_says_where_everyone_is(new_controller: StartController, new_
     ranks = new_ranks(controller.address, 3)
     for rank in ranks:
         rank.train_to(4)
-    until(lambda: all(r.step == 4 for r in request_status(controller.address).ranks), "heartbeats of step 4")
+    until(
+        lambda: all((r.step, r.phase) == (4, Phase.DONE) for r in request_status(controller.address).ranks),
+        "heartbeats behind step 4",
+    )
     status = request_status(controller.address, job_id="job")
     assert (status.job_id, status.term, status.world_size, status.stage) == ("job", 1, 3, "running")
     assert status.pid == controller.pid and status.survives and status.published is None
@@ -462,11 +465,12 @@ def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
     controller = new_controller()
     ranks = new_ranks(controller.address, 3)
     for rank in ranks:
-        rank.train_to(100)
-        before = rank.processor.pause(60.0)
-        rank.exited.wait(0.3)
-        rank.processor.end_pause(before)
-        rank.train_to(149)
+        rank.train_to(144)
+    before = [rank.processor.pause(60.0) for rank in ranks]
+    ranks[0].exited.wait(2.0)
+    for rank, earlier in zip(ranks, before, strict=True):
+        rank.processor.end_pause(earlier)
+        rank.train_to(149)  # the step of the pause is among the newest 8
 
     def beats() -> dict[int, list[Heartbeat]]:
         inputs = [event for _, event in read_inputs(inputs_path(tmp_path / "journal0.jsonl")).inputs]
@@ -481,4 +485,4 @@ def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
     )
     for reported in beats().values():
         times_s = [seconds for beat in reported for seconds in beat.step_times_s]
-        assert 8 <= len(times_s) <= 8 * len(reported) and max(times_s) < 0.3
+        assert 8 <= len(times_s) <= 8 * len(reported) and max(times_s) < 2.0

@@ -220,9 +220,9 @@ def test_a_rank_that_came_back_on_a_new_stream_is_not_lost_with_the_old_one(chan
     while attached(channel) != [True, True, False]:
         pass
     new = RawStream(channel)
-    new.say(registration(0))
+    new.say(registration(0), Heartbeat(0, Phase.COMPUTE, 7))
     keeper.say(registration(2))
-    while attached(channel) != [True, True, True]:
+    while attached(channel) != [True, True, True] or request_status(channel.address).ranks[0].step != 7:  # type: ignore[attr-defined]
         pass
     old.end()
     while attached(channel)[1]:
