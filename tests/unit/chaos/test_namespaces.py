@@ -11,7 +11,7 @@ from ttp.chaos.nodes.namespaces import NodesError, remove_orphans
 
 
 @pytest.mark.parametrize("meanwhile", [True, False])
-def test_an_orphan_that_another_harness_removes_meanwhile_is_no_error(
+def test_an_orphan_may_be_removed_by_another_harness_meanwhile(
     meanwhile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`meanwhile`: it is gone when this one comes to it; else it cannot be removed, and that is said."""

@@ -385,7 +385,7 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
     GROUPS.replaceable = True  # as ttp.init_process_group says
     assert agreed("shards", ["a", "b"]) == ["a", "b"] and agreed("own", dist.get_rank(), half) == dist.get_rank()
     dist.barrier()
-    if dist.get_rank() == 1:
+    if (rank := dist.get_rank()) == 1:
         dist.destroy_process_group()
         os.environ["TTP_VACANT"] = "7"
         init_process_group("gloo")
@@ -401,32 +401,26 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
             assert "this process takes a lost one's place, and nothing is not in the job's store" in str(error)
         assert not asked
         os.environ["TTP_VACANT"] = ""
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=1, world_size=2)
-    else:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=0, world_size=2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=c10d.PrefixStore("again", store), rank=rank, world_size=2)
 
 
 def a_message_that_nothing_reads_any_more_writes_nothing(store: Any) -> None:
     """Rank 1 is killed half way through a message whose memory rank 0 has let go of: gloo keeps that connection open, and reads it never again."""
     pid = _of_rank_1(store)
-    if dist.get_rank() == 1:
-        sent = torch.ones(_LARGE, dtype=torch.uint8)
-        while True:
-            dist.send(sent, 0)
+    while dist.get_rank() == 1:
+        dist.send(torch.ones(_LARGE, dtype=torch.uint8), 0)
     for _ in range(20):  # a rank 0 that is not scheduled for a moment gets a message as a whole
         memory = torch.zeros(_LARGE, dtype=torch.uint8)
-        work = dist.irecv(memory, 1)
+        work: Any = dist.irecv(memory, 1)
         while not memory[_LARGE // 100]:
             time.sleep(0.0005)
         os.kill(pid, signal.SIGSTOP)
         if not memory[-1]:
             break
         os.kill(pid, signal.SIGCONT)
-        assert work is not None and work.wait()
-    else:
-        raise AssertionError("each message came as a whole")
+        work.wait()
+    assert not memory[-1], "each message came as a whole"
     del work
     os.kill(pid, signal.SIGKILL)
     GROUPS.close()

@@ -324,7 +324,7 @@ def _remove(space: str) -> None:
             Node("", "", space, "").kill_all()
             _ip("netns", "del", space)
         except NodesError:
-            if space in _namespaces():  # else another process has removed it: what nobody owns each may remove
+            if space in _namespaces():  # else another harness that found it has removed it
                 raise
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(NAME_FILES / space)
