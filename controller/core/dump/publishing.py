@@ -78,10 +78,11 @@ def _advance(state: StateAt[Ordered], now: float, out: list[Effect]) -> Controll
 def _without_node(
     state: StateAt[Ordered], place: str, ranks: list[int], now: float, out: list[Effect]
 ) -> ControllerState:
-    """What a node wrote in this directory cannot be published there."""
+    """What a node wrote in this directory cannot be published there. A rank without the step, which could not publish in any, has shown nothing of it: it may
+    write another step there."""
     dump = state.at.dump
     last = dump.errors[-1] if dump.errors else f"{dump.directories[dump.attempt]}: no answer"
-    return _written_anew(state, ranks, f"node {place} could not publish: {last}", now, out)
+    return _written_anew(state, dump.able.intersection(ranks), f"node {place} could not publish: {last}", now, out)
 
 
 def _torn(state: StateAt[Publishing], writers: Set[int], why: str, now: float, out: list[Effect]) -> ControllerState:

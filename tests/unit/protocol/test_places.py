@@ -7,7 +7,7 @@ import pytest
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import killed
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import Freezing, Stage
 from ttp.proto.messages import Freeze, Phase, Published, PublishOrder, WriteOrder, Written
 
 HOSTS = ("a", "a", "b", "b")
@@ -108,6 +108,19 @@ def test_a_node_that_cannot_publish_vetoes_nothing() -> None:
     assert sorted(job.sent(PublishOrder)) == [0]
     job.say(Published(0, 2, 6, "/a/iter_0000006"))
     assert job.at(Stage.EXITING) and not job.logged("refused")
+
+
+def test_a_rank_without_the_step_shows_nothing_of_a_directory_that_it_cannot_publish_in() -> None:
+    """Rank 2 is a step behind. It is asked as the last one of its node, and may write its own step there later (seed 4500646563)."""
+    job = ControllerBench(assembled=False, local_dirs=True)
+    for rank, host in enumerate(HOSTS):
+        job.say(registration(rank, host=host))
+    job.say(killed(1), *(report(rank, 1, Phase.COMPUTE, 7) for rank in (0, 3)), report(2, 1, Phase.COMPUTE, 6))
+    job.all_write(job.orders())
+    job.say(failed(3, job.sent(PublishOrder)[3]))
+    job.say(failed(2, job.sent(PublishOrder)[2]))
+    assert "node b could not publish: /a: rank 2: " in job.logged("replanned")[0]["reason"]
+    assert isinstance(job.state.at, Freezing) and job.state.at.fault.unfit == {("/a", 3)}
 
 
 def test_a_node_that_cannot_publish_writes_in_the_next_directory_where_it_is_needed() -> None:
