@@ -9,13 +9,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from tests.unit.launch.agent_jobs import RunningJob, running_job
-from tests.waiting import until
+from tests.waiting import LONG_S, until
 from ttp.exchange.discovery import log_dir_key
 from ttp.fork_server.client import Program
 from ttp.fork_server.forked_process import ForkedChild
@@ -84,7 +85,8 @@ def test_an_order_may_overtake_the_death_that_it_answers(job: RunningJob, monkey
             until(lambda: waits.is_set() or bool(job.line.refusals), "the order to be taken")
 
     def note(timeout_s: float, is_true: Callable[[dict[int, Death]], bool]) -> bool:
-        waits.set()
+        if threading.current_thread().name == "ttp-replacements":
+            waits.set()
         return wait(timeout_s, is_true)
 
     monkeypatch.setattr(watch, "_report", report_slowly)
@@ -92,7 +94,40 @@ def test_an_order_may_overtake_the_death_that_it_answers(job: RunningJob, monkey
     first = job.pids[1]
     job.kill(1)
     until(lambda: bool(job.line.refusals) or job.attempt.pids[1] != first, "an answer")
-    assert job.attempt.pids[1] == job.process(1, first) and job.line.refusals == []
+    assert job.line.refusals == [] and job.attempt.pids[1] == job.process(1, first)
+
+
+def test_a_death_that_is_shown_between_the_two_looks_is_seen(job: RunningJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small process is seen to begin to exit and to have ended at once: then it is in one of the two lists at a time."""
+    watch = job.attempt._watch
+    report, asked = watch._report, threading.Event()
+
+    def report_slowly(death: Death) -> None:
+        report(death)
+        if not asked.is_set():
+            assert death.settled
+            job.order(1, freeze_id=7)
+            assert asked.wait(LONG_S)
+
+    def between(real: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            found = real()
+            if threading.current_thread().name == "ttp-replacements" and not asked.is_set():
+                asked.set()
+                until(lambda: 1 in watch._deaths and watch._deaths[1].settled, "the death to be shown")
+            return found
+
+        return call
+
+    monkeypatch.setattr(watch, "_report", report_slowly)
+    monkeypatch.setattr(watch, "deaths", between(watch.deaths))
+    monkeypatch.setattr(watch, "begun", between(watch.begun))
+    first = job.pids[1]
+    with watch._changed:  # the watch looks only once the process has ended
+        os.kill(first, signal.SIGKILL)
+        until(lambda: exit_status(first) is not None, "its end")
+    until(lambda: bool(job.line.refusals) or job.attempt.pids[1] != first, "an answer")
+    assert job.line.refusals == [] and job.attempt.pids[1] == job.process(1, first)
 
 
 @contextlib.contextmanager

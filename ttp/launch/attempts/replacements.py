@@ -270,7 +270,8 @@ class Replacements:
     def _end_first(self, order: Replace) -> float:
         """See the process that is replaced end, and end it if that is the order; return when its end was seen first. Raises _Refused."""
         rank, now = order.rank, self._pids[order.rank]
-        ended = rank in self._watch.deaths() or rank in self._watch.begun()  # a death is reported before it is shown
+        # A death is reported before it is shown. One that is shown between these two looks is seen by the second.
+        ended = rank in self._watch.begun() or rank in self._watch.deaths()
         if order.pid not in (0, now):
             raise _Refused(f"process {order.pid} was to be ended, rank {rank} is process {now}")
         if not order.pid and not ended:
