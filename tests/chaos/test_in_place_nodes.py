@@ -83,9 +83,8 @@ def test_ranks_killed_on_each_node_in_turn_are_replaced_there(
 
 def test_the_only_rank_of_a_node_is_replaced_there(tmp_path: Path, nodes: MakeNodes, whole_job: RunJob) -> None:
     """Its agent waits for the controller's order with no process to watch. Rank 0, too, which the others had met at first."""
-    slow = (
-        "slow:rank=1,step=6,point=backward,for=3"  # both agents know the controller and that a step has ended by then
-    )
+    # Both agents know the controller, and that a step has ended, when rank 1 is killed.
+    slow = "slow:rank=1,step=6,point=backward,for=3"
     faults = f"{slow};kill:rank=1,step=7,point=ready;kill:rank=0,step=14,point=gathering"
     with start(tmp_path / "job", nodes(2), 1, faults=faults) as job:
         finish(job)

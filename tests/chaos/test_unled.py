@@ -111,7 +111,7 @@ UNPROTECTED = """
 note("begun")
 if rank == 1 and start == "0":
     await_file("begun-0-0")
-    time.sleep(5)  # until the workers' store has answered the agent, which nothing here shows: before, it knows of no rank whether it called ttp
+    time.sleep(5)  # Nothing here shows when the workers' store answers the agent: before, it does not know whether a rank has called ttp.
     sys.exit(3)
 if start == "0":
     time.sleep(600)

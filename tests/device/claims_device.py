@@ -263,5 +263,5 @@ def synchronisations_are_counted(rank: Rank) -> None:
     torch.empty(4).copy_(y, non_blocking=True)  # into pageable memory
     torch.tensor([1.0], device=rank.device)  # from pageable memory
     assert backend.counts()["syncs"] == before + 5
-    backend.sleep(LONG_S)
+    backend.sleep(5.0)  # longer than this process stands still; its end waits for it
     assert not sim.current_stream().query(), "it was waited for"

@@ -203,7 +203,7 @@ def _outcome(scenario: Scenario) -> list[str]:
     returned = {fields["rank"] for fields in events(job, "rank_finished")}
     if not refused and through == job.ranks and all(rank.released or rank.rank in returned for rank in job.ranks):
         return []  # some of them were killed on their way out
-    if _saved_by_the_replaced(job):
+    if not refused and _saved_by_the_replaced(job):
         return []
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
@@ -294,14 +294,16 @@ def _kept_apart(job: Job, verdict_s: float) -> bool:
 
 def _away_among_troubles(job: Job, since_s: float, until_s: float, kinds: Collection[str]) -> bool:
     """True when between these moments a controller was away twice, or once while something of these kinds had just acted. One whose clock is behind for a
-    lease sends nothing meanwhile: its ranks leave it."""
+    lease sends nothing by itself meanwhile, and its ranks leave it: it is away too."""
     lease_s = job.times.lease_s
     absences = [
         (began_s, ended_s)
         for controller in job.controllers
-        for began_s, ended_s in (*controller.absences, *controller.leaps)
+        for began_s, ended_s in (
+            *controller.absences,
+            *(leap for leap in controller.leaps if leap[1] - leap[0] >= lease_s),
+        )
         if began_s <= until_s and ended_s >= since_s
-        if (began_s, ended_s) not in controller.leaps or ended_s - began_s >= lease_s
     ]
     just_then = any(
         began_s - lease_s <= strike.at_s <= ended_s

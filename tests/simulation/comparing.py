@@ -49,7 +49,9 @@ class Comparing:
         self.known_of: set[str] = set()
         """Of which shard groups."""
         self._unknowing: set[int] = set()
-        """Steps that processes on nodes that were given up have published."""
+        """Steps that only processes on nodes that were given up have published."""
+        self._by_own: set[int] = set()
+        """Steps that others have."""
         self._read: dict[tuple[str, int, int], dict[str, int]] = {}
         """By look, generation and rank, what the rank has read."""
 
@@ -182,10 +184,12 @@ class Comparing:
     def publishes(self, process: Rank, step: int) -> None:
         """A process does, one on a node that was given up perhaps: what it has is of an earlier generation, and what the others have found since it does not
         know."""
-        if process in self._job.in_place.former:
-            self._unknowing.add(step)
-        else:
+        if process not in self._job.in_place.former:
+            self._by_own.add(step)
+            self._unknowing.discard(step)
             self.published_knowing |= self.known
+        elif step not in self._by_own:
+            self._unknowing.add(step)
 
     def wrong_part(self, group: str, published: int = -1) -> str:
         """Say what it means that a part is not that of a fault-free run; empty: no rank could know. `published`: the step, of one on disk."""

@@ -479,7 +479,9 @@ class Controller:
     def jump(self, seconds: float) -> None:
         """Its clock leaps."""
         self.job.note(f"the clock of controller c{self.place} leaps by {seconds:.3f} s")
-        self.leaps.append((self.job.scheduler.now, self.job.scheduler.now + max(0.0, -seconds)))
+        now = self.job.scheduler.now
+        level_s = max([now, *(ended_s for _, ended_s in self.leaps)]) - seconds
+        self.leaps = [*((began_s, min(ended_s, now)) for began_s, ended_s in self.leaps), (now, max(now, level_s))]
         self.ahead_s += seconds
         self._tick_at = inf
         if not self.gone:

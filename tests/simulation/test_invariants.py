@@ -480,3 +480,19 @@ def test_processes_in_whose_places_others_are_may_save_where_none_that_counts_ha
         ranks=ranks, killed={1: 2.5}, controllers=[SimpleNamespace(led_none=led_none, over=over)]
     )
     assert _saved_by_the_replaced(job) is excused
+
+
+@pytest.mark.parametrize("seed", [4500020783, 4500037996, 4500240781, 4500299707])
+def test_a_job_that_was_judged_wrongly_is_not_any_more(seed: int) -> None:
+    """A change of the simulation makes it another job: then the tests of the rules remain."""
+    assert not violations(build(seed))
+
+
+def test_a_clock_that_leaps_twice_is_behind_by_both() -> None:
+    controller = build(1, even(4), faults=False).job.controllers[0]
+    scheduler = controller.job.scheduler
+    for scheduler.now, leap_s in ((0.0, -1.0), (0.5, -1.0), (1.0, 1.7)):
+        controller.jump(leap_s)
+    assert controller.leaps == [(0.0, 0.5), (0.5, 1.0), (1.0, 1.0)]
+    controller.jump(-1.0)
+    assert controller.leaps[-1] == (1.0, 2.0)

@@ -272,7 +272,7 @@ def test_survivors_are_held_for_three_leases_of_their_lost_controller(
 
     looked()  # it counts from here
     led.line.attached = False
-    looked()  # no look from before has its conclusion outstanding
+    looked()  # every look that began before has ended
     now_s += 2.5 * attempt_module.UNLED_S
     looked()
     assert led.held.is_alive() and led.attempt.living() == [0]

@@ -143,7 +143,9 @@ def test_a_spare_is_checked_before_it_takes_a_place(monkeypatch: pytest.MonkeyPa
     """Not before it is needed. Until the verdict it keeps its turn, and the others are not disturbed."""
     monkeypatch.setattr(waiting_spare, "ROUND_S", 0.02)
     monkeypatch.setattr(waiting_spare, "LOST_S", 0.3)
-    monkeypatch.setattr(waiting_spare, "Silence", lambda lost_s: Silence(1e9))  # a sick node is gone at once
+    monkeypatch.setattr(
+        waiting_spare, "Silence", lambda lost_s: Silence(1e9)
+    )  # none is lost for its silence: a sick one is gone at once
     place = free_place()
     server = serve(place)
     server.set(epoch_key(""), "1")

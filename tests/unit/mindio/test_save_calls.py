@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,8 +188,7 @@ def test_a_hanging_handler_of_an_earlier_publisher_is_passed_over(job: Job, monk
     thread = threading.Thread(target=publish)
     thread.start()
     assert begun.wait(LONG_S)
-    while (2, 0, [0, 2]) not in job.saved():
-        time.sleep(0.01)
+    until(lambda: (2, 0, [0, 2]) in job.saved(), "rank 2's save")
     monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
     try:
         job.publish(2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from ttp.controller import journal as journals
 from ttp.controller.core.facts.events import ControllerSettings, Event, HeartbeatBatch, Received, StreamClosed, Tick
 from ttp.controller.core.facts.state import Gathering
@@ -233,9 +234,7 @@ def test_lines_wait_for_a_busy_driver_but_not_for_long(tmp_path: Path, monkeypat
     journal.driver_busy()
     for number in range(3 * journals.LINES_AT_ONCE):
         journal.write_event(0.0, number, "decided", {})
-    deadline = time.monotonic() + 30.0
-    while not journal._idle._cond._waiters:  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline, "the journal does not wait for the driver"
+    until(lambda: bool(journal._idle._cond._waiters), "the journal to wait for the driver")  # type: ignore[attr-defined]
     assert not list(read_events(path)), "written while the driver was busy"
     monkeypatch.setattr(journals, "PATIENCE_S", 0.001)
     journal.driver_idle()

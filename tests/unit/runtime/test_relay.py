@@ -119,9 +119,7 @@ def test_ranks_share_one_connection_and_one_that_leaves_takes_no_other_along(
     again.registers()
     until(lambda: attached(controller) == [True, True, True], "it is back")
     assert not callers[0].closed.is_set() and not callers[2].closed.is_set()
-    until(
-        lambda: connections(controller) == before + 1, "the connection of the last look at the status is closed later"
-    )
+    until(lambda: connections(controller) == before + 1, "one connection more: that of the last look ends by itself")
     for caller in (callers[0], callers[2], again):
         caller.stream.close()
     until(lambda: connections(controller) == before, "the connection ends with its last stream")

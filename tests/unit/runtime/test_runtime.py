@@ -461,7 +461,7 @@ def test_no_record_is_needed_where_no_rank_began(new_controller: StartController
 def test_heartbeats_carry_the_count_of_finished_steps_and_the_newest_times(
     new_controller: StartController, new_ranks: StartRanks, tmp_path: Path
 ) -> None:
-    """149 steps within a heartbeat or two. What a rank does in an announced pause is not part of its step."""
+    """The newest eight of 149 steps, a pause among them. What a rank does in an announced pause is not part of its step."""
     controller = new_controller()
     ranks = new_ranks(controller.address, 3)
     for rank in ranks:
