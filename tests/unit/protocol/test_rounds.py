@@ -67,13 +67,19 @@ def test_a_report_said_twice_counts_once() -> None:
     assert job.at(Stage.WRITING)
 
 
-def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
-    """Rank 0 never answers its roll-forward, and its partner is dead: asked again, the others decide without it."""
+def found_stuck() -> ControllerBench:
+    """Rank 2 is dead, and rank 0 has not answered its roll-forward in time: all are asked again."""
     job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=60.0)
     job.say(killed(2))
     job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
     assert sorted(job.sent(RollForward)) == [0]
     job.wait(5.1)
+    return job
+
+
+def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
+    """Rank 0 never answers its roll-forward, and its partner is dead: asked again, the others decide without it."""
+    job = found_stuck()
     assert job.at(Stage.FREEZING) and job.state.freeze_id == 2
     job.say(report(0, 2, READY, 7))
     assert job.at(Stage.FREEZING)
@@ -83,19 +89,13 @@ def test_a_rank_found_stuck_is_not_waited_for_in_the_next_round() -> None:
 
 def test_a_stuck_rank_is_not_named_silent() -> None:
     """It was not asked in this round."""
-    job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=60.0)
-    job.say(killed(2))
-    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
-    job.wait(5.1)
+    job = found_stuck()
     job.say(report(1, 2, DONE, 7), report(3, 2, DONE, 7))
     assert [line["silent"] for line in job.logged("frozen")] == [(), ()]
 
 
 def test_a_stuck_ranks_report_is_not_taken_for_an_awaited_one() -> None:
-    job = ControllerBench(progress_timeout_s=5.0, freeze_timeout_s=60.0)
-    job.say(killed(2))
-    job.say(report(0, 1, READY, 7), report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
-    job.wait(5.1)
+    job = found_stuck()
     job.say(report(1, 2, DONE, 7), report(0, 2, READY, 7))
     assert job.at(Stage.FREEZING), "rank 3 has not reported"
 
