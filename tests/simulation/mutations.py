@@ -104,6 +104,7 @@ class Mutation:
     """How a violation begins that shows it."""
     jobs: Callable[[int], Scenario] = build
     base: int = 0
+    """The first seed: 0, or one somewhat before the first that shows it, where earlier ones would take seconds."""
     within: int = 200
     """Seeds, from `base` on."""
 
@@ -130,7 +131,7 @@ MUTATIONS = (
     Mutation("an earlier step's result is believed", ranks.only_participants_are_counted, ("I6",), aborted_collectives, within=20),
     # Writing and publishing.
     Mutation("published before every part is written", controllers.publishes_before_all_is_written, ("I5",)),
-    Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I12",)),
+    Mutation("published under the number of the step before", controllers.publishes_as_an_older_step, ("I12",), base=160),
     Mutation("the checkpoint has another step's record", controllers.publishes_an_older_record, ("I12",), within=20),
     Mutation("a replaced writer's late answer counts as well", controllers.lost_writers_answer_counts, ("I5",)),
     Mutation("a part is ordered from two holders", controllers.shard_written_twice, ("I5",)),
@@ -145,26 +146,27 @@ MUTATIONS = (
     Mutation("the leap of a deaf controller's clock counts as silence", controllers.a_leap_of_the_clock_counts_as_silence, ("I9",), deaf_while_its_clock_leaps, within=20),
     Mutation("one rank's disk vetoes the directory", controllers.one_ranks_disk_vetoes_the_directory, ("I9: /a serves",), within=600),
     # Directories of each host's own.
+    Mutation("a refusal takes the directory from a rank that has another step", pieces.refusal_takes_the_directory, ("I9",), base=4500646563, within=1),
     Mutation("published when the first of several hosts has", pieces.published_after_the_first_place, ("I1",), each_publishes_its_piece, within=20),
     Mutation("what a lost host had written is not written again", pieces.lost_hosts_files_are_not_written_again, ("I1",), host_dies_with_its_files, within=20),
     Mutation("a host's piece is ordered from another host", pieces.publisher_of_another_host, ("I9", "I11", RAISED), each_publishes_its_piece, within=20),
     Mutation("a piece of an earlier write counts", pieces.piece_of_an_earlier_write_counts, ("I1",), host_dies_with_its_files, within=20),
     Mutation("a piece is removed for a later one", ranks.earlier_piece_is_removed, ("I8",), host_dies_with_its_files, within=20),
     Mutation("a lower term's piece takes the place of a higher one's", ranks.late_publisher_of_a_lower_term_supersedes, ("I8",), publisher_comes_back, within=20),
-    Mutation("a piece is published with a torn file", ranks.piece_without_looking_at_sizes, ("I5",), within=600),
+    Mutation("a piece is published with a torn file", ranks.piece_without_looking_at_sizes, ("I5",), base=160),
     # Reports, suspicions, thaws.
-    Mutation("the freeze's number is not checked on reports", controllers.old_reports_count, ("I3", "I5", "I6"), late_reports, base=100),
+    Mutation("the freeze's number is not checked on reports", controllers.old_reports_count, ("I3", "I5", "I6"), late_reports, base=290),
     Mutation("the step is decided before all have reported", controllers.decides_without_all_reports, ("I9", "I6", "I3")),
     Mutation("only some ranks are thawed", controllers.thaws_some, ("I7", "I11")),
     Mutation("a rank that never began is welcomed before the takeover", controllers.who_never_began_is_welcomed_while_ranks_are_gathered, ("I9",), of_the_first_welcome, within=60),
     Mutation("a silent rank is never dead", controllers.never_sees_silence, ("I11",)),
-    Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",)),
+    Mutation("a suspicion is taken for a death", controllers.suspicion_is_death, ("I7",), base=120),
     Mutation("a slow rank is taken for a hang", controllers.one_lease_for_a_hang, ("I7",), slow_step),
     Mutation("a job never assembles", controllers.no_job_assembles, ("I11",), within=20),
-    Mutation("a hang is not disproved by a rank that progressed", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=190),
+    Mutation("a hang is not disproved by a rank that progressed", controllers.hang_without_proof, ("I7",), slower_than_the_limit, base=350),
     Mutation("a pause that was announced is taken for a hang", controllers.pauses_are_ignored, ("I7",), pauses_for_longer_than_a_hang, within=20),
     Mutation("relayed heartbeats renew no lease", controllers.beats_renew_no_lease, ("I7",), calm_with_relayed_beats, within=20),
-    Mutation("a new process is taken for the old", controllers.new_process_is_taken_for_the_old, ("I11: rank",), within=600),
+    Mutation("a new process is taken for the old", controllers.new_process_is_taken_for_the_old, ("I11: rank",), base=160),
     # Ranks that are silent.
     Mutation("a rank that came back late in a round has less time to answer", liveness.who_attached_late_is_not_waited_for, ("I9",), attaches_again_late_in_a_round, within=60),
     Mutation("local copies of an older step are taken at once", liveness.an_older_step_is_taken_at_once, ("I6",), attaches_again_late_with_the_newest_step, base=2, within=15),
@@ -214,7 +216,7 @@ MUTATIONS = (
     Mutation("a controller goes on after its end", adapters.a_finished_controller_goes_on, ("I11",), within=20),
     Mutation("a controller does not beat", adapters.controllers_do_not_beat, ("I7",)),
     Mutation("a written share is linked for another step", adapters.shares_of_another_step_are_linked, ("I3",), step_changes_in_the_dump, within=20),
-    Mutation("a written share is linked with parts that are another rank's now", adapters.shares_with_other_parts_are_linked, ("I5",), within=600),
+    Mutation("a written share is linked with parts that are another rank's now", adapters.shares_with_other_parts_are_linked, ("I5",), base=120),
     Mutation("linked shares are not reported", adapters.linked_shares_are_not_reported, ("I5",), within=60),
     # Two orders, two freezes, two controllers.
     Mutation("of a writer with two orders the second one's parts are not written", memories.second_order_is_lost_with_its_writer, ("I5",), parts_handed_on, within=20),
@@ -301,7 +303,7 @@ MUTATIONS = (
     Mutation("faults that are refused are not reported", memories.refused_faults_are_not_reported, ("I15",), within=60),
     Mutation("a report counts steps as lost that were saved", memories.steps_before_the_saved_one_count_as_lost, ("I15",), within=60),
     Mutation("a report of a restart names no checkpoint of an earlier recovery", recoveries.published_step_is_forgotten_behind_a_recovery, ("I15",), published_first.all_die_behind_it, within=20),
-    Mutation("a report of a restart names no checkpoint that was reported in an earlier round", memories.checkpoints_of_an_earlier_round_are_forgotten, ("I15",), within=200),
+    Mutation("a report of a restart names no checkpoint that was reported in an earlier round", memories.checkpoints_of_an_earlier_round_are_forgotten, ("I15",), base=80),
     Mutation("ranks report no checkpoint", adapters.reports_name_no_checkpoint, ("I15",), within=60),
     # Orders.
     Mutation("an order that is said again is carried out again", ranks.orders_are_carried_out_twice, (RAISED,), order_said_again),

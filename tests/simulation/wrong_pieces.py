@@ -78,6 +78,15 @@ def piece_of_an_earlier_write_counts(patch: Patch) -> None:
     patch.setattr(stages, "start_publishing", wrong)
 
 
+def refusal_takes_the_directory(patch: Patch) -> None:
+    """A rank that could not publish a step that it has not writes no other step there either."""
+
+    def wrong(state: Any, place: str, ranks: list[int], now: float, out: Any) -> Any:
+        return publishing._written_anew(state, ranks, f"node {place} could not publish", now, out)
+
+    patch.setattr(publishing, "_without_node", wrong)
+
+
 def _on_published(patch: Patch, wrong: Any) -> None:
     for stage in (Writing, Publishing):
         patch.setitem(TABLES[stage].on, Published, wrong)

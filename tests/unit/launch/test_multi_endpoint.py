@@ -299,7 +299,7 @@ def test_a_join_that_hangs_on_a_lost_store_goes_on_at_the_next_place() -> None:
 
 
 def test_a_lost_store_does_not_disturb_the_workers() -> None:
-    """The question how many nodes wait is answered at once, with none, whatever becomes of the asking."""
+    """The question how many nodes wait is answered at once: with what was last known while the asking hangs, with none once it has failed."""
     place = free_place()
     server = serve(place)
     bench = Bench(place)
@@ -308,17 +308,23 @@ def test_a_lost_store_does_not_disturb_the_workers() -> None:
     bench.made[0].waiting = lambda: 2
     bench.made[0].joined.set()
     until(lambda: bool(came) and bench.store_failover.num_nodes_waiting() == 2)
+    asked, answer = threading.Event(), threading.Event()
+
+    def hangs() -> int:
+        asked.set()
+        answer.wait(60)
+        return 2
 
     def lost() -> int:
         raise RendezvousConnectionError("gone")
 
-    bench.made[0].waiting = lost
-    until(lambda: bench.store_failover.num_nodes_waiting() == 0)
-    never = threading.Event()
-    bench.made[0].waiting = lambda: int(never.wait(60))
+    bench.made[0].waiting = hangs
+    assert asked.wait(60)
     began = time.monotonic()
-    assert bench.store_failover.num_nodes_waiting() == 0 and time.monotonic() - began < 30, "it waited for the answer"
-    never.set()
+    assert bench.store_failover.num_nodes_waiting() == 2 and time.monotonic() - began < 30, "it waited for the answer"
+    bench.made[0].waiting = lost
+    answer.set()
+    until(lambda: bench.store_failover.num_nodes_waiting() == 0)
     bench.store_failover.shutdown()
     assert server
 

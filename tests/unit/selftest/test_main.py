@@ -107,7 +107,7 @@ def test_when_the_time_is_over_the_report_is_incomplete(tmp_path: Path, capsys: 
 def test_a_job_that_runs_when_the_time_is_over_is_ended(tmp_path: Path) -> None:
     """With all its processes."""
     checks: list[Check] = []
-    jobs = Jobs(tmp_path, "cpu", 2, 1, 0, (), open_console(), time.monotonic() + 1.0)
+    jobs = Jobs(tmp_path, "cpu", 2, 1, 0, (), open_console(), time.monotonic() + 3.0)
     command._run_jobs(open_console(), jobs, checks)
     assert (tmp_path / "killed" / "console.log").exists() and len(checks) == 7
     assert {check.status for check in checks} == {NOT_RUN}
