@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import cast
 
 from tests.simulation.disk import File, Manifest
@@ -41,11 +42,16 @@ def wrong_step(job: Job, path: str, step: int, committed: int) -> list[str]:
 
 def _given_up_with_its_node(job: Job, step: int) -> bool:
     """Say whether only processes have come to a step, or have its record, whose nodes were given up before: the others have left it to make their
-    groups again."""
-    lost = {line.fields["lost"] for _, line in job.journal if line.event == "take_places_sent"}
+    groups again. One that had ended by then does not count where none of them had reported the record."""
+    lost_s = {line.fields["lost"]: at for at, line in reversed(job.journal) if line.event == "take_places_sent"}
+    first_s = min(lost_s.values(), default=inf)
+    known = any(
+        step in cast(tuple[int, ...], line.fields.get("records", ())) for at, line in job.journal if at <= first_s
+    )
     everybody = (*job.ranks, *job.in_place.former)
     there = [p for p in everybody if p.gate.state_step >= step or any(one.step >= step for one in p.gate.records)]
-    return bool(there) and all(f"host{process.node}" in lost for process in there)
+    counted = [process for process in there if known or process.ended_s > first_s]
+    return bool(counted) and all(f"host{process.node}" in lost_s for process in counted)
 
 
 def wrong_record(job: Job, path: str, step: int, manifest: Manifest) -> list[str]:

@@ -18,7 +18,6 @@ from tests.simulation.checks import (
     unprotected,
     violations,
 )
-from tests.simulation.contents import _given_up_with_its_node
 from tests.simulation.disk import OLDER_STEP, Disk, File, Manifest, final_name
 from tests.simulation.faults import KINDS
 from tests.simulation.in_place import InPlace
@@ -302,33 +301,6 @@ def test_frozen_ranks_that_gave_up_before_another_controller_came_are_not_held_a
     scenario = build(2000607975)
     assert not violations(scenario)
     assert [rank.gave_up for rank in scenario.job.ranks] == [False, True, True, True]
-
-
-@pytest.mark.parametrize(
-    ("state_steps", "recorded", "lost", "excused"),
-    [
-        ((4, 4, 5), 3, True, True),  # the process of the lost node has come to it
-        ((4, 4, 4), 2, True, True),  # or has its record, and leads the job as it comes back: seed 2001125057
-        ((4, 4, 4), 2, False, False),
-        ((4, 5, 5), 3, True, False),
-        ((4, 4, 4), 3, True, False),
-    ],
-)
-def test_a_step_that_all_others_have_left_is_not_missed_where_it_is_on_a_node_that_was_given_up(
-    state_steps: tuple[int, ...], recorded: int, lost: bool, excused: bool
-) -> None:
-    """`recorded`: whose process has the record of step 5; 3: none has. They cannot roll forward any more."""
-
-    def process(rank: int, state_step: int) -> Any:
-        records = (SimpleNamespace(step=5),) if rank == recorded else ()
-        return SimpleNamespace(node=rank, gate=SimpleNamespace(state_step=state_step, records=records))
-
-    first, second, last = (process(rank, state_step) for rank, state_step in enumerate(state_steps))
-    given_up = SimpleNamespace(event="take_places_sent", fields={"lost": "host2"})
-    job: Any = SimpleNamespace(
-        ranks=(first, second), in_place=SimpleNamespace(former=(last,)), journal=[(1.0, given_up)] if lost else []
-    )
-    assert _given_up_with_its_node(job, 5) is excused
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.simulation import arranged_seats as arranged
-from tests.simulation.checks import run_and_check
+from tests.simulation.checks import run_and_check, violations
+from tests.simulation.contents import _given_up_with_its_node
 from tests.simulation.job import Job
 from tests.simulation.scenario import Scenario, build
 from tests.simulation.truth import events
@@ -127,3 +131,48 @@ def test_random_jobs_give_the_places_of_lost_nodes_away() -> None:
         assert not found, f"seed {scenario.seed}: {found}"
         seated += bool(events(scenario.job, "take_places_sent"))
     assert len(scenarios) > 50 and seated > len(scenarios) / 12, (seated, len(scenarios))
+
+
+@pytest.mark.parametrize(
+    ("state_steps", "recorded", "lost", "others_end_s", "reported", "excused"),
+    [
+        ((4, 4, 5), 3, True, inf, (4,), True),  # the process of the lost node has come to it
+        ((4, 4, 4), 2, True, inf, (4,), True),  # or has its record, and leads the job as it comes back: seed 2001125057
+        ((4, 4, 4), 2, False, inf, (4,), False),
+        ((4, 5, 5), 3, True, inf, (4,), False),
+        ((4, 5, 5), 3, True, 0.5, (4,), True),  # the other one that had come to it was dead by then: seed 4700129432
+        ((4, 5, 5), 3, True, 0.5, (4, 5), False),
+        ((4, 5, 5), 3, True, 1.5, (4,), False),
+        ((4, 4, 4), 3, True, inf, (4,), False),
+    ],
+)
+def test_a_step_that_all_others_have_left_is_not_missed_where_it_is_on_a_node_that_was_given_up(
+    state_steps: tuple[int, ...],
+    recorded: int,
+    lost: bool,
+    others_end_s: float,
+    reported: tuple[int, ...],
+    excused: bool,
+) -> None:
+    """`recorded`: whose process has the record of step 5; 3: none has. They cannot roll forward any more. `reported`: which records ranks had named
+    before the node was given up."""
+
+    def process(rank: int, state_step: int) -> Any:
+        records = (SimpleNamespace(step=5),) if rank == recorded else ()
+        gate = SimpleNamespace(state_step=state_step, records=records)
+        return SimpleNamespace(node=rank, gate=gate, ended_s=inf if rank == 2 else others_end_s)
+
+    first, second, last = (process(rank, state_step) for rank, state_step in enumerate(state_steps))
+    frozen = SimpleNamespace(event="frozen", fields={"records": reported})
+    given_up = SimpleNamespace(event="take_places_sent", fields={"lost": "host2"})
+    job: Any = SimpleNamespace(
+        ranks=(first, second),
+        in_place=SimpleNamespace(former=(last,)),
+        journal=[(1.0, frozen), *([(1.0, given_up)] if lost else [])],
+    )
+    assert _given_up_with_its_node(job, 5) is excused
+
+
+def test_a_step_of_a_lost_node_and_of_a_dead_rank_is_not_missed() -> None:
+    """The others had left it: the call of the rule is shown by the job that was judged wrongly."""
+    assert not violations(build(4700129432))
