@@ -203,7 +203,7 @@ def _outcome(scenario: Scenario) -> list[str]:
     returned = {fields["rank"] for fields in events(job, "rank_finished")}
     if not refused and through == job.ranks and all(rank.released or rank.rank in returned for rank in job.ranks):
         return []  # some of them were killed on their way out
-    if not refused and _saved_by_the_replaced(job):
+    if not refused and _settled_by_the_replaced(job):
         return []
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
@@ -320,10 +320,13 @@ def _leads_no_rank(job: Job) -> bool:
     return last.dead or (last.place > 0 and not any(line.event == "took_over" for _, line in last.journal))
 
 
-def _saved_by_the_replaced(job: Job) -> bool:
-    """True when processes in whose places others were started have saved a step, and of the job's own none remains that has any state."""
+def _settled_by_the_replaced(job: Job) -> bool:
+    """True when of the job's own processes none remains that has any state, and a controller has found that all are dead, or those in whose places
+    others were started have saved a step."""
     empty = all(rank.rank in job.killed or rank.state.vacant for rank in job.ranks)
-    return empty and any(c.led_none and " is saved in " in c.over for c in job.controllers)
+    return empty and any(
+        "all ranks are dead" in c.over or (c.led_none and " is saved in " in c.over) for c in job.controllers
+    )
 
 
 def _start_failed(job: Job) -> bool:

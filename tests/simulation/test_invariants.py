@@ -13,7 +13,7 @@ from tests.simulation import time_checks
 from tests.simulation.checks import (
     _kept_apart,
     _outcome,
-    _saved_by_the_replaced,
+    _settled_by_the_replaced,
     false_refusal,
     unprotected,
     violations,
@@ -441,20 +441,22 @@ def test_a_controller_is_away_until_a_clock_that_leapt_back_has_caught_up(
         (False, True, "step 1 is saved in /a/iter_0000001", False),
         (True, False, "step 1 is saved in /a/iter_0000001", False),
         (True, True, "no dying-gasp checkpoint: no two ranks agree", False),
+        (True, False, "no dying-gasp checkpoint: all ranks are dead; the job goes on from /a/iter_0000000", True),
+        (False, False, "no dying-gasp checkpoint: all ranks are dead; the job goes on from /a/iter_0000000", False),
     ],
 )
-def test_processes_in_whose_places_others_are_may_save_where_none_that_counts_has_any_state(
+def test_processes_in_whose_places_others_are_may_save_or_die_where_none_that_counts_has_any_state(
     empty: bool, led_none: bool, over: str, excused: bool
 ) -> None:
-    """Ranks 0 and 1 are lost with their node as they replace the other two, which had been cut off. Of seed 4500020783."""
+    """Ranks 0 and 1 are lost with their node as they replace the other two, which had been cut off. Of seeds 4500020783 and 4700223056."""
     ranks = [SimpleNamespace(rank=rank, state=SimpleNamespace(vacant=rank == 2 or empty)) for rank in (1, 2, 3)]
     job: Any = SimpleNamespace(
         ranks=ranks, killed={1: 2.5}, controllers=[SimpleNamespace(led_none=led_none, over=over)]
     )
-    assert _saved_by_the_replaced(job) is excused
+    assert _settled_by_the_replaced(job) is excused
 
 
-@pytest.mark.parametrize("seed", [4500020783, 4500037996, 4500240781, 4500299707])
+@pytest.mark.parametrize("seed", [4500020783, 4500037996, 4500240781, 4500299707, 4700223056])
 def test_a_job_that_was_judged_wrongly_is_not_any_more(seed: int) -> None:
     """A change of the simulation makes it another job: then the tests of the rules remain."""
     assert not violations(build(seed))
