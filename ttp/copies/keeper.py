@@ -71,6 +71,7 @@ class Keeper:
         self._sums: dict[tuple[str, int], tuple[int, str]] = {}
         """(memory, slot) -> sequence and checksum of the copy."""
         self._attempt = -1
+        """-1: none has begun."""
         self._job_id = ""
         self._peer = ""
         self._server: Any = None
@@ -153,9 +154,12 @@ class Keeper:
         slot, sequence = int(request["slot"]), int(request["sequence"])
         if not request["send"]:
             checksum = checksum_of(region, slot)
-            self._note(name, slot, sequence, checksum)
+            self._note(name, region, slot, sequence, checksum)
             return "" if checksum else "the copy is not whole"
         try:
+            with self._lock:  # ranks come before the agent's first order is carried out
+                if not self._lock.wait_for(lambda: self._attempt >= 0, PEER_S):
+                    raise OSError(f"this node's keeper was not ordered to begin within {PEER_S:.0f} s")
             if self._listener is None:
                 raise OSError("the site's certificates name no keeper")
             described = bool(peer)
@@ -171,14 +175,16 @@ class Keeper:
             for each in peer:
                 each.close()
             peer.clear()
-            self._note(name, slot, sequence, checksum_of(region, slot))
+            self._note(name, region, slot, sequence, checksum_of(region, slot))
             return f"the next node has not got it: {error}"
-        self._note(name, slot, sequence, checksum)
+        self._note(name, region, slot, sequence, checksum)
         return "" if whole else "the copy is not whole"
 
-    def _note(self, name: str, slot: int, sequence: int, checksum: str) -> None:
+    def _note(self, name: str, region: Region, slot: int, sequence: int, checksum: str) -> None:
+        """Nothing from a connection whose memory is another one's by now: an ended attempt's may learn late that the next node is lost."""
         with self._lock:
-            self._sums[name, slot] = sequence, checksum
+            if self._regions.get(name) is region:
+                self._sums[name, slot] = sequence, checksum
 
     def _forget_sums(self, name: str) -> None:
         """A rank begins to use its memory: its sequence numbers of an earlier attempt come again."""
@@ -215,7 +221,7 @@ class Keeper:
                     return
                 region, slot, sequence, checksum = taken
                 assert region.description is not None
-                self._note(received(region.description.rank), slot, sequence, checksum)
+                self._note(received(region.description.rank), region, slot, sequence, checksum)
         except (OSError, ValueError, EOFError) as error:
             log.warning("a connection of another node's keeper ended: %s", error)
         finally:
@@ -280,9 +286,10 @@ class Keeper:
             kept = set(self._ask({"do": "all"})[0].get("memories", {}))
             self._regions = {name: region for name, region in self._regions.items() if name in kept}
             self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
-        if self._listener is None and request["host"]:
-            self._listener = listen(request["host"], request["port"])
-            threading.Thread(target=self.serve_keepers, args=(self._listener,), daemon=True).start()
+            if self._listener is None and request["host"]:
+                self._listener = listen(request["host"], request["port"])
+                threading.Thread(target=self.serve_keepers, args=(self._listener,), daemon=True).start()
+            self._lock.notify_all()
         port = self._listener.getsockname()[1] if self._listener is not None else 0
         return {"address": f"{request['host']}:{port}" if port else ""}
 
@@ -378,9 +385,11 @@ class Keeper:
     def _saved(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         folder, step = Path(request["directory"]) / request["tmp_name"], request["step"]
         mine: dict[str, Any] = {}
+        attempt = self._attempt
         try:
             region = self._region(name, 0, step)
             assert region.description is not None
+            attempt = region.description.attempt  # another one may have begun
             groups = sorted({place.group for place in region.description.slots[0]})
             result = self._write_one(region, 0, groups, request, "s")
             mine["files"] = result.files
@@ -394,7 +403,7 @@ class Keeper:
             mine.setdefault("error", str(error))
         if request["publishes"]:
             try:
-                shares = self._shares(folder, request["ranks"], mine)
+                shares = self._shares(folder, request["ranks"], mine, attempt)
                 cause = Cause(CauseKind(request["cause"]), (), f"{request['cause']} checkpoint of step {step}")
                 mine = {"path": publish_copy(region, 0, request, cause, shares)}
             except (CheckpointError, OSError, ValueError) as error:
@@ -403,9 +412,9 @@ class Keeper:
                 mine = {"error": str(error)}
         return {"saved": step, "path": mine.get("path", ""), "error": mine.get("error", "")}
 
-    def _shares(self, folder: Path, ranks: int, mine: Mapping[str, Any]) -> list[ShareResult]:
-        """Wait for the shares of all ranks. Raises CheckpointError."""
-        attempt, shares = self._attempt, {0: dict(mine)}
+    def _shares(self, folder: Path, ranks: int, mine: Mapping[str, Any], attempt: int) -> list[ShareResult]:
+        """Wait for the shares of all ranks, until their attempt has ended. Raises CheckpointError."""
+        shares = {0: dict(mine)}
         until_s = time.monotonic() + SHARES_S
         while "error" not in (last := shares[max(shares)]) and len(shares) < ranks:
             path = folder / share_name(len(shares))

@@ -32,7 +32,7 @@ REQUEST_S = 10.0
 """A connection is closed after so long, however busy it is."""
 CLOSE_S = 0.5
 """Between two looks for connections that are due."""
-ROOM_S = 0.1
+ROOM_S = 1.0
 """How long a new connection waits for the oldest to make room."""
 _HEADERS = {
     "Cache-Control": "no-store",

@@ -85,11 +85,11 @@ class Live:
 
 
 class Stream:
-    """A stream, spoken by hand as whoever this process is."""
+    """A stream, spoken by hand as whoever this process is; ended after `within_s`."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, within_s: float = LONG_S) -> None:
         self.outbox: queue.SimpleQueue[pb.UpwardEnvelope | None] = queue.SimpleQueue()
-        self.call = ControlStub(channel).Attach(iter(self.outbox.get, None), timeout=LONG_S)
+        self.call = ControlStub(channel).Attach(iter(self.outbox.get, None), timeout=within_s)
 
     def say(self, *messages: Upward) -> None:
         assert decode_downward(next(iter(self.call))).term == TERM

@@ -20,6 +20,7 @@ from tests.waiting import LONG_S, until
 from ttp.controller.agent_link import request_shutdown, request_status
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import ControllerProcess, start_controller
+from ttp.hang_limits import HangLimits
 from ttp.identity import own
 from ttp.identity.authority import Authority
 from ttp.identity.issuer import Issuer
@@ -31,6 +32,8 @@ from ttp.proto.transport import open_channel
 from ttp.status import page_access
 from ttp.status.page_access import PagePlace
 
+LASTS_S = 3600.0
+"""For so long no rank counts as lost or hung, and no stream ends: a module's tests may take their time."""
 NAME = re.compile(r"\bttp_[a-z0-9_]+")
 """Of a metric."""
 
@@ -97,7 +100,7 @@ def live_page(folder: Path, host: str = "n0") -> Iterator[LivePage]:
     issuer.begin(authority, range(1, 100))
     save_dir = folder / "checkpoints"
     Job({"w": torch.arange(64.0)}).save(save_dir, 3)
-    settings = ControllerSettings(JOB, TERM, 2, heartbeat_s=0.2, lease_s=60.0)
+    settings = ControllerSettings(JOB, TERM, 2, heartbeat_s=0.2, lease_s=LASTS_S, hang=HangLimits(floor_s=LASTS_S))
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as channels:
         patch.setenv("TTP_IDENTITY", issuer.address)
         patch.setenv("TTP_STATUS_PORT", "0")
@@ -107,7 +110,7 @@ def live_page(folder: Path, host: str = "n0") -> Iterator[LivePage]:
             for number in range(2):
                 issued = authority.issue(rank(number))
                 own.use(lambda issued=issued: issued)  # type: ignore[misc]
-                stream = Stream(channels.enter_context(open_channel(controller.address)))
+                stream = Stream(channels.enter_context(open_channel(controller.address)), LASTS_S)
                 group = ShardGroup("g", "all", 1 << 20)
                 registered = Registration(
                     number, 2, host, os.getpid(), (group,), 0, (str(save_dir),), "{}", workload="a model"
