@@ -2,10 +2,10 @@
 
 In a data-parallel job every rank's whole step is equally long, as each waits for the slowest. So a rank is judged by its *own* time of a step, which its
 heartbeat carries: the whole without the waits for others. Steps are taken in windows of WINDOW. In each, a rank's median is compared with the median of
-the others of the same workload: it was slow there if it took MARGIN times as long. It is named when SLOW of its newest KEPT windows were so and, among
-MANY ranks or more, their median stands out by FAR times the lasting spread between ranks; and no more when at most OVER of its windows are slow. Medians
-leave out what comes now and then (evaluations, saves, garbage collections), the run of windows leaves out what passes, and the spread leaves out
-clusters whose ranks differ anyway.
+the others of the same workload: it was slow there if it took MARGIN times as long. It is named when SLOW of its newest KEPT windows were so, one more among
+CROWD ranks, and, among MANY ranks or more, their median stands out by FAR times the lasting spread between ranks; and no more when at most OVER of its
+windows are slow. Medians leave out what comes now and then (evaluations, saves, garbage collections), the run of windows leaves out what passes, and the
+spread leaves out clusters whose ranks differ anyway.
 
 Sources: the modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (ASQC, 1993), with the factor 1.4826 and the limit 3.5. That
 ranks are compared with each other and over several windows is as in NVIDIA's resiliency extension (its relative performance score), FALCON (Wu et al.,
@@ -26,7 +26,7 @@ from typing import Any
 from ttp.proto.limits import LONGEST_S
 from ttp.proto.status import StragglerStatus
 
-WINDOW = 16
+WINDOW = 12
 """Steps."""
 MARGIN = 1.12
 """A rank is slow in a window if it took so many times as long as the others."""
@@ -35,8 +35,10 @@ LEAST_S = 0.005
 FAR = 3.5
 MANY = 5
 """Ranks from which on the spread between them is known."""
-KEPT = 10
+KEPT = 11
 SLOW = 7
+CROWD = 64
+"""Ranks from which on it takes one more: the more there are, the more often one of them is slow in SLOW windows by chance."""
 OVER = 3
 LASTING = 8.0
 """Windows over which a rank's ratio is averaged, exponentially, for the spread that lasts."""
@@ -248,7 +250,8 @@ class StragglerWatch:
             del self._windows[rank]
         if before is not None and len(slow) <= OVER:
             return Change(self.named.pop(rank), group.front, AS_FAST)
-        if before is None and (len(slow) < SLOW or len(self.named) >= MOST_NAMED):
+        enough = SLOW + (len(group.ranks) >= CROWD)
+        if before is None and (len(slow) < enough or len(self.named) >= MOST_NAMED):
             return None
         ratio = median(each.ratio for each in slow)
         if before is None and ratio < far:

@@ -14,7 +14,18 @@ import pytest
 from benchmarks.stragglers import MEANS_S, NOISES, RANKS, SLOWED_AT, false_alarms, found_after, sizes
 from tests.shown import ROOT
 from ttp.controller import stragglers as module
-from ttp.controller.stragglers import KEPT, MARGIN, MOST_NAMED, OVER, SLOW, WINDOW, Change, StragglerWatch, _others
+from ttp.controller.stragglers import (
+    CROWD,
+    KEPT,
+    MARGIN,
+    MOST_NAMED,
+    OVER,
+    SLOW,
+    WINDOW,
+    Change,
+    StragglerWatch,
+    _others,
+)
 
 Times = Callable[[int, int], float]
 """(rank, step) -> its own time."""
@@ -118,6 +129,16 @@ def test_a_cluster_whose_ranks_differ_anyway_has_no_stragglers() -> None:
 
     assert Ranks(16).do(1000, spread) == []
     assert [change.straggler.rank for change in Ranks(16).do(1000, far)] == [7]
+
+
+@pytest.mark.parametrize(("count", "windows"), [(2, SLOW), (CROWD - 1, SLOW), (CROWD, SLOW + 1)])
+def test_among_many_ranks_it_takes_a_window_more(count: int, windows: int) -> None:
+    """One of many is slow by chance more often. All numbers are such that 20 % more is named within 200 steps."""
+    ranks = Ranks(count)
+    ranks.do(100, even)
+    (found,) = ranks.do(200, slow(1))
+    assert found.step - found.straggler.since_step == windows * WINDOW
+    assert found.step <= 100 + WINDOW * (windows + 1) < 100 + 200
 
 
 def test_not_more_than_some_are_named() -> None:
