@@ -3,7 +3,7 @@
 In a data-parallel job every rank's whole step is equally long, as each waits for the slowest. So a rank is judged by its *own* time of a step, which its
 heartbeat carries: the whole without the waits for others. Steps are taken in windows of WINDOW. In each, a rank's median is compared with the median of
 the others of the same workload: it was slow there if it took MARGIN times as long. It is named when SLOW of its newest KEPT windows were so, one more among
-CROWD ranks, and, among MANY ranks or more, their median stands out by FAR times the lasting spread between ranks; and no more when at most OVER of its
+CROWD ranks or more, and, among MANY or more, their median stands out by FAR times the lasting spread between ranks; and no more when at most OVER of its
 windows are slow. Medians leave out what comes now and then (evaluations, saves, garbage collections), the run of windows leaves out what passes, and the
 spread leaves out clusters whose ranks differ anyway.
 

@@ -157,15 +157,13 @@ class Keeper:
             self._note(name, region, slot, sequence, checksum)
             return "" if checksum else "the copy is not whole"
         try:
-            with self._lock:  # ranks come before the agent's first order is carried out
-                if not self._lock.wait_for(lambda: self._attempt >= 0, PEER_S):
-                    raise OSError(f"this node's keeper was not ordered to begin within {PEER_S:.0f} s")
-            if self._listener is None:
-                raise OSError("the site's certificates name no keeper")
             described = bool(peer)
             if not peer:
-                with self._lock:
-                    if not self._lock.wait_for(lambda: self._peer, PEER_S):
+                with self._lock:  # ranks come before the agent's first order is carried out
+                    met = self._lock.wait_for(lambda: self._attempt >= 0 and (self._peer or not self._listener), PEER_S)
+                    if met and self._listener is None:
+                        raise OSError("the site's certificates name no keeper")
+                    if not met:
                         raise OSError(f"the next node's keeper did not give its address within {PEER_S:.0f} s")
                     address, security = self._peer, self._client
                 peer.append(transfer.connect(address, security))
@@ -181,7 +179,8 @@ class Keeper:
         return "" if whole else "the copy is not whole"
 
     def _note(self, name: str, region: Region, slot: int, sequence: int, checksum: str) -> None:
-        """Nothing from a connection whose memory is another one's by now: an ended attempt's may learn late that the next node is lost."""
+        """Remember a copy's checksum. Not where the memory has been opened anew since: a connection of an attempt that has ended may learn late that the
+        next node is lost."""
         with self._lock:
             if self._regions.get(name) is region:
                 self._sums[name, slot] = sequence, checksum
@@ -279,17 +278,22 @@ class Keeper:
     def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
         """Another attempt begins. Answer with this keeper's address for the others; empty: there is no other node."""
         credentials = request["credentials"] and Credentials.decode(request["credentials"])
-        with self._lock:
-            self._attempt, self._job_id, self._peer = request["attempt"], request["job_id"], ""
-            self._server = transfer.context(credentials, server=True) if credentials else None
-            self._client = transfer.context(credentials, server=False) if credentials else None
-            kept = set(self._ask({"do": "all"})[0].get("memories", {}))
-            self._regions = {name: region for name, region in self._regions.items() if name in kept}
-            self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
-            if self._listener is None and request["host"]:
-                self._listener = listen(request["host"], request["port"])
-                threading.Thread(target=self.serve_keepers, args=(self._listener,), daemon=True).start()
-            self._lock.notify_all()
+        listener = self._listener
+        try:
+            if listener is None and request["host"]:
+                listener = listen(request["host"], request["port"])
+        finally:
+            with self._lock:
+                self._attempt, self._job_id, self._peer = request["attempt"], request["job_id"], ""
+                self._server = transfer.context(credentials, server=True) if credentials else None
+                self._client = transfer.context(credentials, server=False) if credentials else None
+                kept = set(self._ask({"do": "all"})[0].get("memories", {}))
+                self._regions = {name: region for name, region in self._regions.items() if name in kept}
+                self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
+                before, self._listener = self._listener, listener
+                self._lock.notify_all()
+        if listener is not None and listener is not before:
+            threading.Thread(target=self.serve_keepers, args=(listener,), daemon=True).start()
         port = self._listener.getsockname()[1] if self._listener is not None else 0
         return {"address": f"{request['host']}:{port}" if port else ""}
 
@@ -385,11 +389,11 @@ class Keeper:
     def _saved(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         folder, step = Path(request["directory"]) / request["tmp_name"], request["step"]
         mine: dict[str, Any] = {}
-        attempt = self._attempt
+        attempt = -1
         try:
             region = self._region(name, 0, step)
             assert region.description is not None
-            attempt = region.description.attempt  # another one may have begun
+            attempt = region.description.attempt  # another one may have begun meanwhile
             groups = sorted({place.group for place in region.description.slots[0]})
             result = self._write_one(region, 0, groups, request, "s")
             mine["files"] = result.files
@@ -420,7 +424,7 @@ class Keeper:
             path = folder / share_name(len(shares))
             if path.exists():
                 shares[len(shares)] = read_share(path)
-            elif self._attempt != attempt:
+            elif self._attempt > attempt:  # a keeper that was started again may not have begun it yet
                 raise CheckpointError("the attempt has ended before all ranks' shares were written")
             elif time.monotonic() > until_s:
                 raise CheckpointError(f"rank {len(shares)} has written no share within {SHARES_S:.0f} s")

@@ -283,6 +283,11 @@ def test_more_ranks_do_fewer_steps_in_the_benchmark_and_the_document_has_a_row_f
     missed = [
         re.findall(rf"(?m)^\| 2 \| {noise} \| 0.05 s \| .* at most (\d+) \|", text)[0] for noise in ("usual", "loud")
     ]
+    rule = (
+        f"windows of {WINDOW}.", f"{SLOW} of its newest {KEPT} windows", f"after {SLOW * WINDOW} steps if", f"{OVER} or fewer of its {KEPT} newest",
+        f"among {CROWD} ranks or more in {SLOW + 1} of {KEPT}, after {(SLOW + 1) * WINDOW} steps",
+    )  # fmt: skip
+    assert not [part for part in rule if part not in text]
     assert "up to {} steps in usual noise and {} in loud noise".format(*missed) in text and int(min(missed)) > 200
 
 
