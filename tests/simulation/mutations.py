@@ -255,6 +255,7 @@ MUTATIONS = (
     Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=100),
     # Lost nodes, and spare ones in their places.
     Mutation("rank 0's node is given up like any other", seats.rank_0s_node_is_given_up, ("I22",), in_seats.rank_0s_node_is_lost, within=20),
+    Mutation("a rank that comes to a new controller while others write holds nothing", seats.rank_that_comes_while_others_write_holds_nothing, ("I9",), base=4700992854, within=1),
     Mutation("one spare node takes the places of two", seats.one_spare_node_takes_every_place, ("I22",), in_seats.two_nodes_and_one_spare, within=5),
     Mutation("a node that takes a place stays lost", seats.node_that_takes_a_place_stays_lost, ("I7",), in_seats.a_node_that_is_back_is_a_spare, within=20),
     Mutation("processes of a node that was given up are let in", seats.earlier_processes_are_let_in, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),

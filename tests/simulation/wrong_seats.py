@@ -9,7 +9,7 @@ import pytest
 from tests.simulation import controllers
 from tests.simulation.wrong_controllers import _with_advance
 from ttp.controller.core import machine
-from ttp.controller.core.dump import lost_nodes, regroup
+from ttp.controller.core.dump import freeze, lost_nodes, regroup
 from ttp.controller.core.facts.events import EarlierLives, Effect, Supersede
 from ttp.controller.core.facts.stage_table import TABLES
 from ttp.controller.core.facts.state import ControllerState, Exiting, Freezing, Gathering, Regrouping, Running
@@ -34,6 +34,11 @@ def rank_0s_node_is_given_up(patch: Patch) -> None:
         }
 
     patch.setattr(lost_nodes, "_all_lost", wrong)
+
+
+def rank_that_comes_while_others_write_holds_nothing(patch: Patch) -> None:
+    """What it holds is learnt while gates are closed only."""
+    patch.setattr(freeze, "with_known_shards", lambda state: state)
 
 
 def one_spare_node_takes_every_place(patch: Patch) -> None:

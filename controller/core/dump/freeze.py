@@ -14,6 +14,7 @@ from typing import Any
 from ttp.proto.frozen import replace
 from ttp.proto.messages import Cause, CauseKind, CommitRecord, Freeze, Phase, Progress, StateReport, Thaw
 
+from ..facts.coverage import coverage_of
 from ..facts.events import Effect, Fields, Journal, Send
 from ..facts.incident import asked
 from ..facts.membership import mark_alive, reachable, was_only_silent
@@ -65,11 +66,19 @@ def begin_fault(
 
 
 def next_round(state: StateAt[Ordered], why: str, now: float, out: list[Effect]) -> ControllerState:
-    """The plan fell through: ask again who holds what. Gates are closed already, so this costs one round trip."""
+    """The plan fell through: ask again who holds what, ranks that came to a new controller meanwhile too. Gates are closed already, so this costs one
+    round trip."""
     cause = root_cause(state.at.fault.causes)
     assert cause is not None, "a plan is made for a fault with a cause"
     out.append(Journal("replanned", {"reason": why, "freeze_id": state.freeze_id}))
-    return _ask(state, state.at.fault, cause, now, out)
+    return _ask(with_known_shards(state), state.at.fault, cause, now, out)
+
+
+def with_known_shards(state: S) -> S:
+    """Take what all ranks hold that have come so far: some may come to a new controller after it has taken over. O(groups + holders)."""
+    registrations = [member.registration for member in state.members.table if member.registration is not None]
+    coverage = coverage_of(registrations, state.settings.world_size)
+    return replace(state, coverage=coverage, job_groups=max(state.job_groups, len(coverage.groups)))
 
 
 def _ask(state: ControllerState, fault: Fault, cause: Cause, now: float, out: list[Effect]) -> StateAt[Freezing]:

@@ -33,8 +33,8 @@ from ttp.proto.messages import (
 
 from ..dump import regroup
 from ..dump.finish import leave
-from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause
-from ..facts.coverage import coverage_of, overview, warnings
+from ..dump.freeze import add_cause, ask_late, begin_fault, count_again, forget, root_cause, with_known_shards
+from ..facts.coverage import overview, warnings
 from ..facts.events import Effect, Fields, Journal, Send, StreamClosed, Tell
 from ..facts.incident import EXITING_TEXT, began, death_named, sign_of_death, sign_of_report
 from ..facts.membership import Member, attach, detach, mark_dead, update, vouch
@@ -94,7 +94,7 @@ def register(state: ControllerState, message: Registration, now: float, out: lis
         state = spread(state, message.controllers[1:], out)
     state = ask_late(count_again(state, rank, now, out), rank, now)
     if known is None and isinstance(state.at, Freezing):
-        state = _with_its_shards(state)
+        state = with_known_shards(state)
     out.extend(Send((rank,), order) for order in table_of(state).catch_up(state, rank))
     return _owed_no_exit(state, rank)
 
@@ -105,13 +105,6 @@ def _replaced(known: Registration, dead: Cause | None, message: Registration) ->
         text = f"process {known.pid} on {known.host} was given up: its place is that of {message.pid} on {message.host}"
         return Cause(CauseKind.SILENT, (message.rank,), text)
     return Cause(CauseKind.EXITED, (message.rank,), f"process {known.pid} was replaced by {message.pid}")
-
-
-def _with_its_shards(state: ControllerState) -> ControllerState:
-    """A rank came to a new controller after it had taken over: what it holds is known from now on."""
-    registrations = [member.registration for member in state.members.table if member.registration is not None]
-    coverage = coverage_of(registrations, state.settings.world_size)
-    return replace(state, coverage=coverage, job_groups=max(state.job_groups, len(coverage.groups)))
 
 
 # --- what a rank is sent that attaches again: all that it may have missed; commands may come twice ---

@@ -438,3 +438,17 @@ def test_the_rank_that_knows_most_groups_sets_their_number() -> None:
     job.say(killed(3), coming(0, groups=0), coming(1, groups=3), coming(2, groups=3))
     job.all_report(7, ranks=(0, 1, 2))
     assert "1 of 3 shard groups" in job.logged("refused")[0]["reason"]
+
+
+def test_a_rank_that_comes_while_others_write_is_a_holder_in_the_next_round() -> None:
+    """Ranks 2 and 3 cover, and rank 0 comes late. Then the rank dies that writes the same as it (seed 4700992854)."""
+    job = standby()
+    job.say(killed(1), coming(2), coming(3))
+    job.wait(2 * LEASE_S + 0.1, senders=(2, 3))
+    assert job.logged("took_over")[0]["absent"] == (0,)
+    job.all_report(7, ranks=(2, 3))
+    assert set(job.orders()) == {2, 3}
+    job.say(coming(0), killed(2))
+    assert job.at(Stage.FREEZING)
+    job.all_report(7, ranks=(0, 3))
+    assert set(job.orders()) == {0, 3} and not job.logged("refused")
