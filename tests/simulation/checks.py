@@ -201,8 +201,9 @@ def _outcome(scenario: Scenario) -> list[str]:
     if not refused and not covers(job, sound(job)) and any(rank.ended == "exit code 1" for rank in job.ranks):
         return []  # the ranks that remain cannot cover, and gave the wait for a controller up
     returned = {fields["rank"] for fields in events(job, "rank_finished")}
-    if not refused and through == job.ranks and all(rank.released or rank.rank in returned for rank in job.ranks):
-        return []  # some of them were killed on their way out
+    unled = {r.rank for r in through if r.rank in job.killed and r.was_stopped} if _leads_no_rank(job) else set[int]()
+    if not refused and through == job.ranks and all(r.released or r.rank in returned | unled for r in job.ranks):
+        return []  # some of them were killed on their way out, or cut off where the only controller had died
     if not refused and _settled_by_the_replaced(job):
         return []
     if not refused:
@@ -321,12 +322,10 @@ def _leads_no_rank(job: Job) -> bool:
 
 
 def _settled_by_the_replaced(job: Job) -> bool:
-    """True when of the job's own processes none remains that has any state, and a controller has found that all are dead, or those in whose places
-    others were started have saved a step."""
+    """True when of the job's own processes none remains that has any state, and a controller has found that all are dead, or has ended with those in
+    whose places others were started: whatever becomes of what they have."""
     empty = all(rank.rank in job.killed or rank.state.vacant for rank in job.ranks)
-    return empty and any(
-        "all ranks are dead" in c.over or (c.led_none and " is saved in " in c.over) for c in job.controllers
-    )
+    return empty and any("all ranks are dead" in c.over or (c.led_none and bool(c.over)) for c in job.controllers)
 
 
 def _start_failed(job: Job) -> bool:
