@@ -43,8 +43,8 @@ class Coverage:
 
 
 def coverage_of(registrations: Iterable[Registration], world_size: int = 0) -> Coverage:
-    """Gather the groups of all ranks; called once, with one registration of every rank (a standby: of those that came;
-    `world_size` then says how many there are, and the others' hosts are empty)."""
+    """Gather the groups of these ranks, by one registration of each. Those of a standby are of the ranks that came: `world_size` says how many there
+    are, and the others' hosts are empty."""
     ordered = sorted(registrations, key=lambda registration: registration.rank)
     holders: dict[str, list[int]] = {}
     first: dict[str, tuple[str, int]] = {}
