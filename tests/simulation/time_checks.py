@@ -31,7 +31,7 @@ _SUDDEN = (
 def late(job: Job) -> list[str]:
     """Return what took longer than it may."""
     found = [text for each in job.controllers for text in (*_total(job, each), *_recovers_again_and_again(each))]
-    if words := verdicts(job, heard=True):
+    if words := verdicts(job, received=True):
         # A controller to which a rank turned before the word came says it again, after a dump of its own.
         began = [at for at, line in job.journal if line.event == "takeover_began"]
         crossed = any(at <= words[0] + CROSSING_S for at in began)

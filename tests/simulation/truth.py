@@ -127,9 +127,9 @@ def of_last_fault(job: Job, name: str) -> list[dict[str, object]]:
     return [dict(line.fields) for line in lines[since:] if line.event == name]
 
 
-def verdicts(job: Job, heard: bool = False) -> list[float]:
+def verdicts(job: Job, received: bool = False) -> list[float]:
     """Return when a controller reported that the job is over; a step that is published before the ranks regroup is none, unless they fail to. Nor
-    is the verdict of one on a lost node's side, where the others have regrouped since. `heard`: without that of one to which no rank
+    is the verdict of one on a lost node's side, where the others have regrouped since. `received`: without that of one to which no rank
     was attached, where the job has finished under another."""
     finished_s = max((at for at, line in job.journal if line.event == "finished"), default=-inf)
     found, opened_s = [], 0.0
@@ -138,7 +138,7 @@ def verdicts(job: Job, heard: bool = False) -> list[float]:
         for (at, line), before, after in zip(controller.journal, names, names[2:], strict=False):
             final = line.event == "published" and after not in ("regroup_sent", "take_places_sent")
             alone = line.event == "refused" and str(line.fields["reason"]).startswith("no rank was attached")
-            if heard and alone and at < finished_s:
+            if received and alone and at < finished_s:
                 continue
             if final or line.event == "refused" or (line.event == "exit_sent" and before == "regroup_failed"):
                 found.append(at)
