@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import find, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -239,6 +240,24 @@ def test_a_directory_that_was_discarded_and_written_in_vain_is_not_published() -
         both.all_serve_again()
         both.ends(first)
         assert both.publishers[0].real.answer == ("failed", ()) and both.real.seen() == {}
+    finally:
+        both.teardown()
+
+
+@pytest.mark.parametrize("machine", [BothPublishers, BothPartPublishers])
+def test_a_rename_that_cannot_be_made_durable_fails_at_once(machine: type[BothPublishers]) -> None:
+    """The directory has its name, and another publisher may find it so."""
+    first: Any = SimpleNamespace(draw=lambda choices: find(choices, lambda _: True))
+    both = machine()
+    both.begin()
+    try:
+        both.writes_a_share(rank=0, attempt=(5, 1), count=4)
+        both.begins_to_publish(first)
+        while both.publishers[0].real.stopped_at != "rename":
+            both.goes_on(first, moments=1)
+        both.fails(rank=0, kind="unsynced")
+        both.goes_on(first, moments=1)
+        assert both.publishers[0].over and both.publishers[0].real.answer == ("failed", ()) and both.real.seen()
     finally:
         both.teardown()
 

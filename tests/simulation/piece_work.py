@@ -95,9 +95,13 @@ class PieceWorker(Worker):
                 self._later("rename", 0.0025, self._place, order, claim)
                 self.job.happened("superseded", self.rank)
                 return
-            self.disks.check_fsync(self.rank, root)
         except DiskError as error:
             self._look_again(order, claim, error)
+            return
+        try:
+            self.disks.check_fsync(self.rank, root)
+        except DiskError as error:
+            self._failed(error)
             return
         self._later("tracker", 0.005, self._replace_tracker, order)
         self.job.happened("renamed", self.rank)
