@@ -12,6 +12,9 @@ from tests.chaos.conftest import JOB_S, STEPS, arguments
 from tests.chaos.launching import WARM, Launch
 from ttp.chaos.observed.training_job import TrainingJob
 
+PATIENT = {**WARM, "TTP_IN_PLACE_S": "30"}
+"""On a busy machine the fork server still imports for seconds what the first workers had imported."""
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches /proc")
 
 TRAINER = """
@@ -126,7 +129,7 @@ def _saved(out: Path) -> list[str]:
 
 def test_a_wrong_replica_of_three_is_replaced_and_the_others_keep_running(tmp_path: Path) -> None:
     with Launch(
-        tmp_path, TRAINER, "--nproc-per-node", "3", environ=WARM, arguments=("repair", "3", "5", "in place")
+        tmp_path, TRAINER, "--nproc-per-node", "3", environ=PATIENT, arguments=("repair", "3", "5", "in place")
     ) as launch:
         assert launch.wait() == 0, launch.text
         text = launch.text
@@ -205,7 +208,9 @@ def test_what_the_comparison_after_a_fill_finds_is_not_saved(tmp_path: Path, cho
 
 @pytest.mark.long
 def test_a_wrong_replica_under_protect_is_replaced(tmp_path: Path) -> None:
-    with Launch(tmp_path, PROTECTED, "--nproc-per-node", "3", environ=WARM, arguments=("repair", "in place")) as launch:
+    with Launch(
+        tmp_path, PROTECTED, "--nproc-per-node", "3", environ=PATIENT, arguments=("repair", "in place")
+    ) as launch:
         assert launch.wait() == 0, launch.text
         text = launch.text
         launch.assert_nothing_left()
@@ -260,7 +265,7 @@ def test_the_bundled_trainer_does_what_its_configuration_asks_for(
         tmp_path / "job",
         ranks=3,
         overrides=arguments(*overrides, "--training_config.save_interval=4"),
-        environ={"TTP_IN_PLACE": "True"},
+        environ={"TTP_IN_PLACE": "True", "TTP_IN_PLACE_S": "30"},
         launcher=("--max-restarts", "2"),
         program=(str(program), str(tmp_path), str(at)),
     ) as job:

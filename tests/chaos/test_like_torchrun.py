@@ -174,7 +174,14 @@ def test_an_exception_without_record_is_named_all_the_same(tmp_path: Path, redir
 def observe(out: Path, case: Case, program: Sequence[str]) -> dict[str, Any]:
     """Run the case under one launcher and return all that is compared."""
     out.mkdir()
-    before = [*(set(os.environ) - set(OWN_VARIABLES)), *WARM, "BEFORE", "LAUNCH_TEST_MARK", "LC_CTYPE", "ENABLE_TTP"]
+    before = [
+        *(set(os.environ) - {*OWN_VARIABLES, *NCCL_SETTINGS}),
+        *WARM,
+        "BEFORE",
+        "LAUNCH_TEST_MARK",
+        "LC_CTYPE",
+        "ENABLE_TTP",
+    ]
     environ = {
         **WARM,
         **case.environ,
