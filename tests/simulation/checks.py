@@ -213,16 +213,16 @@ def _outcome(scenario: Scenario) -> list[str]:
 
 def _comes_and_goes(job: Job) -> bool:
     """True when one absence of a controller and another trouble came together, close before the alarm: a second absence, the death of
-    another controller while it lasted for the orphan timeout, or a stream of a rank that had just failed. One that sends for a moment keeps a rank from the standby for a lease more, which
+    another controller while it lasted for the orphan timeout or in the lease before, or a stream of a rank that had just failed. One that sends for a moment keeps a rank from the standby for a lease more, which
     is longer than the standby waits for it. That costs a dump; and the steps since the newest checkpoint, where the others do
     not cover."""
     alarm_s = next(at for at, line in job.journal if line.event in ("decided", "refused"))
     since_s = alarm_s - job.times.lease_s - job.times.orphan_timeout_s
-    killed = any(since_s <= controller.killed_s <= alarm_s for controller in job.controllers)
     away = [
         (began, ended) for c in job.controllers for began, ended in c.absences if began <= alarm_s and ended >= since_s
     ]
-    if killed and any(ended - began >= job.times.orphan_timeout_s for began, ended in away):
+    long = [began for began, ended in away if ended - began >= job.times.orphan_timeout_s]
+    if any(min(since_s, began - job.times.lease_s) <= c.killed_s <= alarm_s for c in job.controllers for began in long):
         return True
     return _away_among_troubles(job, since_s, alarm_s, OF_STREAMS)
 
