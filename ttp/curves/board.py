@@ -107,8 +107,6 @@ class Board:
 
     def step(self, points: StepPoints) -> None:
         """Add one step's points. Returns at once, and raises nothing."""
-        if not self._thread.is_alive():  # it has said why
-            return
         try:
             self._waiting.put_nowait(points)
         except queue.Full:
@@ -119,12 +117,11 @@ class Board:
     def close(self, end_s: float = CLOSE_S) -> None:
         """Wait until all points are written, for `end_s` at most."""
         deadline = time.monotonic() + end_s
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=end_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=end_s)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-            if self._thread.is_alive():
-                log.warning("TensorBoard: the last points are not written within %g s: they are left out", end_s)
+            log.warning("TensorBoard: the last points are not written within %g s: they are left out", end_s)
         if self._left_out:
             log.warning("TensorBoard: the points of %d steps were left out", self._left_out)
 
@@ -137,3 +134,5 @@ class Board:
             writer.close()
         except Exception as error:
             log.warning("TensorBoard: no points are written from here on: %s: %s", type(error).__name__, error)
+            while self._waiting.get() is not None:  # what waits for room at the end is not kept waiting
+                pass

@@ -9,9 +9,13 @@ from ttp.trainer.data import prepare, text_cache
 from ttp.trainer.data.tokenizer import Bytes
 
 
-def prepare_slowly(text: Path, cache: Path, begun: Any, go: Any, answers: Any) -> None:
-    """Say in `begun` that the work has begun, wait for `go`, and put the fingerprint into `answers`."""
-    write = prepare.write_tokens
+def prepare_slowly(text: Path, cache: Path, begun: Any, waits: Any, go: Any, answers: Any) -> None:
+    """Set `waits` where another one prepares, and `begun` where the work has begun; wait for `go`, and put the fingerprint into `answers`."""
+    write, share_in = prepare.write_tokens, text_cache._share_in
+
+    def waiting(path: Path) -> float:
+        waits.set()
+        return share_in(path)
 
     def slow(prefix: Path, *rest: Any) -> int:
         (prefix.parent / "half").write_text("")
@@ -21,4 +25,5 @@ def prepare_slowly(text: Path, cache: Path, begun: Any, go: Any, answers: Any) -
         return write(prefix, *rest)
 
     prepare.write_tokens = slow  # type: ignore[assignment]
+    text_cache._share_in = waiting
     answers.put(text_cache.prepared(text, Bytes(), cache, "text").fingerprint())

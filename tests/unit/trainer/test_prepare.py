@@ -301,14 +301,15 @@ def test_ranks_that_race_prepare_once_and_a_dead_one_is_followed(
     """The first is killed in the middle; the second, which waited, prepares; the third takes what that one made."""
     caplog.set_level(logging.INFO, "ttp.trainer")
     own = multiprocessing.get_context("spawn")
-    begun, go, never, answers = [own.Event(), own.Event()], own.Event(), own.Event(), own.Queue()
+    begun, waits = [own.Event(), own.Event()], [own.Event(), own.Event()]
+    go, never, answers = own.Event(), own.Event(), own.Queue()
     cache = tmp_path / "cache"
-    first = own.Process(target=prepare_slowly, args=(text, cache, begun[0], never, answers))
-    second = own.Process(target=prepare_slowly, args=(text, cache, begun[1], go, answers))
+    first = own.Process(target=prepare_slowly, args=(text, cache, begun[0], waits[0], never, answers))
+    second = own.Process(target=prepare_slowly, args=(text, cache, begun[1], waits[1], go, answers))
     first.start()
     assert begun[0].wait(120)
     second.start()
-    assert not begun[1].wait(1.0), "two prepare the same at once"
+    assert waits[1].wait(120) and not begun[1].is_set(), "two prepare the same at once"
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
     first.join()

@@ -84,7 +84,7 @@ def step(number: int) -> StepPoints:
 
 
 class Writer:
-    """One whose disk hangs until it is let go, or refuses."""
+    """One whose disk hangs until it is let go, and then refuses where there is an `error`."""
 
     def __init__(self, error: OSError | None = None) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -92,9 +92,9 @@ class Writer:
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.reached.set()
+        assert self.go_on.wait(LONG_S)
         if self._error is not None:
             raise self._error
-        assert self.go_on.wait(LONG_S)
 
     def close(self) -> None:
         pass
@@ -123,7 +123,9 @@ def test_a_disk_that_refuses_is_one_line_and_the_training_continues(
     def open_writer() -> Any:
         if not opens:
             raise error
-        return Writer(error)
+        writer = Writer(error)
+        writer.go_on.set()
+        return writer
 
     with caplog.at_level(logging.WARNING, "ttp"):
         board = Board(open_writer)
@@ -132,3 +134,18 @@ def test_a_disk_that_refuses_is_one_line_and_the_training_continues(
         until(lambda: "No space left on device" in caplog.text, "its line")
         board.close()
     assert caplog.text.count("no points are written from here on") == 1
+
+
+def test_a_disk_that_refuses_as_the_run_ends_keeps_no_one_waiting() -> None:
+    """The end waits for room among the points, and then no more are written."""
+    writer = Writer(OSError(errno.EIO, "Input/output error"))
+    board = Board(lambda: writer)  # type: ignore[arg-type,return-value]
+    board.step(step(1))
+    assert writer.reached.wait(LONG_S)
+    for number in range(MOST_WAITING):
+        board.step(step(number))
+    closing = threading.Thread(target=board.close, args=(10 * LONG_S,), daemon=True)
+    closing.start()
+    writer.go_on.set()
+    closing.join(LONG_S)
+    assert not closing.is_alive()
