@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -143,16 +142,16 @@ def test_counted_pairs_equal_tried_pairs(seed: int) -> None:
     assert fatal_ranks(world) == tuple(r for r in range(size) if any(not set(ranks) - {r} for ranks in holders))
 
 
-def test_ten_thousand_ranks_take_less_than_a_second() -> None:
+def test_ten_thousand_ranks() -> None:
+    """What it costs is for `python -m benchmarks.scale` to say; pair by pair it would not end here."""
     size = 10_000
     registrations = [
         Registration(r, size, f"n{r // 8}", r, (ShardGroup(f"g{r % (size // 2)}", "s", 1),), 0, ("/a",), "{}")
         for r in range(size)
     ]
-    began = time.process_time()
-    text = survives(coverage_of(registrations))
-    assert time.process_time() - began < 1.0
-    assert text == "any 1 of 10000 ranks; 49990000 of 49995000 pairs; each of 1250 nodes"
+    assert (
+        survives(coverage_of(registrations)) == "any 1 of 10000 ranks; 49990000 of 49995000 pairs; each of 1250 nodes"
+    )
 
 
 def test_copies_in_memory_count_where_every_rank_has_them() -> None:

@@ -46,6 +46,9 @@ STALE_LEASES = 0.5
 Ending = tuple[grpc.StatusCode, str, bool]
 """gRPC's status, and whether it is the controller's word, or what became of the connection to it."""
 
+LOST_STATUS = "Internal error from Core"
+"""gRPC's details where it has no status of the controller: the call ended while a message was on its way, and that the write failed replaces it."""
+
 
 @dataclass(eq=False)
 class _Carried:
@@ -103,8 +106,7 @@ class _Connection:
                 finally:
                     writer.cancel()
         except grpc.aio.AioRpcError as error:
-            # A controller that refuses this agent may take its ranks.
-            ending = error.code(), error.details() or "", error.code() is grpc.StatusCode.UNAVAILABLE
+            ending = ending_of(error)
         except ControllerError as error:  # this process has no certificate
             ending = grpc.StatusCode.UNAUTHENTICATED, str(error), False
         except Exception as error:  # its streams must not wait for ever
@@ -133,6 +135,14 @@ class _Connection:
                 stream.queue.put_nowait((_STATUS.get(part.ended.code, grpc.StatusCode.UNKNOWN), part.ended.text, True))
             elif part.WhichOneof("body") == "envelope":
                 stream.queue.put_nowait(part.envelope)
+
+
+def ending_of(error: grpc.aio.AioRpcError) -> Ending:
+    """Return how the streams end whose connection ended with `error`. Of a controller that refuses this agent they learn that no controller's word
+    was passed on: it may take its ranks. Where gRPC has lost the status they come again, and receive it then."""
+    if error.code() is grpc.StatusCode.INTERNAL and error.details() == LOST_STATUS:
+        return grpc.StatusCode.UNAVAILABLE, "the connection to the controller ended while a message was sent", True
+    return error.code(), error.details() or "", error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def bundles(queue: asyncio.Queue[pb.CarriedUpward | None]) -> AsyncIterator[pb.UpwardBundle]:
