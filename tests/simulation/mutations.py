@@ -177,6 +177,7 @@ MUTATIONS = (
     Mutation("a lost node is waited for at the end", liveness.lost_nodes_have_the_time_of_silent_ranks, ("I11",), host_lost, within=20),
     Mutation("a process that is stopped has the vouched lease", liveness.stopped_processes_are_vouched_for, ("I11",), process_stopped, within=20),
     Mutation("a vouch counts as a word of the rank", liveness.a_vouch_is_taken_for_a_word_of_the_rank, ("I11",), interpreter_held_for_good, within=20),
+    Mutation("only live ranks show that a controller receives", liveness.only_live_ranks_show_that_a_controller_receives, ("I9",), base=4900, within=50),
     Mutation("a new controller does not wait for a rank that compiles", liveness.vouched_ranks_are_not_waited_for_after_a_takeover, ("I7",), held_for_longer_than_a_lease, within=40),
     # Takeovers.
     Mutation("a standby takes over without a freeze", controllers.takes_over_without_a_freeze, ("I11", RAISED), false_alarm_under_a_dying_controller),
@@ -255,7 +256,7 @@ MUTATIONS = (
     Mutation("agents repeat the exit of a replaced process", recoveries.agents_repeat_the_exit_of_a_replaced_process, ("I7",), in_place.controller_dies_behind_it, within=100),
     # Lost nodes, and spare ones in their places.
     Mutation("rank 0's node is given up like any other", seats.rank_0s_node_is_given_up, ("I22",), in_seats.rank_0s_node_is_lost, within=20),
-    Mutation("a rank that comes to a new controller while others write holds nothing", seats.rank_that_comes_while_others_write_holds_nothing, ("I9",), base=4700992854, within=1),
+    Mutation("a rank that comes to a new controller while others write holds nothing", seats.rank_that_comes_while_others_write_holds_nothing, ("I9",), base=4900, within=50),
     Mutation("one spare node takes the places of two", seats.one_spare_node_takes_every_place, ("I22",), in_seats.two_nodes_and_one_spare, within=5),
     Mutation("a node that takes a place stays lost", seats.node_that_takes_a_place_stays_lost, ("I7",), in_seats.a_node_that_is_back_is_a_spare, within=20),
     Mutation("processes of a node that was given up are let in", seats.earlier_processes_are_let_in, ("I11", "I15", "I7"), in_seats.node_is_back_later, within=20),

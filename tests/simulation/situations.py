@@ -29,6 +29,7 @@ from tests.simulation.situations_of_loss import (
     lost_in_a_false_alarm,
     no_disk_takes_the_step,
     places_fail,
+    ranks_come_late,
     rolled_before_a_takeover,
     words_come_again,
     work_is_handed_on,
@@ -124,6 +125,8 @@ SITUATIONS = (
         times=Times(in_place_s=LIMIT_S),
         local_copy=False,
     ),
+    # Ranks that come to a controller which has begun without them.
+    Situation(0.02, ranks_come_late, standbys=_LED),
 )
 """With their weights. All other jobs mix single faults (`scenario`)."""
 

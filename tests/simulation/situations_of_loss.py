@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from math import inf
 
 from tests.simulation.handed_on import hand_on
 from tests.simulation.job import Job
@@ -18,6 +19,9 @@ from ttp.proto.messages import Exit, FaultReport, Freeze, PublishOrder, RollForw
 
 SLOW_S = 0.1
 """Slowest messages, a sixth of a lease: a rank whose stream breaks sent a heartbeat and a message ago, and is back after three."""
+
+ANSWER_S = 0.2
+"""A rank that has come to a controller has answered it by then."""
 
 # --- what is lost, late or said again ---
 
@@ -207,6 +211,50 @@ def controllers_change(job: Job, rng: random.Random) -> list[str]:
             lambda _: job.scheduler.after(rng.uniform(0.0, 0.5), partial(inject, job, rng, "controller kill", 0)),
         )
         notes.append("the next one is killed too")
+    return notes
+
+
+_LATE_MOMENTS = (
+    "took_over", "frozen", "decided", "rolling", "rolled_forward", "write_sent", "writing", "written", "publish_sent", "publishing",
+    "manifest written", "renamed", "exit_sent",
+)  # fmt: skip
+
+
+def ranks_come_late(job: Job, rng: random.Random) -> list[str]:
+    """Ranks are silent while a controller is lost, and come to the next one at some moment of the dump that it makes without them; others that hold the same die then."""
+    notes = [fail(job, rng, (*BEGINNINGS, "stream break"))]
+    moment, back = rng.choice(_TAKEOVER_MOMENTS), rng.choice(_LATE_MOMENTS)
+    lost, count, late = rng.random() < 0.8, rng.randint(1, len(job.ranks)), some(job, rng, max(1, len(job.ranks) // 2))
+    began = moment if lost else "death_seen"
+    group = rng.choice([holders for holders in job.training.layout.holders if late[0] in holders])
+    others = [rank for rank in group if rank not in late] or [rng.choice(job.everybody)]
+    dying = others if rng.random() < 0.6 else [rng.choice(others)]
+    longest_s, until_dead_s = rng.uniform(2.0, 6.0), rng.choice((0.0, rng.uniform(0.0, 0.4)))
+
+    def strike(_: int) -> None:
+        if lost:
+            inject(job, rng, "controller kill", 0)
+        for rank in late:
+            job.struck("stop", rank)
+            job.stop(rank, longest_s)
+
+    def come(_: int) -> None:
+        for rank in late:
+            job.ranks[rank].resume()
+        for nth in range(1, 2 * len(job.ranks)):
+            job.hook("registers", nth, there)
+        for rank in dying:
+            job.scheduler.after(until_dead_s, partial(inject, job, rng, "kill", rank))
+
+    def there(rank: int) -> None:
+        process = job.ranks[rank]
+        if rank in late and process.back_s == inf and not process.stopped:
+            process.back_s = job.now + ANSWER_S
+
+    job.hook(began, count if lost else 1, strike)
+    job.hook("took_over" if lost else began, 1, lambda _: job.hook(back, 1, come))
+    lost_too = f"the controller is lost at the {count}. '{moment}', and " if lost else ""
+    notes.append(f"{lost_too}ranks {late} are stopped then until '{back}', and ranks {dying} killed")
     return notes
 
 

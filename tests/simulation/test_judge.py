@@ -20,7 +20,6 @@ from tests.simulation.checks import (
 )
 from tests.simulation.in_place import InPlace
 from tests.simulation.scenario import build
-from tests.simulation.time_checks import late
 from tests.simulation.training import even, ring
 from tests.simulation.truth import Snapshot, controllers_faulted
 
@@ -87,13 +86,33 @@ def test_a_step_that_a_silent_process_ended_alone_is_not_lost() -> None:
     assert not violations(build(2000061507))
 
 
-def test_a_new_process_that_the_leading_controller_does_not_know_is_its_agents_to_end() -> None:
-    """Rank 2's has come to the first controller, which is stopped then; two others say that it is over."""
-    scenario = build(2000085941)
-    assert not violations(scenario)
-    handler = scenario.job.ranks[2].handler
-    handler.state = replace(handler.state, term=3)
-    assert late(scenario.job) == ["I11: ranks [2] were there 1 s after the word that it is over"]
+@pytest.mark.parametrize(
+    ("vacant", "term", "reachable"), [(True, 1, False), (True, 2, True), (False, 1, True), (True, 3, True)]
+)
+def test_a_new_process_that_the_leading_controller_does_not_know_is_its_agents_to_end(
+    vacant: bool, term: int, reachable: bool
+) -> None:
+    """It has come to the first controller, which is stopped then; the second says that it is over. Of seed 2000085941."""
+    took_over = (1.0, SimpleNamespace(event="takeover_began"))
+    job: Any = SimpleNamespace(
+        times=SimpleNamespace(lease_s=0.6),
+        strikes=[],
+        controllers=[
+            SimpleNamespace(term=1, journal=[]),
+            SimpleNamespace(term=2, journal=[took_over]),
+            SimpleNamespace(term=3, journal=[(3.0, took_over[1])]),
+        ],
+    )
+    rank: Any = SimpleNamespace(
+        rank=2,
+        started=True,
+        was_stopped=False,
+        ended_s=4.0,
+        state=SimpleNamespace(vacant=vacant, term=term),
+        route=SimpleNamespace(slowest_s=0.0, rejects=False),
+        boundary=SimpleNamespace(saving=False),
+    )
+    assert time_checks._reachable(job, rank, 2.0) is reachable
 
 
 def test_the_stream_of_a_process_that_had_ended_before_it_was_replaced_is_a_leftover() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from tests.simulation.waits import Blocked
@@ -20,6 +21,8 @@ class Threads:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.alive, self.stopped = True, False
+        self.back_s = inf
+        """It was silent for longer than it may be, and is there again: from then on it counts."""
         self.hogged = False
         """Its training thread holds the interpreter."""
         self.turn = 0

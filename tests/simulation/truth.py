@@ -88,15 +88,16 @@ def covers(job: Job, ranks: Collection[int]) -> bool:
 
 def sound(job: Job, until_s: float = inf) -> frozenset[int]:
     """Return the ranks that nothing happened to up to then: neither killed, nor kept from answering for longer than a rank
-    may be silent, nor with a clock that leapt, nor with an update or an order that cannot end, nor with an altered replica."""
+    may be silent (until they are back), nor with a clock that leapt, nor with an update or an order that cannot end, nor with an altered replica."""
     altered = {rank for rank, _ in job.comparing.altered}
     there = (rank for rank in job.ranks if not rank.began_in or rank.started_s <= until_s)
-    unhurt = (rank.rank for rank in there if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank))
+    unhurt = (rank.rank for rank in there if job.killed.get(rank.rank, inf) >= until_s and _unhurt(rank, until_s))
     return frozenset(unhurt).difference(altered)
 
 
-def _unhurt(rank: Rank) -> bool:
-    return not (rank.was_stopped or rank.gate.torn or rank.hang_update_at or rank.break_roll or rank.hang_work)
+def _unhurt(rank: Rank, until_s: float) -> bool:
+    silent = rank.was_stopped and rank.back_s >= until_s
+    return not (silent or rank.gate.torn or rank.hang_update_at or rank.break_roll or rank.hang_work)
 
 
 def controllers_faulted(job: Job, from_s: float, to_s: float) -> bool:

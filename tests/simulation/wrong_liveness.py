@@ -31,6 +31,18 @@ def vouches_are_not_believed(patch: Patch) -> None:
         patch.setitem(table.on, Vouch, lambda state, message, now, out: state)
 
 
+def only_live_ranks_show_that_a_controller_receives(patch: Patch) -> None:
+    """What a rank sends that was taken for dead proves nothing about the controller."""
+    sweep = membership.sweep_leases
+
+    def wrong(members: Any, *rest: Any) -> Any:
+        return (
+            sweep(members, *rest) if members.present else membership.LeaseSweep(replace(members, sweep_at=inf), (), ())
+        )
+
+    patch.setattr(stages, "sweep_leases", wrong)
+
+
 def silent_ranks_are_lost_nodes(patch: Patch) -> None:
     """A controller does not wait at its end for a rank that is silent, whatever its agent reports."""
     patch.setattr(stages, "only_lost_nodes", lambda members, now, settings: not members.present)

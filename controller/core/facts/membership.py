@@ -291,10 +291,12 @@ def sweep_leases(
 
     `welcomed` False: ranks do not send heartbeats yet, so that only broken streams count. `started`: see `vouched_lease`.
     """
-    if members.present == 0:  # no rank answers: it is the controller that is cut off
-        return LeaseSweep(replace(members, sweep_at=inf), (), ())
-    newly_suspect, run_out, next_at, last_received, silent_ranks = [], [], inf, -inf, 0
     late_at = now - cut_off_s(settings)
+    spoke_at = max((member.received_at for member in members.table if member.attached), default=-inf)
+    if members.present == 0 and spoke_at < late_at:  # no rank answers: it is the controller that is cut off
+        again_at = now + slow_heartbeat_s(settings) if members.attached else inf
+        return LeaseSweep(replace(members, sweep_at=again_at), (), ())
+    newly_suspect, run_out, next_at, last_received, silent_ranks = [], [], inf, spoke_at, 0
     for rank, member in enumerate(members.table):
         if member.dead is not None or member.registration is None or (member.attached and not welcomed):
             continue

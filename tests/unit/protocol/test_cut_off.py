@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.protocol.bench import ControllerBench
+from tests.unit.protocol.bench import ControllerBench, report
 from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Heartbeat, Phase
 
@@ -62,3 +62,30 @@ def test_frequent_heartbeats_on_a_slow_network_do_not_look_like_a_cut() -> None:
     job.wait(0.2, senders=())
     job.wait(LEASE_S, senders=(0, 1, 2))  # 0.3 s ago, as the lease of the fourth ends
     assert {line["rank"] for line in job.logged("death_seen")} == {3}
+
+
+def test_a_rank_that_was_only_silent_shows_that_the_controller_is_not_cut_off() -> None:
+    """It is back while the other one writes, whose stream breaks and whose death no agent reports (seed 4942)."""
+    job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
+    job.wait(6.5, senders=(0,))
+    assert job.logged("death_seen")[0]["rank"] == 1
+    job.say(report(0, job.state.freeze_id, Phase.DONE, 7))
+    assert set(job.orders()) == {0}
+    job.close(0)
+    job.wait(6.5, senders=(1,))
+    assert job.logged("death_seen")[-1]["rank"] == 0 and job.logged("cleared")[-1]["rank"] == 1
+    job.say(report(1, job.state.freeze_id, Phase.DONE, 7))
+    assert set(job.orders()) == {1} and not job.logged("refused")
+
+
+def test_one_that_was_only_silent_and_is_again_does_not() -> None:
+    """Then the controller may be cut off: the lease of the other one does not end before the orphan timeout."""
+    job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
+    job.wait(6.5, senders=(0,))
+    job.say(report(0, job.state.freeze_id, Phase.DONE, 7))
+    job.wait(1.0, senders=(0, 1))
+    job.close(0)
+    job.wait(12.0, senders=())
+    assert [line["rank"] for line in job.logged("death_seen")] == [1] and not job.logged("refused")
+    job.wait(6.5, senders=(1,))
+    assert [line["rank"] for line in job.logged("death_seen")] == [1, 0], "it is looked at again"
