@@ -204,7 +204,7 @@ def _outcome(scenario: Scenario) -> list[str]:
     unled = {r.rank for r in through if r.rank in job.killed and r.was_stopped} if _leads_no_rank(job) else set[int]()
     if not refused and through == job.ranks and all(r.released or r.rank in returned | unled for r in job.ranks):
         return []  # some of them were killed on their way out, or cut off where the only controller had died
-    if not refused and _settled_by_the_replaced(job):
+    if not refused and (_settled_by_the_replaced(job) or _published_unled(job)):
         return []
     if not refused:
         return [f"I9: neither published nor refused nor finished: {job.controller.over}"]
@@ -319,6 +319,12 @@ def _leads_no_rank(job: Job) -> bool:
     """True when the last controller that ranks came to is dead, or had not taken over yet."""
     last = job.controller
     return last.dead or (last.place > 0 and not any(line.event == "took_over" for _, line in last.journal))
+
+
+def _published_unled(job: Job) -> bool:
+    """True when the last controller that ranks came to died before its publisher could answer, and the step that it had decided is on disk."""
+    decided = [fields["step"] for fields in events(job, "decided")]
+    return _leads_no_rank(job) and any(step == decided[-1] for _, step in job.disk.published if decided)
 
 
 def _settled_by_the_replaced(job: Job) -> bool:

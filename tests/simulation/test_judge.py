@@ -13,6 +13,7 @@ from tests.simulation.checks import (
     _comes_and_goes,
     _kept_apart,
     _outcome,
+    _published_unled,
     _settled_by_the_replaced,
     false_refusal,
     unprotected,
@@ -226,6 +227,23 @@ def test_a_controller_that_goes_away_as_it_gathers_the_ranks_of_a_lost_one_may_c
     assert _comes_and_goes(job) is excused
 
 
+@pytest.mark.parametrize(
+    ("dead", "published", "excused"),
+    [(True, [("/a", 2)], True), (True, [("/a", 1)], False), (True, [], False), (False, [("/a", 2)], False)],
+)
+def test_a_publisher_whose_controller_has_died_may_publish_without_a_word(
+    dead: bool, published: list[tuple[str, int]], excused: bool
+) -> None:
+    """Its messages do not arrive until it gives up, and no other rank lives. Of seed 5000048054."""
+    decided = SimpleNamespace(event="decided", fields={"step": 2})
+    job: Any = SimpleNamespace(
+        controller=SimpleNamespace(dead=dead, place=0, journal=[]),
+        journal=[(2.2, decided)],
+        disk=SimpleNamespace(published=published),
+    )
+    assert _published_unled(job) is excused
+
+
 @pytest.mark.parametrize(("alive", "kind"), [(True, "silent"), (False, "silent"), (True, "exited")])
 def test_a_lost_nodes_process_may_train_on_while_the_others_regroup(alive: bool, kind: str) -> None:
     """Another one has its place, and is not meant. Of seed 4250003833."""
@@ -337,6 +355,7 @@ def test_processes_in_whose_places_others_are_may_save_or_die_where_none_that_co
         4700807795,
         4700968544,
         4800099500,
+        5000048054,
     ],
 )
 def test_a_job_that_was_judged_wrongly_is_not_any_more(seed: int) -> None:

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -194,11 +194,7 @@ class Keeper:
 
     def serve_keepers(self, listener: socket.socket) -> None:
         """Take other keepers' connections until the listener is closed."""
-        while True:
-            try:
-                channel, _ = listener.accept()
-            except OSError:
-                return
+        for channel in connections(listener):
             threading.Thread(target=self._serve_keeper, args=(channel,), daemon=True).start()
 
     def _serve_keeper(self, channel: socket.socket) -> None:
@@ -252,6 +248,8 @@ class Keeper:
             )
         region, descriptor = self._open(name, region_bytes(description.slots), data_bytes(description.slots))
         os.close(descriptor)
+        if region.description != description:
+            self._forget_sums(name)
         region.describe(description)
         return region
 
@@ -443,6 +441,17 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
+def connections(listener: socket.socket) -> Iterator[socket.socket]:
+    """Yield what connects, until the listener is closed. A moment without room for another descriptor ends nothing."""
+    while listener.fileno() >= 0:
+        try:
+            channel, _ = listener.accept()
+        except OSError:
+            time.sleep(LOOK_S)
+        else:
+            yield channel
+
+
 def checksum_of(region: Region, slot: int) -> str:
     """Return the checksum of what a slot holds, as a transfer takes it; empty: it holds nothing."""
     copy = region.read(slot)
@@ -467,8 +476,7 @@ def main() -> int:
     keeper = Keeper(memory)
 
     def accept() -> None:
-        while True:
-            channel, _ = ranks.accept()
+        for channel in connections(ranks):
             threading.Thread(target=keeper.serve_rank, args=(channel,), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()

@@ -63,12 +63,12 @@ class Owner:
         self._reserved: dict[str, int] = {}
 
     def obtain(self, name: str, nbytes: int, written: int) -> int:
-        """Return a descriptor of memory of this size: the one that has this name already, if it has this size. `written`: how much of it
-        will be written; the rest takes no memory. Raises NoRoom, OSError."""
+        """Return a descriptor of memory of this size, for the caller to close: of the memory that has this name already, if it has this size. `written`: how
+        much of it will be written; the rest takes no memory. Raises NoRoom, OSError."""
         with self._lock:
             descriptor, size = self._memories.get(name, (-1, 0))
             if size == nbytes:
-                return descriptor
+                return os.dup(descriptor)
             if descriptor >= 0:
                 self._drop(name)
             promised = sum(self._reserved.values()) - self._resident()
@@ -86,7 +86,7 @@ class Owner:
                 os.close(descriptor)
                 raise NoRoom(f"{size_text(nbytes)} for {name}: {error}") from None
             self._memories[name], self._reserved[name] = (descriptor, nbytes), written
-            return descriptor
+            return os.dup(descriptor)
 
     def all(self) -> dict[str, tuple[int, int]]:
         """Return descriptor and size of each by name."""

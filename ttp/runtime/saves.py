@@ -18,8 +18,9 @@ from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format import tiling
 from ttp.checkpoint.format.durable import newest_step, step_of_directory, steps_in
 from ttp.checkpoint.format.types import HeldTensor
-from ttp.checkpoint.staging import discard_staging
+from ttp.checkpoint.staging import discard_staging, make_staging
 from ttp.config import Settings
+from ttp.copies.checkpoints import share_name, write_share_file
 from ttp.copies.copy_memory import CopyMemory
 from ttp.copies.region import Description, places_of
 from ttp.errors import CheckpointError, ConfigError
@@ -327,6 +328,8 @@ class BackgroundSaves:
         self._count = 0
         self.pending = 0
         """The step of the save that is under way; 0: none is."""
+        self._tmp_name = ""
+        """Its staging directory's."""
         places = places_of(self._share(holder.optimizer.current_step))
         world_size = max(rank for ranks in writers.values() for rank in ranks) + 1
         description = Description(
@@ -373,13 +376,14 @@ class BackgroundSaves:
             "record": dataclasses.asdict(record) if record and record.step == step else None,
         }
         tensors = [held.values for _, part in sorted(self._share(step).items()) for held in part]
+        self._tmp_name = f"iter_{step:07d}_tmp_{kind.value}_background_{self._number}_{self._count}"
         try:
             self._memory.take(0, step, self._count, json.dumps(state).encode(), tensors)
             self._memory.say(
                 {
                     "do": "save", "step": step, "rank": self._rank, "ranks": self._ranks, "publishes": self._rank == 0,
                     "directory": self._directory, "cause": kind.value, "term": term_of(self._number),
-                    "tmp_name": f"iter_{step:07d}_tmp_{kind.value}_background_{self._number}_{self._count}",
+                    "tmp_name": self._tmp_name,
                 }
             )  # fmt: skip
             self.pending = step
@@ -402,6 +406,7 @@ class BackgroundSaves:
             answer = self._memory.next_message(timeout_s)
         except OSError as error:
             answer = {"saved": self.pending, "path": "", "error": str(error)}
+            self._pass_on(str(error))
         if answer is None or answer.get("saved") != self.pending:
             return
         step, self.pending = self.pending, 0
@@ -413,6 +418,14 @@ class BackgroundSaves:
                 f"rank {self._rank}: the save of step {step} into {self._directory} has failed: {answer['error']}; training continues"
                 " without it",
             )
+
+    def _pass_on(self, error: str) -> None:
+        """Say in this rank's place what its keeper could not: rank 0's waits for its share."""
+        folder = Path(self._directory, self._tmp_name)
+        with contextlib.suppress(CheckpointError, OSError):
+            make_staging(folder.parent, folder.name)
+            if not (folder / share_name(self._rank)).exists():
+                write_share_file(folder, self._rank, {"error": f"rank {self._rank}: {error}"})
 
     def close(self) -> None:
         self._memory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -9,21 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from tests.unit.copies.conftest import HOST, keeper
 from tests.unit.copies.material import described
 from tests.unit.copies.test_transfer import ORDER, STATE, of_rank, secure, taken
 from tests.waiting import until
+from ttp.checkpoint.staging import make_staging
 from ttp.copies import keeper as keepers
-from ttp.copies import transfer
+from ttp.copies.checkpoints import read_share, share_name, write_share_file
 from ttp.copies.keeper import PEER_S, checksum_of
 from ttp.copies.memory import of_save, own, received
 from ttp.copies.region import data_bytes, region_bytes
+from ttp.errors import CheckpointError
+from ttp.fork_server import frames
+from ttp.launch.attempts.copies import Copies
+from ttp.runtime.saves import BackgroundSaves
 
 
-def test_what_a_connection_of_an_ended_attempt_notes_late_damages_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_connection_of_an_ended_attempt_notes_late_damages_no_copy() -> None:
     """Its next node was lost: it learns so when the next attempt's rank uses the memory already."""
-    monkeypatch.setattr(transfer, "ANSWER_S", 1.0)
     answers: list[str] = []
     with socket.create_server((HOST, 0)) as silent, keeper() as (of, _):
         of._set_peer({"address": f"{HOST}:{silent.getsockname()[1]}"})
@@ -37,8 +43,8 @@ def test_what_a_connection_of_an_ended_attempt_notes_late_damages_no_copy(monkey
         of._forget_sums(own(0))  # as at a rank's connection
         taken(step=8, sequence=1, region=now)
         of._note(own(0), now, 1, 1, checksum_of(now, 1))
-        old.join()
         lost.close()
+        old.join()
         assert answers and answers[0].startswith("the next node has not got it"), answers
         taken(step=10, sequence=3, region=now)  # and its rank dies before it says so
         assert of._region(own(0), 1, 10) is now
@@ -103,3 +109,91 @@ def test_a_save_ends_with_its_own_attempt(
         order = {"directory": str(tmp_path), "tmp_name": "iter_0000005_tmp_1_1_1", "step": 5, "rank": 0, "ranks": 2}
         answer = of._saved(of_save(0), {**order, "publishes": True, "cause": "periodic"})
         assert ended in answer["error"], answer
+
+
+def test_what_a_keeper_could_not_write_its_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's has ended before it wrote its share: rank 0's waits for it no longer."""
+    monkeypatch.setattr(keepers, "SHARES_S", 0.2)
+
+    class Lost:
+        def next_message(self, timeout_s: float | None) -> None:
+            raise OSError("the copy keeper was lost")
+
+    saves = BackgroundSaves.__new__(BackgroundSaves)
+    saves._rank, saves._directory, saves._memory = 1, str(tmp_path), Lost()  # type: ignore[assignment]
+    saves.pending, saves._tmp_name = 7, "iter_0000007_tmp_periodic_background_1_1"
+    saves.finish()
+    with keeper() as (of, _), pytest.raises(CheckpointError, match=r"^rank 1: the copy keeper was lost"):
+        of._shares(tmp_path / saves._tmp_name, 2, {"files": []}, of._attempt)
+
+
+def test_a_share_that_was_written_stays_whatever_becomes_of_its_keeper(tmp_path: Path) -> None:
+    saves = BackgroundSaves.__new__(BackgroundSaves)
+    saves._rank, saves._directory, saves._tmp_name = 1, str(tmp_path), "iter_0000007_tmp_periodic_background_1_1"
+    folder = make_staging(tmp_path, saves._tmp_name)
+    write_share_file(folder, 1, {"files": ()})
+    saves._pass_on("the copy keeper was lost")
+    assert read_share(folder / share_name(1)) == {"files": []}
+
+
+def test_a_moment_without_descriptors_does_not_end_a_listener() -> None:
+    class Full:
+        """Of which each second call finds no descriptor."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def fileno(self) -> int:
+            return 3 if self.calls < 4 else -1
+
+        def accept(self) -> tuple[str, str]:
+            self.calls += 1
+            if self.calls % 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return f"connection {self.calls}", ""
+
+    assert list(keepers.connections(Full())) == ["connection 2", "connection 4"]  # type: ignore[arg-type,comparison-overlap]
+
+
+def test_where_the_store_is_away_the_keepers_address_is_published_later() -> None:
+    class Away:
+        """A store that answers from the second call on."""
+
+        def __init__(self) -> None:
+            self.keys: dict[str, str] = {}
+            self.calls = 0
+
+        def set(self, key: str, value: str) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise DistNetworkError("Connection reset by peer")
+            self.keys[key] = value
+
+        def check(self, keys: list[str]) -> bool:
+            return False
+
+    agent, store = Copies(), Away()
+    ours, theirs = socket.socketpair()
+    agent._orders, agent._begins, agent._nodes, agent._attempt_store = ours, True, 2, store  # type: ignore[assignment]
+    frames.send(theirs, {"address": "127.0.0.1:1234"})
+    agent.look(None)
+    agent.look(None)
+    assert store.keys == {"ttp/copies/address/0": "127.0.0.1:1234"}
+    agent.look(None)
+    assert store.calls == 2
+    theirs.close()
+    agent.close()
+
+
+def test_what_was_noted_of_another_description_is_forgotten() -> None:
+    """The next attempt's numbers come again: until its copy is noted, it does not count as damaged."""
+    with keeper() as (sender, _), keeper() as (receiver, address):
+        sender._set_peer({"address": address})
+        assert secure(sender, of_rank(sender)) == ""
+        until(lambda: (received(0), 1) in receiver._sums)
+        for each in (sender, receiver):
+            each._begin({"attempt": 2, "job_id": "job/2", "host": HOST, "port": 0, "credentials": None})
+        sender._set_peer({"address": address})
+        again = of_rank(sender, attempt=2)
+        receiver._described(received(0), again.description, {"rank": 0, "attempt": 2})  # type: ignore[arg-type]
+        assert (received(0), 1) not in receiver._sums

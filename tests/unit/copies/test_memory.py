@@ -59,17 +59,29 @@ def test_a_name_keeps_its_memory_and_another_size_is_another_one() -> None:
     of = owner(10 * MIB)
     descriptor = of.obtain("rank 0", MIB, MIB)
     os.pwrite(descriptor, b"kept", 0)
-    assert of.obtain("rank 0", MIB, MIB) == descriptor
-    assert os.pread(descriptor, 4, 0) == b"kept"
+    assert os.pread(of.obtain("rank 0", MIB, MIB), 4, 0) == b"kept"
     again = of.obtain("rank 0", 2 * MIB, 10 * MIB)
     assert os.fstat(again).st_size == 2 * MIB
     assert os.pread(again, 4, 0) == bytes(4)
-    assert of.all() == {"rank 0": (again, 2 * MIB)}
+    ((kept, nbytes),) = of.all().values()
+    assert nbytes == 2 * MIB and os.path.samestat(os.fstat(kept), os.fstat(again))
+
+
+def test_a_descriptor_is_of_its_memory_whatever_is_dropped_meanwhile() -> None:
+    """The number of a closed descriptor is the next file's that is opened."""
+    of = owner(10 * MIB)
+    descriptor = of.obtain("rank 0", MIB, MIB)
+    os.pwrite(descriptor, b"kept", 0)
+    again = of.obtain("rank 0", MIB, MIB)
+    of.drop({"rank 0"})
+    with open(os.devnull, "rb"):
+        assert [os.pread(each, 4, 0) for each in (descriptor, again)] == [b"kept", b"kept"]
 
 
 def test_memory_that_is_dropped_is_free_again() -> None:
     of = owner(10 * MIB)
-    descriptor = of.obtain("rank 0", MIB, 10 * MIB)
+    os.close(of.obtain("rank 0", MIB, 10 * MIB))
+    ((descriptor, _),) = of.all().values()
     of.drop({"rank 0", "a name that is not there"})
     assert of.all() == {}
     with pytest.raises(OSError, match="Bad file descriptor"):

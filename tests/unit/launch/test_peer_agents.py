@@ -156,7 +156,7 @@ def test_an_agent_that_fails_for_good_does_not_wait_for_one_that_does_not_poll(
 
 def test_a_node_that_never_spoke_is_lost_to_all_others(make: Make) -> None:
     """It died after the rendezvous was complete: the agent with the store notices, and publishes it."""
-    launchers = make(3, lost_s=1.5, silent=(2,)).all
+    launchers = make(3, lost_s=4.0, silent=(2,)).all
     until(lambda: launchers[0].lost and launchers[1].lost, "news of the loss")
     for launcher in launchers[:2]:
         assert "node 2 of 3" in launcher.lost and launcher.over == ""
@@ -194,6 +194,13 @@ def test_a_launcher_that_has_left_is_not_lost(make: Make) -> None:
         group.all[1].close()
 
 
+class Broken:
+    """A store whose calls fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise DistNetworkError("connection reset by peer")
+
+
 class Breaks(PeerAgents):
     """A launcher whose calls to the store fail for so many looks."""
 
@@ -202,10 +209,11 @@ class Breaks(PeerAgents):
         self.failures = failures
 
     def _write(self, store: Store) -> None:
-        super()._write(store)
         if self.failures:
             self.failures -= 1
-            raise DistNetworkError("connection reset by peer")
+            super()._write(Broken())  # type: ignore[arg-type]
+            raise DistNetworkError("connection reset by peer")  # where it had nothing to write
+        super()._write(store)
 
 
 def test_a_call_that_fails_is_made_again_over_a_new_connection(make: Make) -> None:
@@ -213,11 +221,13 @@ def test_a_call_that_fails_is_made_again_over_a_new_connection(make: Make) -> No
     group = make(2, silent=(1,))
     assert group.server is not None
     launcher = Breaks(JobStore("127.0.0.1", group.server.port, 0), failures=3)
+    launcher.publish_failed("its disk is full")
     launcher.publish_succeeded()
     launcher.start()
     group.all[0].publish_succeeded()
     until(lambda: launcher.all_have_succeeded and group.all[0].all_have_succeeded, "word of both successes")
-    assert launcher.failures == 0 and launcher.lost == launcher.over == launcher.unreached == ""
+    until(lambda: "its disk is full" in group.all[0].over, "what was to be published as the calls failed")
+    assert launcher.failures == 0 and launcher.lost == launcher.unreached == ""
     launcher.close()
 
 

@@ -29,7 +29,7 @@ SILENT_S = 1.5  # longer than anything here holds the relay up
 class Caller:
     """One rank's stream through the relay, and what became of it."""
 
-    def __init__(self, rank: int, address: str, path: Path, silent_s: float = SILENT_S) -> None:
+    def __init__(self, rank: int, address: str, path: Path, silent_s: float = LONG_S) -> None:
         self.rank, self.received, self.reason = rank, list[str](), ""
         self.opened, self.welcomed, self.closed = threading.Event(), threading.Event(), threading.Event()
         self.stream = ControlStream(address, "job", self, relayed=Relayed(str(path), rank, silent_s))
@@ -75,7 +75,7 @@ def call(relay: Relay) -> Iterator[Call]:
     """Open streams through the relay; close them at the end."""
     callers: list[Caller] = []
 
-    def start(rank: int, address: str, path: Path | None = None, silent_s: float = SILENT_S) -> Caller:
+    def start(rank: int, address: str, path: Path | None = None, silent_s: float = LONG_S) -> Caller:
         callers.append(Caller(rank, address, path or relay.path, silent_s))
         return callers[-1]
 
@@ -97,8 +97,8 @@ def connections(controller: ControllerProcess) -> int:
     return sum(int(words[1].rpartition(":")[2], 16) == port and words[3] == "01" for words in local)
 
 
-def assembled(controller: ControllerProcess, call: Call) -> list[Caller]:
-    callers = [call(rank, controller.address) for rank in RANKS]
+def assembled(controller: ControllerProcess, call: Call, silent_s: float = LONG_S) -> list[Caller]:
+    callers = [call(rank, controller.address, silent_s=silent_s) for rank in RANKS]
     for caller in callers:
         caller.registers()
     for caller in callers:
@@ -145,11 +145,11 @@ def test_a_controller_that_stands_still_is_not_taken_for_a_relay_that_does(
 ) -> None:
     """The relay shows all the while that it runs itself."""
     controller = new_controller(world_size=3, lease_s=60.0)
-    (first, *_) = assembled(controller, call)
+    (first, *_) = assembled(controller, call, SILENT_S)
     controller.process.send_signal(signal.SIGSTOP)
     try:
         assert not first.closed.wait(2 * SILENT_S), first.reason
-        late = call(1, controller.address)
+        late = call(1, controller.address, silent_s=SILENT_S)
         assert not late.closed.wait(1.5 * SILENT_S) and not late.opened.is_set()
     finally:
         controller.process.send_signal(signal.SIGCONT)
@@ -160,11 +160,11 @@ def test_a_relay_that_stands_still_is_left_by_its_ranks(
     new_controller: StartController, call: Call, relay: Relay
 ) -> None:
     controller = new_controller(world_size=3)
-    callers = assembled(controller, call)
+    callers = assembled(controller, call, SILENT_S)
     goes_on = threading.Event()
     relay._loop.call_soon_threadsafe(goes_on.wait, LONG_S)
     try:
-        late = call(1, controller.address)  # it does not get as far as a sign of life
+        late = call(1, controller.address, silent_s=SILENT_S)  # it does not get as far as a sign of life
         for caller in (*callers, late):
             assert f"nothing received from this node's relay for {SILENT_S:g} s" in caller.ends()
             assert caller.stream.relay_failed and not caller.stream.refused

@@ -88,6 +88,8 @@ class Copies:
         self._peer = ""
         self._port = 0
         """Where this node's keepers listen for the others."""
+        self._unpublished = ""
+        """That address, until the attempt's store has it."""
 
     def has_memory(self, rank: int) -> bool:
         """Return whether a rank of this node has copies here, or saves without waiting. From any thread."""
@@ -107,6 +109,8 @@ class Copies:
                 return
             with contextlib.suppress(EOFError, OSError):  # its end is seen above
                 self._has_begun(self._orders)
+        if self._unpublished:
+            self._publish_address()
         if self._orders is not None and self._nodes > 1 and not self._peer:
             with contextlib.suppress(RuntimeError, OSError, KeeperLost):
                 key = f"ttp/copies/address/{(self._node + 1) % self._nodes}"
@@ -150,7 +154,8 @@ class Copies:
                     continue
                 try:
                     descriptor = self._owner.obtain(request["name"], request["nbytes"], request["written"])
-                    frames.send(channel, {}, [descriptor])
+                    with open(descriptor, "rb", buffering=0):
+                        frames.send(channel, {}, [descriptor])
                 except (NoRoom, OSError) as error:
                     frames.send(channel, {"error": str(error)})
 
@@ -176,7 +181,7 @@ class Copies:
             self._process.wait()
         self._orders = self._process = None
         self._begins = False
-        self._peer = ""
+        self._peer = self._unpublished = ""
 
     def _begin_keeper(self, orders: socket.socket) -> None:
         """Order it to begin the attempt. Its answer is not waited for: a new one imports torch first, and the ranks need their agent meanwhile.
@@ -188,9 +193,17 @@ class Copies:
         """Read its answer. Raises EOFError, OSError."""
         self._begins = False
         answer, _ = frames.receive(orders)
-        if answer.get("address") and self._attempt_store is not None:
-            self._port = int(answer["address"].rpartition(":")[2])
-            self._attempt_store.set(f"ttp/copies/address/{self._node}", answer["address"])
+        if address := answer.get("address", ""):
+            self._port = int(address.rpartition(":")[2])
+            self._unpublished = address
+            self._publish_address()
+
+    def _publish_address(self) -> None:
+        """Where the store is away, later: each look tries again."""
+        with contextlib.suppress(RuntimeError, OSError):
+            if self._attempt_store is not None:
+                self._attempt_store.set(f"ttp/copies/address/{self._node}", self._unpublished)
+            self._unpublished = ""
 
     # --- attempts ---
 

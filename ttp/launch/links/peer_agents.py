@@ -235,8 +235,8 @@ class PeerAgents:
             store.set(_seat(self._node), self._seated)
             store.add(_CHANGES, 1)
         while True:
-            last = self._stopping.is_set()
             self._wake.clear()
+            last = self._stopping.is_set()  # behind it: `close` sets both
             store.add(_alive(self._node), 1)
             if presence is not None and not last and (lost := presence.news(store)) is not None:
                 self._publish(_LOST, lost)
