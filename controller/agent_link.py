@@ -311,9 +311,9 @@ class AgentLink:
             self._attached = False
             new = reason != self._last_reason and not self._closing
             self._last_reason = reason
+            self._ended.set()  # of this stream, and no later one
         if new:
             log.debug("the controller is not attached: %s", reason)
-        self._ended.set()
 
 
 def request_status(address: str, *, job_id: str = "", timeout_s: float = 5.0) -> JobStatus:

@@ -82,6 +82,7 @@ class ControlService(ControlServicer):
         peer = await self._peer(context)
         if refusal := stream_refusal(peer, self._settings.job_id):
             await self._refuse(context, refusal)
+        await self._check_running(context)
         link = StreamLink(self._mailroom)
         self._links.add(link)
         link.greet()
@@ -114,6 +115,7 @@ class ControlService(ControlServicer):
         peer = await self._peer(context)
         if refusal := stream_refusal(peer, self._settings.job_id) or carrier_refusal(peer):
             await self._refuse(context, refusal)
+        await self._check_running(context)
         carrier = Carrier(self._mailroom, peer, self._links.add, self._note_refused)
         reader = asyncio.create_task(self._read_bundles(request_iterator, carrier))
         ended = list[StreamLink]()
@@ -167,6 +169,7 @@ class ControlService(ControlServicer):
         self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[pb.StatusRequest, pb.JobStatus]
     ) -> pb.JobStatus:
         await self._check_job(request.job_id, context)
+        await self._check_running(context)
         answer: asyncio.Future[JobStatus] = self._loop.create_future()
 
         def reply(status: JobStatus) -> None:
@@ -188,8 +191,7 @@ class ControlService(ControlServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         reason = request.reason or f"asked to end by {context.peer()}"
         if request.looks:
-            if self._driver.finished:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "this controller is ending")
+            await self._check_running(context)
             self._answered[request.term, request.look] = time.monotonic()
         elif not request.term:
             self._driver.put(StopAsked(reason))
@@ -215,6 +217,11 @@ class ControlService(ControlServicer):
             NotAllowed(f"{context.peer().rpartition(':')[0]}: {refusal}")
         )  # without the port, new each time
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
+
+    async def _check_running(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """One that ends answers nothing any more: who comes now turns to another one at once."""
+        if self._driver.finished:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this controller is ending")
 
     async def _check_job(self, job_id: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if job_id and job_id != self._settings.job_id:

@@ -105,6 +105,7 @@ def test_a_worker_that_asks_before_the_agent_knows_it_waits(issuer: Issuer) -> N
     with subprocess.Popen(
         [sys.executable, "-c", ASKS, issuer.address, "rank", "[0]", "0"], stdout=subprocess.PIPE, text=True
     ) as worker:
+        until(lambda: any(thread.name == "ttp-issue" for thread in threading.enumerate()), "its question")
         issuer.workers({0: worker.pid})
         assert worker.communicate()[0].strip() == "given"
 

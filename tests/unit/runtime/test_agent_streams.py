@@ -277,6 +277,31 @@ def test_a_controller_that_is_silent_for_a_lease_is_left_and_the_next_one_has_a_
     assert second.closes == [] and bench.started.empty()
 
 
+def test_the_end_of_a_silent_stream_ends_no_later_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own thread, which brings it, is held for a moment, while its lease ends as well."""
+    first, held, go_on = bench.opened(), threading.Event(), threading.Event()
+
+    def debug(*_: object) -> None:
+        if threading.current_thread() is ending:
+            held.set()
+            go_on.wait(LONG_S)
+
+    monkeypatch.setattr(agent_link, "log", SimpleNamespace(debug=debug))
+    monkeypatch.setattr(first, "breaks", lambda **_: None)
+    bench.passes(LEASE_S - 0.5)
+    ending = threading.Thread(target=bench.line.stream_closed, args=(first, "over"))
+    ending.start()
+    assert held.wait(LONG_S)
+    bench.passes(0.5)
+    second = bench.next()
+    second.opens()
+    second.brings(KeepAlive())
+    go_on.set()
+    ending.join()
+    bench.looked()
+    assert second.closes == [] and bench.line.attached
+
+
 def test_a_launcher_that_was_stopped_itself_does_not_take_its_controller_for_silent(bench: Bench) -> None:
     """What has come meanwhile waits to be read."""
     stream = bench.opened()

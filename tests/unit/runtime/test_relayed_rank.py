@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from ttp.controller.process import ControllerProcess
 from ttp.launch.links.relay import Relay
 from ttp.processor.core.events import ProcessorSettings
 from ttp.processor.driver import Processor, ProcessorOptions
+from ttp.proto import stream
 from ttp.proto.stream import Relayed
 
 from .conftest import LONG_S, NotedHolder, Rank, StartController, until
@@ -179,3 +181,23 @@ def test_a_rank_leaves_a_relay_that_stands_still(new_controller: StartController
         assert direct(rank)
         beats_of(rank, controller)
     assert journaled(tmp_path) == {"registered", "assembled"}, "no rank was suspected: each came before its lease"
+
+
+@pytest.mark.parametrize(("held_s", "left"), [(0.45, True), (0.0, True), (60.0, False)])
+def test_a_rank_that_is_held_itself_leaves_a_silent_relay_all_the_same(
+    held_s: float, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks late each time, by `held_s`: only what it was held for does not count. One that is held for longer than it waits cannot tell yet."""
+    now, silent_s, cancelled = [0.0], 0.6, list[bool]()
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def look(timeout_s: float) -> bool:
+        now[0] += timeout_s + held_s
+        return now[0] > (20 * silent_s if held_s < silent_s else 2 * held_s)
+
+    watch = stream._Watch.__new__(stream._Watch)
+    watch.received_at, watch.fired, watch._silent_s = 0.0, False, silent_s
+    watch._call = SimpleNamespace(cancel=lambda: cancelled.append(True))  # type: ignore[assignment]
+    watch._ended = SimpleNamespace(wait=look)  # type: ignore[assignment]
+    watch._run()
+    assert watch.fired is bool(cancelled) is left

@@ -146,6 +146,24 @@ def test_a_controller_that_is_looked_for_answers_with_its_generation_and_leads_o
     called(act)
 
 
+@pytest.mark.parametrize("call", ["Attach", "Carry", "Status"])
+def test_a_controller_that_is_ending_takes_no_stream_and_no_question(call: str) -> None:
+    """It would answer neither; who comes turns to the next one at once."""
+
+    async def act(caller: Caller) -> None:
+        caller.finished = True
+        request: Any = pb.StatusRequest(job_id=JOB) if call == "Status" else nothing()
+        with pytest.raises(Refused, match="is ending"):
+            await getattr(caller.service, call)(request, caller.context)
+        assert not caller.items and not caller.service._links
+
+    async def nothing() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+    called(act)
+
+
 def test_a_controller_that_did_not_answer_just_now_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """By that controller; one of another term may have given its ranks up."""
     now = [100.0]

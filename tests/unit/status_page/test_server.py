@@ -140,12 +140,17 @@ def test_the_oldest_connection_makes_room(page: PageServer) -> None:
         assert page.open_connections >= http_server.MOST_CONNECTIONS - 3
 
 
+TOKEN_LINE = f" HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode()
+"""The end of a request that would be answered, were it shorter."""
+
+
 @pytest.mark.parametrize(
     "request_text",
     [
-        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
-        b"GET / HTTP/1.1\r\nCookie: " + b"z" * 100_000 + b"\r\n\r\n",
+        b"GET /?" + b"x" * 100_000 + TOKEN_LINE,
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + TOKEN_LINE[11:],
+        b"GET / HTTP/1.1\r\nCookie: " + b"z" * 100_000 + TOKEN_LINE[9:],
+        b"GET / HTTP/1.1\r\nCookie: " + b"z" * 40_000 + TOKEN_LINE[9:],
         b"NONSENSE\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
