@@ -61,7 +61,6 @@ class Loop:
 
     def turn(self) -> float:
         """Copy the newest checkpoint that is not in the mirror; return how long to wait before the next turn."""
-        path: Path | None = None
         try:
             if not self._begun:
                 self._begin()
@@ -83,8 +82,6 @@ class Loop:
         except FileNotFoundError:  # it was pruned, or renamed as broken, meanwhile
             return LOOK_S
         except CheckpointError as error:
-            if path is not None:
-                self._uploader.settle(path)
             self._report("passed over", error=str(error))
             return 0.0
         except OSError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,17 +75,23 @@ class Uploader:
         """Return whether the newest published checkpoint needs no copy any more."""
         return all(self._settled.get(path) == _written(path) for path in published(self.source)[:1])
 
-    def settle(self, path: Path) -> None:
-        """Do not look at this checkpoint again, unless it is published anew."""
-        self._settled[path] = _written(path)
-
     def lag(self) -> Lag:
         """Compare with what is published now."""
         return lag(self.source, self.newest, self.clock())
 
     def copy(self, path: Path) -> int:
-        """Copy one checkpoint; return the bytes that were uploaded. Raises Conflict, CorruptCheckpoint (the directory is broken), NotYet,
-        RemoteError, FileNotFoundError (it was removed meanwhile)."""
+        """Copy one checkpoint; return the bytes that were uploaded. Raises Conflict and CorruptCheckpoint (the directory is broken), and like after
+        a copy it is not looked at again unless it is published anew; NotYet, RemoteError, FileNotFoundError (it was removed meanwhile)."""
+        written = _written(path)
+        try:
+            nbytes = self._copy(path)
+        except CheckpointError:
+            self._settled[path] = written
+            raise
+        self._settled[path] = written
+        return nbytes
+
+    def _copy(self, path: Path) -> int:
         content = read_bytes(path)
         manifest = from_bytes(content, str(path / MANIFEST_NAME))
         folder, nbytes = step_directory_name(manifest.step), 0
@@ -96,7 +102,6 @@ class Uploader:
                 there = self._put_manifest(path, manifest, content, folder)
         if there is not None and not _same_write(there, content, manifest):
             raise self._conflict(folder)
-        self.settle(path)
         if there is None:
             self._learn_newest()  # another node makes checkpoints whole
         else:
@@ -105,13 +110,20 @@ class Uploader:
         return nbytes
 
     def _copy_files(self, path: Path, manifest: Manifest, content: bytes, folder: str) -> int:
-        claim = _write_name(manifest, content)
-        if (
-            not self.remote.put_new(f"{folder}/{CLAIM_NAME}", claim)
-            and self.remote.read(f"{folder}/{CLAIM_NAME}") != claim
-        ):
+        claim, name = _write_name(manifest, content), f"{folder}/{CLAIM_NAME}"
+        new = self.remote.put_new(name, claim)
+        if not new and self.remote.read(name) != claim:
             raise self._conflict(folder)
-        there, nbytes = self.remote.sizes(folder), 0
+        try:
+            return self._put_files(path, manifest, folder, {} if new else self.remote.sizes(folder))
+        except (CorruptCheckpoint, FileNotFoundError):
+            if new and not manifest.hosts and self.remote.read(f"{folder}/{MANIFEST_NAME}") is None:
+                self.remote.remove(folder)  # so that another write of the step can take its place
+            raise
+
+    def _put_files(self, path: Path, manifest: Manifest, folder: str, there: Mapping[str, int]) -> int:
+        """Put the files that are not `there`."""
+        nbytes = 0
         for file in manifest.files:
             if there.get(file.name) == file.nbytes:
                 continue  # of this write, and uploads are whole or not there

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
 from ttp.errors import CorruptCheckpoint
-from ttp.mirror import fetch
+from ttp.mirror import fetch, upload
 from ttp.mirror.remote import Remote, RemoteError
 from ttp.mirror.source import MirrorSource, parse, read
 from ttp.mirror.upload import CLAIM_NAME, Conflict, NotYet, Uploader
+from ttp.proto.messages import FileEntry
 
 
 def uploader(url: str, *dirs: Path, keep: int = 0, host: str = "") -> Uploader:
@@ -110,6 +113,77 @@ def test_a_checkpoint_that_is_broken_on_disk_is_not_copied(url: str, tmp_path: P
     with pytest.raises(CorruptCheckpoint, match="was altered"):
         uploader(url, tmp_path).copy(path)
     assert whole(url) == []
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_write_that_was_broken_on_disk_leaves_its_step_to_the_next_one(
+    url: str, tmp_path: Path, job: Job, place: int
+) -> None:
+    """The first file is broken, or the last: nothing of that write stays."""
+    path = job.save(tmp_path, 7)
+    flip_a_bit(path, read_manifest(path).files[place].name)
+    up = uploader(url, tmp_path)
+    with pytest.raises(CorruptCheckpoint, match="was altered"):
+        up.copy(path)
+    assert Remote(url).sizes(path.name) == {} and up.has_newest()
+    path.rename(tmp_path / "iter_0000007_broken_1")
+    job.later().save(tmp_path, 7, attempt="b")
+    assert copy_all(up) == [7] and whole(url) == [7]
+
+
+def test_a_write_that_is_pruned_meanwhile_leaves_its_step_to_the_next_one_unless_another_node_has_copied_it(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check = job.save(tmp_path, 7), upload.check_file
+    up, other = uploader(url, tmp_path), uploader(url, tmp_path)
+
+    def prune(file: Path, entry: FileEntry) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        check(file, entry)
+
+    def finish_first(file: Path, entry: FileEntry) -> None:
+        monkeypatch.setattr(upload, "check_file", check)
+        other.copy(path)
+        prune(file, entry)
+
+    monkeypatch.setattr(upload, "check_file", prune)
+    with pytest.raises(FileNotFoundError):
+        up.copy(path)
+    assert Remote(url).sizes(path.name) == {}
+    path = job.later().save(tmp_path, 7, attempt="b")
+    monkeypatch.setattr(upload, "check_file", finish_first)
+    with pytest.raises(FileNotFoundError):
+        up.copy(path)
+    assert whole(url) == [7]
+
+
+def test_files_that_lie_there_without_a_claim_are_of_no_write(url: str, tmp_path: Path, job: Job) -> None:
+    path = job.save(tmp_path, 7)
+    file = read_manifest(path).files[0]
+    Remote(url).put_new(f"{path.name}/{file.name}", b"x" * file.nbytes)
+    assert copy_all(uploader(url, tmp_path)) == [7] and whole(url) == [7]
+
+
+def test_a_write_that_took_the_place_of_one_that_was_broken_is_copied_also_where_that_was_just_read(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check = job.save(tmp_path, 7), upload.check_file
+    flip_a_bit(path, read_manifest(path).files[0].name)
+    os.utime(path / MANIFEST_NAME, (1.0, 1.0))
+
+    def replace(file: Path, entry: FileEntry) -> None:
+        monkeypatch.setattr(upload, "check_file", check)
+        try:
+            check(file, entry)
+        finally:
+            path.rename(tmp_path / "iter_0000007_broken_1")
+            job.later().save(tmp_path, 7, attempt="b")
+
+    monkeypatch.setattr(upload, "check_file", replace)
+    up = uploader(url, tmp_path)
+    with pytest.raises(CorruptCheckpoint):
+        up.copy(path)
+    assert up.pending() == [path] and copy_all(up) == [7] and whole(url) == [7]
 
 
 @pytest.mark.parametrize("complete", [True, False])
