@@ -88,6 +88,11 @@ class Uploader:
         except CheckpointError:
             self._settled[path] = written
             raise
+        except FileNotFoundError as error:
+            if not written or _written(path) != written:
+                raise
+            self._settled[path] = written
+            raise CorruptCheckpoint(f"{path} lacks a file: {error}") from error
         self._settled[path] = written
         return nbytes
 

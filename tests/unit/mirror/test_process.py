@@ -83,6 +83,17 @@ def test_a_broken_checkpoint_is_passed_over_once(url: str, tmp_path: Path, job: 
     assert said.what == ["passed over", "mirrored"] and "was altered" in said.lines[0]["error"] and whole(url) == [2]
 
 
+def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_not_waited_for(url: str, tmp_path: Path, job: Job) -> None:
+    for step in (2, 5):
+        job.save(tmp_path, step)
+    next((tmp_path / "iter_0000005").glob("*.distcp")).unlink()
+    loop, said, ending = loop_of(uploader(url, tmp_path))
+    assert [loop.turn() for _ in range(3)] == [0.0, 0.0, 1.0]
+    assert said.what == ["passed over", "mirrored"] and "lacks a file" in said.lines[0]["error"] and whole(url) == [2]
+    ending.set()
+    loop.run()
+
+
 def test_a_checkpoint_that_is_pruned_meanwhile_is_nothing_to_report(
     url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
