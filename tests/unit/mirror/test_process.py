@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -264,6 +265,67 @@ def test_the_process_stands_still_during_a_fault(url: str, tmp_path: Path, monke
         until(lambda: state() == "T", "a stopped process")
     until(lambda: state() != "T", "a process that goes on")
     agent.mirror.finish()
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A mirror for the agent's process, which is started again at once."""
+    url = f"file://{tmp_path}/mirror"
+    monkeypatch.setenv("TTP_MIRROR", url)
+    monkeypatch.setattr("ttp.launch.attempts.mirror.RESTART_S", 0.0)
+    return url
+
+
+def test_a_process_that_has_died_before_the_end_copies_the_newest_checkpoint_all_the_same(
+    folder_url: str, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Agent(tmp_path, tmp_path / "checkpoints")
+    pid = agent.mirror.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: is_dead(Path(f"/proc/{pid}")), "its death")
+    job.save(tmp_path / "checkpoints", 7)
+    agent.mirror.finish()
+    assert whole(folder_url) == [7] and [line["what"] for line in agent.story()] == ["mirrored"]
+    assert "the mirror process ended (status -9)" in caplog.text
+
+
+def test_a_process_that_dies_while_the_end_is_waited_for_is_started_again(
+    folder_url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ttp.launch.attempts.mirror.LAST_LINES_S", 0.0)
+    caplog.set_level(logging.INFO, "ttp.launch")
+    job.save(tmp_path / "checkpoints", 7)
+    agent = Agent(tmp_path, tmp_path / "checkpoints")
+    pid = agent.mirror.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+
+    class Killer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("waiting up to") and agent.mirror.pid == pid:
+                os.kill(pid, signal.SIGKILL)
+
+    killer = Killer()
+    logging.getLogger("ttp.launch").addHandler(killer)
+    try:
+        agent.mirror.finish()
+    finally:
+        logging.getLogger("ttp.launch").removeHandler(killer)
+    assert whole(folder_url) == [7] and "the mirror process ended (status -9)" in caplog.text
+
+
+def test_a_process_that_dies_again_and_again_is_not_waited_for(
+    folder_url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    job.save(tmp_path / "checkpoints", 7)
+    agent = Agent(tmp_path, tmp_path / "checkpoints")
+    agent.mirror.finish()
+    assert caplog.text.count("the mirror process ended (status 1)") == 5
+    assert "died 5 times: the newest checkpoint is not in the mirror" in caplog.text
+    (line,) = agent.story()
+    assert (line["what"], line["behind_steps"]) == ("expired", 7) and "died 5 times" in line["error"]
 
 
 _STARTER = """

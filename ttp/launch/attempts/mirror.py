@@ -32,6 +32,8 @@ RESTART_S = 1.0
 LONGEST_RESTART_S = 60.0
 LAST_LINES_S = 5.0
 """For the lines that it has written before its end."""
+_LAST_STARTS = 5
+"""A process that has died so many times at the job's end is not started again."""
 
 
 class Mirror:
@@ -81,34 +83,52 @@ class Mirror:
 
     def finish(self) -> None:
         """Have the newest checkpoint copied, for at most TTP_MIRROR_END_S, and end the process. A signal to the agent ends the wait."""
-        if self._process is None and self._source is not None:
-            self._start(self._source)  # it died: the newest checkpoint may not be there
-        if self._process is None:
+        if self._source is None:
             return
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # a signal may come before it has its handler
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(min(LAST_LINES_S, self._end_s))
-                return
-            log.info("waiting up to %g s for the mirror's copy of the newest checkpoint", self._end_s)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(0.0, self._end_s - LAST_LINES_S))
-                return
-            log.warning("TTP_MIRROR_END_S (%g s) expired: the newest checkpoint is not in the mirror", self._end_s)
-            self._report_expired()
+            reason = self._await_copy(self._source)
+            if reason:
+                log.warning("%s: the newest checkpoint is not in the mirror", reason)
+                self._report_expired(reason)
         finally:
             self._kill()
             if self._reader is not None:
                 self._reader.join(LAST_LINES_S)
 
-    def _report_expired(self) -> None:
+    def _await_copy(self, given: MirrorSource) -> str:
+        """Start the process again where it dies before it has copied the newest checkpoint; return why that is not in the mirror; empty: it is."""
+        deadline_s = time.monotonic() + self._end_s
+        for deaths in range(_LAST_STARTS):
+            if self._process is None:
+                self._start(given)
+            assert self._process is not None and self._process.stdin is not None
+            self._process.stdin.close()  # a signal may come before it has its handler
+            try:
+                status = self._await_end(self._process, deadline_s)
+            except subprocess.TimeoutExpired:
+                return f"TTP_MIRROR_END_S ({self._end_s:g} s) expired"
+            if status == 0:
+                return ""
+            log.warning("the mirror process ended (status %d) before the newest checkpoint was copied", status)
+            self._kill()
+            time.sleep(min(RESTART_S * 2.0**deaths, _left_s(deadline_s)))
+        return f"the mirror process died {_LAST_STARTS} times"
+
+    @staticmethod
+    def _await_end(process: subprocess.Popen[str], deadline_s: float) -> int:
+        """Return the status. Raises subprocess.TimeoutExpired."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LAST_LINES_S, _left_s(deadline_s)))
+        log.info("waiting up to %g s for the mirror's copy of the newest checkpoint", round(_left_s(deadline_s), 1))
+        return process.wait(_left_s(deadline_s))
+
+    def _report_expired(self, reason: str) -> None:
         """Report how far the mirror is behind now: the process's last report is older."""
         from ttp.mirror.upload import lag  # fsspec takes a while
 
         if self._reporter is not None and self._source is not None:
             now = asdict(lag(self._source, self._newest, time.time()))
-            self._reporter.mirror({"what": "expired", **now, "error": f"TTP_MIRROR_END_S ({self._end_s:g} s) expired"})
+            self._reporter.mirror({"what": "expired", **now, "error": reason})
 
     def _start(self, given: MirrorSource) -> None:
         command = [sys.executable, "-m", "ttp.mirror.copier", given.to_json()]
@@ -142,6 +162,10 @@ class Mirror:
                 process.stdin.close()
             process.kill()
             process.wait()
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
 
 
 def _log(fields: dict[str, Any]) -> None:
