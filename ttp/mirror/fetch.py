@@ -12,7 +12,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,13 +143,15 @@ def _fetch_files(remote: Remote, found: Found, work: Path, progress: Progress) -
 
 def _each_file(remote: Remote, found: Found, keep: Callable[[FileEntry, bytes], None], progress: Progress) -> None:
     """Read all files, some at a time; `keep` takes each file's bytes in order. Raises CorruptCheckpoint for the first that is not as recorded."""
-    total, done, lock = found.manifest.nbytes, 0, threading.Lock()
+    total, done, lock, failed = found.manifest.nbytes, 0, threading.Lock(), threading.Event()
 
     def read(file: FileEntry) -> None:
         nonlocal done
         arrived, name = checksum.for_file(file), f"{found.folder}/{file.name}"
         try:
             for chunk in remote.chunks(name, file.nbytes):
+                if failed.is_set():
+                    return
                 arrived.update(chunk)
                 keep(file, chunk)
                 with lock:
@@ -163,5 +165,10 @@ def _each_file(remote: Remote, found: Found, keep: Callable[[FileEntry, bytes], 
             )
 
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="ttp-mirror") as readers:
-        for reading in [readers.submit(read, file) for file in found.manifest.files]:
-            reading.result()
+        try:
+            for reading in as_completed([readers.submit(read, file) for file in found.manifest.files]):
+                reading.result()
+        except BaseException:
+            failed.set()
+            readers.shutdown(wait=False, cancel_futures=True)
+            raise

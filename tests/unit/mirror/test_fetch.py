@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.s3 import BUCKET, S3
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.signing import make_keys
 from tests.unit.mirror.test_upload import copy_all, uploader
+from tests.waiting import LONG_S
 from ttp.checkpoint.find import list_checkpoints
 from ttp.checkpoint.format.durable import read_tracker
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
 from ttp.checkpoint.format.signature import VerifyKey
 from ttp.checkpoint.verify import verify
+from ttp.errors import CorruptCheckpoint
+from ttp.mirror import fetch
 from ttp.mirror.fetch import fetch_newest
 from ttp.mirror.remote import Remote, RemoteError
 
@@ -87,6 +94,43 @@ def test_a_broken_checkpoint_of_the_directory_is_renamed_and_not_replaced(url: s
     assert (tmp_path / "iter_0000003_broken_1").is_dir()
 
 
+def test_nothing_more_is_read_after_the_first_failure(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file is broken: of the others those are at their first chunk that are read beside it."""
+    url = f"file://{tmp_path}/mirror"
+    big = Job({f"model.t{i}": torch.randn(100) for i in range(64)})
+    copy_all(uploader(url, big.save(tmp_path / "lost", 3, holders=40).parent))
+    store = Remote(url)
+    found = fetch.find(store, 3)
+    assert found is not None
+    broken = f"iter_0000003/{found.manifest.files[-1].name}"
+    found = replace(
+        found, manifest=replace(found.manifest, files=found.manifest.files[-1:] + found.manifest.files[:-1])
+    )
+    _alter(store, broken)
+    ended, others = threading.Event(), list[str]()
+    read_range, shutdown = Remote.read_range, ThreadPoolExecutor.shutdown
+
+    def wait_for_the_end(self: Remote, name: str, start: int, end: int) -> bytes:
+        if name != broken:
+            others.append(name)
+            assert ended.wait(LONG_S)
+        return read_range(self, name, start, end)
+
+    def end(self: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        shutdown(self, False, cancel_futures=cancel_futures)
+        ended.set()
+        shutdown(self, wait)
+
+    monkeypatch.setattr("ttp.mirror.remote.CHUNK_BYTES", 150)
+    monkeypatch.setattr(Remote, "read_range", wait_for_the_end)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", end)
+    with pytest.raises(CorruptCheckpoint, match="was altered"):
+        fetch.check_sums(store, found)
+    assert len(others) == len(set(others)) <= 8
+
+
 def test_without_room_nothing_is_fetched(url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored(url, tmp_path / "lost", job, 3)
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 9))
@@ -98,8 +142,6 @@ def test_without_room_nothing_is_fetched(url: str, tmp_path: Path, job: Job, mon
 def test_a_fetch_that_is_cut_off_leaves_nothing_and_a_cut_answer_is_asked_for_again(
     s3: S3, s3_url: str, tmp_path: Path, job: Job
 ) -> None:
-    import torch
-
     big = Job({**job.tensors, "model.big": torch.randn(1 << 20)})
     mirrored(s3_url, tmp_path / "lost", big, 3)
     s3.proxy.answer_cuts = 1
