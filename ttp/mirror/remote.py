@@ -112,14 +112,20 @@ class Remote:
 
     def put_new(self, name: str, content: bytes) -> bool:
         """Put a file that must not be there; False: it is (perhaps by a try whose answer was lost). Raises RemoteError."""
-        return bool(self._call(name, self._needed, self._put_new, self._path(name), content))
+        try:
+            return bool(self._call(name, self._needed, self._put_new, self._path(name), content))
+        except RemoteError:
+            if self.read(name) is None:
+                raise
+            return False  # some stores refuse it by another error
 
     def check_conditional(self) -> None:
         """Find out whether the store can be written, and refuses a second put: sets `conditional`. Raises RemoteError."""
         probe = f".ttp_probe_{uuid.uuid4().hex[:12]}"
         try:
             self.put_new(probe, b"1")
-            self.conditional = not self.put_new(probe, b"2")
+            self.put_new(probe, b"2")
+            self.conditional = self.read(probe) == b"1"
         finally:
             self.remove(probe)
 
@@ -177,10 +183,8 @@ class Remote:
             return True
         try:
             self._fs.pipe_file(path, content, mode="create")
-        except Exception:
-            if self._fs.exists(path):
-                return False
-            raise
+        except FileExistsError:
+            return False
         return True
 
     def _call(self, name: str, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,63 @@ def test_a_store_that_refuses_no_second_put_is_noticed(url: str, monkeypatch: py
     assert not store.conditional
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_one_put_that_fails_does_not_hide_that_a_store_refuses_no_second_one(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    store, puts = Remote(s3_url), list[bytes]()
+    pipe_file = store._fs.pipe_file
+
+    def put_always(path: str, content: bytes, mode: str = "overwrite") -> None:
+        puts.append(content)
+        if len(puts) == failing:
+            raise OSError("503 Slow Down")
+        pipe_file(path, content)
+
+    monkeypatch.setattr(store._fs, "pipe_file", put_always)
+    store.check_conditional()
+    assert not store.conditional
+    assert store.put_new("a/b", b"first") and not store.put_new("a/b", b"second") and store.read("a/b") == b"first"
+
+
+def test_a_second_put_of_which_only_the_answers_are_lost_was_not_refused(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Remote(s3_url, tries=2)
+    pipe_file = store._fs.pipe_file
+
+    def lose_answers(path: str, content: bytes, mode: str = "overwrite") -> None:
+        pipe_file(path, content)
+        if content == b"2":
+            raise OSError("connection reset")
+
+    monkeypatch.setattr(store._fs, "pipe_file", lose_answers)
+    store.check_conditional()
+    assert not store.conditional
+
+
+def test_a_put_whose_answer_was_lost_and_a_store_that_refuses_by_another_error(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Remote(s3_url)
+    pipe_file, lost = store._fs.pipe_file, [True]
+
+    def lose_one(path: str, content: bytes, mode: str = "overwrite") -> None:
+        try:
+            pipe_file(path, content, mode=mode)
+        except FileExistsError:
+            raise OSError("412") from None
+        if lost:
+            lost.clear()
+            raise OSError("connection reset")
+
+    monkeypatch.setattr(store._fs, "pipe_file", lose_one)
+    assert not store.put_new("a/b", b"first") and not store.put_new("a/b", b"second")
+    assert store.read("a/b") == b"first"
+    store.check_conditional()
+    assert store.conditional
+
+
 def test_where_a_store_has_no_conditional_put_what_is_there_stays_all_the_same(s3_url: str) -> None:
     store = Remote(s3_url)
     store.conditional = False
