@@ -45,6 +45,8 @@ class Loop:
         self._ending = ending
         self._failures = 0
         self._begun = self._probed = False
+        self._added = False
+        """There is one more in the mirror since the older ones were removed."""
 
     def run(self) -> None:
         while True:
@@ -64,20 +66,18 @@ class Loop:
         try:
             if not self._begun:
                 self._begin()
-            pending = self._uploader.pending()
-            if not pending:
-                return LOOK_S
-            for path in pending[:_TOGETHER]:
+            for path in self._uploader.pending()[:_TOGETHER]:
                 begun_s = time.monotonic()
                 with contextlib.suppress(NotYet):  # then one before it may be
                     nbytes = self._uploader.copy(path)
+                    self._report("mirrored", path=str(path), nbytes=nbytes, took_s=round(time.monotonic() - begun_s, 3))
+                    self._added = True
                     break
-            else:
+            if not self._added:
                 return LOOK_S
-            self._report("mirrored", path=str(path), nbytes=nbytes, took_s=round(time.monotonic() - begun_s, 3))
             if removed := self._uploader.remove_older():
                 self._report("removed", removed_steps=removed)
-            self._failures = 0
+            self._added, self._failures = False, 0
             return 0.0
         except FileNotFoundError:  # it was pruned, or renamed as broken, meanwhile
             return LOOK_S

@@ -95,6 +95,24 @@ def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_not_waited_for(url: s
     loop.run()
 
 
+def test_older_ones_that_could_not_be_removed_are_removed_by_the_next_turn(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, said, _ = loop_of(uploader(url, tmp_path, keep=1))
+    job.save(tmp_path, 1)
+    assert loop.turn() == 0.0
+    job.save(tmp_path, 2)
+
+    def refuse(self: Uploader) -> list[int]:
+        raise RemoteError("503")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Uploader, "remove_older", refuse)
+        assert loop.turn() == 1.0 and whole(url) == [2, 1]
+    assert [loop.turn(), loop.turn()] == [0.0, 1.0] and whole(url) == [2]
+    assert said.what == ["mirrored", "mirrored", "failed", "removed"]
+
+
 def test_a_checkpoint_that_is_pruned_meanwhile_is_nothing_to_report(
     url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
