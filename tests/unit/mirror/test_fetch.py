@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from ttp.checkpoint.find import list_checkpoints
 from ttp.checkpoint.format.durable import read_tracker
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
 from ttp.checkpoint.format.signature import VerifyKey
-from ttp.checkpoint.verify import verify
+from ttp.checkpoint.verify import Progress, verify
 from ttp.errors import CorruptCheckpoint
 from ttp.mirror import fetch
 from ttp.mirror.fetch import fetch_newest
@@ -131,6 +132,22 @@ def test_nothing_more_is_read_after_the_first_failure(
     assert len(others) == len(set(others)) <= 8
 
 
+def test_what_is_not_on_disk_as_it_arrived_is_not_published(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrored(url, tmp_path / "lost", job, 3)
+    fetch_files = fetch._fetch_files
+
+    def lose_the_end(store: Remote, found: fetch.Found, work: Path, progress: Progress) -> None:
+        fetch_files(store, found, work, progress)
+        os.truncate(work / found.manifest.files[0].name, 9)
+
+    monkeypatch.setattr(fetch, "_fetch_files", lose_the_end)
+    fetcher = Fetcher(url)
+    assert fetcher(tmp_path / "new") is None and len(fetcher.skipped) == 1
+    assert not list((tmp_path / "new").iterdir())
+
+
 def test_without_room_nothing_is_fetched(url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored(url, tmp_path / "lost", job, 3)
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 9))
@@ -186,3 +203,16 @@ def test_a_checkpoint_of_nodes_with_their_own_directories_is_fetched_by_one_and_
     assert cluster.said and all(each is not None and each.manifest.step == 7 for each in found)
     job.assert_equal(cluster.read(job, found))
     assert list_checkpoints([tmp_path / "b"]) and BUCKET
+
+
+def test_what_a_node_has_of_a_checkpoint_that_is_fetched_is_superseded_and_not_broken(tmp_path: Path, job: Job) -> None:
+    url = f"file://{tmp_path}/mirror"
+    Cluster(tmp_path).save(job, 7)
+    for host in "ba":
+        copy_all(uploader(url, tmp_path / host, host=host))
+    shutil.rmtree(tmp_path / "b")
+    assert Fetcher(url)(tmp_path / "a") == tmp_path / "a" / "iter_0000007"
+    assert sorted(path.name for path in (tmp_path / "a").glob("iter_*")) == [
+        "iter_0000007",
+        "iter_0000007_superseded_1",
+    ]

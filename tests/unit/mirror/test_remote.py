@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.s3 import BUCKET, S3
 from ttp.errors import ConfigError
+from ttp.mirror import remote
 from ttp.mirror.remote import Remote, RemoteError, error_text
 from ttp.mirror.url import check_url
 
@@ -131,6 +133,40 @@ def test_a_file_that_was_copied_in_part_has_no_name_and_is_removed(tmp_path: Pat
     (tmp_path / "mirror" / "iter_0000001" / ".rest.0123456789ab").write_bytes(b"half")
     assert store.abort_unfinished({"other"}) == 0 and store.abort_unfinished({"rest"}) == 1
     assert store.sizes("iter_0000001") == {"data": 10}
+
+
+def test_what_a_copy_leaves_that_dies_in_its_middle_is_found_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Remote(f"file://{tmp_path}/mirror")
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "_sync", die)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(big_file(tmp_path / "data", 10), "iter_0000001/data")
+    assert store.read("iter_0000001/data") is None and len(store.sizes("iter_0000001")) == 1
+    assert store.abort_unfinished({"data"}) == 1 and store.sizes("iter_0000001") == {}
+
+
+def test_a_file_that_comes_at_the_same_moment_from_elsewhere_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = tmp_path / "mirror" / "iter_0000001" / "manifest.json"
+
+    def after_the_other(act: Callable[..., None]) -> Callable[..., None]:
+        def placed(*args: object) -> None:
+            name.write_bytes(b"other")
+            act(*args)
+
+        return placed
+
+    for call in ("link", "rename", "replace"):
+        monkeypatch.setattr(os, call, after_the_other(getattr(os, call)))
+    assert not Remote(f"file://{tmp_path}/mirror").put_new("iter_0000001/manifest.json", b"mine")
+    assert name.read_bytes() == b"other"
 
 
 def test_a_download_goes_on_after_a_cut(s3: S3, s3_url: str, tmp_path: Path) -> None:

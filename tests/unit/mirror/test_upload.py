@@ -122,6 +122,7 @@ def test_a_write_that_was_broken_on_disk_leaves_its_step_to_the_next_one(
     """The first file is broken, or the last: nothing of that write stays."""
     path = job.save(tmp_path, 7)
     flip_a_bit(path, read_manifest(path).files[place].name)
+    os.utime(path / MANIFEST_NAME, (1.0, 1.0))
     up = uploader(url, tmp_path)
     with pytest.raises(CorruptCheckpoint, match="was altered"):
         up.copy(path)
@@ -201,6 +202,22 @@ def test_another_write_of_a_step_changes_nothing_of_the_first(
     assert (
         whole(url) == [7] and Remote(url).read(f"iter_0000007/{MANIFEST_NAME}") == (first / MANIFEST_NAME).read_bytes()
     )
+
+
+def test_where_the_store_lacks_a_file_that_was_just_put_no_manifest_is_put(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, put = job.save(tmp_path, 7), Remote.put
+    lost = read_manifest(path).files[0].name
+
+    def lose_one(self: Remote, local: Path, name: str) -> None:
+        if local.name != lost:
+            put(self, local, name)
+
+    monkeypatch.setattr(Remote, "put", lose_one)
+    with pytest.raises(CorruptCheckpoint, match="lacks files that were just uploaded"):
+        uploader(url, tmp_path).copy(path)
+    assert whole(url) == []
 
 
 def test_two_nodes_that_copy_the_same_directory_do_no_harm(url: str, tmp_path: Path, job: Job) -> None:
