@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,12 +318,13 @@ def test_a_process_that_dies_while_the_end_is_waited_for_is_started_again(
     agent = Agent(tmp_path, tmp_path / "checkpoints")
     pid = agent.mirror.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    send = partial(os.kill, pid)
+    send(signal.SIGSTOP)
 
     class Killer(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.getMessage().startswith("waiting up to") and agent.mirror.pid == pid:
-                os.kill(pid, signal.SIGKILL)
+                send(signal.SIGKILL)
 
     killer = Killer()
     logging.getLogger("ttp.launch").addHandler(killer)

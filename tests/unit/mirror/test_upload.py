@@ -13,6 +13,7 @@ from tests.s3 import S3
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
+from ttp.checkpoint.format.checksum import check_file
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
 from ttp.errors import CorruptCheckpoint
 from ttp.mirror import fetch, upload
@@ -135,7 +136,7 @@ def test_a_write_that_was_broken_on_disk_leaves_its_step_to_the_next_one(
 def test_a_write_that_is_pruned_meanwhile_leaves_its_step_to_the_next_one_unless_another_node_has_copied_it(
     url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, check = job.save(tmp_path, 7), upload.check_file
+    path, check = job.save(tmp_path, 7), check_file
     up, other = uploader(url, tmp_path), uploader(url, tmp_path)
 
     def prune(file: Path, entry: FileEntry) -> None:
@@ -168,7 +169,7 @@ def test_files_that_lie_there_without_a_claim_are_of_no_write(url: str, tmp_path
 def test_a_write_that_took_the_place_of_one_that_was_broken_is_copied_also_where_that_was_just_read(
     url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, check = job.save(tmp_path, 7), upload.check_file
+    path, check = job.save(tmp_path, 7), check_file
     flip_a_bit(path, read_manifest(path).files[0].name)
     os.utime(path / MANIFEST_NAME, (1.0, 1.0))
 
