@@ -322,9 +322,11 @@ def _leads_no_rank(job: Job) -> bool:
 
 
 def _published_unled(job: Job) -> bool:
-    """True when the last controller that ranks came to died before its publisher could answer, and the step that it had decided is on disk."""
+    """True when the last controller that ranks came to died before its publisher could answer, or ended with its step saved by processes in whose places
+    others are; and the step that it had decided is on disk."""
     decided = [fields["step"] for fields in events(job, "decided")]
-    return _leads_no_rank(job) and any(step == decided[-1] for _, step in job.disk.published if decided)
+    settled = _leads_no_rank(job) or " is saved in " in job.controller.over
+    return settled and any(step == decided[-1] for _, step in job.disk.published if decided)
 
 
 def _settled_by_the_replaced(job: Job) -> bool:

@@ -228,16 +228,19 @@ def test_a_controller_that_goes_away_as_it_gathers_the_ranks_of_a_lost_one_may_c
 
 
 @pytest.mark.parametrize(
-    ("dead", "published", "excused"),
-    [(True, [("/a", 2)], True), (True, [("/a", 1)], False), (True, [], False), (False, [("/a", 2)], False)],
-)
+    ("dead", "over", "published", "excused"),
+    [
+        (True, "", [("/a", 2)], True), (True, "", [("/a", 1)], False), (True, "", [], False),
+        (False, "", [("/a", 2)], False), (False, "step 2 is saved in /a", [("/a", 2)], True), (False, "step 2 is saved in /a", [], False),
+    ],
+)  # fmt: skip
 def test_a_publisher_whose_controller_has_died_may_publish_without_a_word(
-    dead: bool, published: list[tuple[str, int]], excused: bool
+    dead: bool, over: str, published: list[tuple[str, int]], excused: bool
 ) -> None:
-    """Its messages do not arrive until it gives up, and no other rank lives. Of seed 5000048054."""
+    """Its messages do not arrive until it gives up, and no other rank lives. Of seeds 5000048054 and 5000288204."""
     decided = SimpleNamespace(event="decided", fields={"step": 2})
     job: Any = SimpleNamespace(
-        controller=SimpleNamespace(dead=dead, place=0, journal=[]),
+        controller=SimpleNamespace(dead=dead, place=0, journal=[], over=over),
         journal=[(2.2, decided)],
         disk=SimpleNamespace(published=published),
     )
@@ -271,6 +274,24 @@ def test_a_rank_whose_controller_is_superseded_as_the_job_ends_may_leave_later(
         ranks=[SimpleNamespace(rank=1, started_s=0.1, ended_s=8.53)],
     )  # fmt: skip
     assert bool(time_checks._left_late(job, 5.49)) is late
+
+
+@pytest.mark.parametrize(
+    ("said_s", "verdict_s", "excused"),
+    [(2.26, 2.43, True), (2.26, 3.5, False), (1.9, 2.43, False), (2.31, 2.43, False)],
+)
+def test_the_last_word_of_a_controller_that_was_superseded_then_may_be_lost(
+    said_s: float, verdict_s: float, excused: bool
+) -> None:
+    """Its rank waits for another one, and the one that superseded it does not know it. Of seed 5000307464."""
+    job: Any = SimpleNamespace(times=SimpleNamespace(heartbeat_s=0.2))
+    controller: Any = SimpleNamespace(
+        journal=[
+            (said_s, SimpleNamespace(event="exit_sent")),
+            (2.3, SimpleNamespace(event="stopped", fields={"reason": "superseded by c1"})),
+        ]
+    )
+    assert time_checks._superseded_as_it_ended(job, controller, verdict_s) is excused
 
 
 def test_a_process_that_was_to_get_its_state_may_be_replaced_anew() -> None:
@@ -356,6 +377,8 @@ def test_processes_in_whose_places_others_are_may_save_or_die_where_none_that_co
         4700968544,
         4800099500,
         5000048054,
+        5000288204,
+        5000307464,
     ],
 )
 def test_a_job_that_was_judged_wrongly_is_not_any_more(seed: int) -> None:

@@ -81,11 +81,25 @@ def _left_late(job: Job, verdict_s: float) -> list[str]:
         for line in meanwhile
     ):
         return []
+    if any(_superseded_as_it_ended(job, controller, verdict_s) for controller in job.controllers):
+        return []
     if controllers_faulted(job, verdict_s - 2 * job.times.lease_s, by_s) or any(c.dead for c in job.controllers):
         return []
     there = (rank for rank in job.ranks if rank.started_s <= verdict_s and _reachable(job, rank, verdict_s))
     slow = [rank.rank for rank in there if rank.ended_s > by_s]
     return [f"I11: ranks {slow} were there {LEAVING_S:g} s after the word that it is over"] if slow else []
+
+
+def _superseded_as_it_ended(job: Job, controller: Controller, verdict_s: float) -> bool:
+    """True when a controller was ended by another one within a heartbeat of its own word that it is over, and just before this verdict: the word may not have
+    reached a rank, which has no controller then that knows it."""
+    said_s = max((at for at, line in controller.journal if line.event == "exit_sent"), default=-inf)
+    stopped = [
+        at
+        for at, line in controller.journal
+        if line.event == "stopped" and str(line.fields["reason"]).startswith("superseded")
+    ]
+    return any(0.0 <= at - said_s <= job.times.heartbeat_s and at <= verdict_s <= at + LEAVING_S for at in stopped)
 
 
 def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
