@@ -99,6 +99,38 @@ NOT_BY_SEEDS = (
             ("controller.core.facts.coverage", "found += [", "without found += [f\"{group.label}: its holders, {named('rank', group.holders)}, do not all sit on different nodes\" for group in together[:_NAMED]]"),
         ),
     ),
+    NotBySeeds(
+        "time is granted at each message of a rank that was taken for dead, and not only when the others are there again",
+        "some leases end later, within the orphan timeout",
+        "test_absence.py",
+        (
+            ("controller.core.machine", "if of_rank and was_cut_off and not _receives_nothing(state):", "of_rank and was_cut_off and (not _receives_nothing(state)): without not _receives_nothing(state)"),
+        ),
+    ),
+    NotBySeeds(
+        "a rank sends the times of no steps but the first ones",
+        "paces are known from these",
+        "test_step_times.py",
+        (
+            ("processor.core.transitions", "state = replace(state, steps=event.steps, step_times_s=event.step_times_s)", "replace(state, steps=event.steps, step_times_s=event.step_times_s): forgets step_times_s"),
+        ),
+    ),
+    NotBySeeds(
+        "a count of steps without times, or times without a count, is not noted",
+        "the next heartbeat has both",
+        "test_vouched.py",
+        (
+            ("controller.core.facts.pace", "if beat.steps > pace.steps or beat.step_times_s:", "beat.steps > pace.steps or beat.step_times_s: And"),
+        ),
+    ),
+    NotBySeeds(
+        "ranks never regroup in place",
+        "the step is written, and the job restarts",
+        "test_seats.py",
+        (
+            ("controller.core.dump.regroup", "if cause.kind not in _AT_ONCE and not (cause.kind is CauseKind.SILENT and replaceable.issuperset(cause.ranks))", "for cause in fault.causes: without if cause.kind not in _AT_ONCE and (not (cause.kind is CauseKind.SILENT and replaceable.issuperset(cause.ranks)))"),
+        ),
+    ),
 )  # fmt: skip
 
 _BY_ROW = {row: one for one in NOT_BY_SEEDS for row in one.rows}
