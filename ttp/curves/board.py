@@ -126,6 +126,7 @@ class Board:
             log.warning("TensorBoard: the points of %d steps were left out", self._left_out)
 
     def _run(self, open_writer: Callable[[], SummaryWriter]) -> None:
+        points: StepPoints | None = StepPoints(step=0)
         try:
             writer = open_writer()
             while (points := self._waiting.get()) is not None:
@@ -134,5 +135,5 @@ class Board:
             writer.close()
         except Exception as error:
             log.warning("TensorBoard: no points are written from here on: %s: %s", type(error).__name__, error)
-            while self._waiting.get() is not None:  # what waits for room at the end is not kept waiting
-                pass
+            while points is not None:  # what waits for room at the end is not kept waiting
+                points = self._waiting.get()

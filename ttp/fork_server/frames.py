@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -32,13 +33,15 @@ def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Wait for one message. Raises EOFError when the other side is closed, OSError (TimeoutError when the socket has a timeout; or
     what comes is not a message)."""
-    header, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, MOST_DESCRIPTORS)
+    header, descriptors, flags, _ = socket.recv_fds(channel, _LENGTH.size, MOST_DESCRIPTORS)
     try:
         header += _exactly(channel, _LENGTH.size - len(header))
         (size,) = _LENGTH.unpack(header)
         if size > MOST_BYTES:
             raise OSError(f"got a message of {size} bytes, expected at most {MOST_BYTES}")
         message = _read(_exactly(channel, size))
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "no room for the descriptors that came with a message")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -122,7 +122,7 @@ class Uploader:
         try:
             return self._put_files(path, manifest, folder, {} if new else self.remote.sizes(folder))
         except (CorruptCheckpoint, FileNotFoundError):
-            if new and not manifest.hosts and self.remote.read(f"{folder}/{MANIFEST_NAME}") is None:
+            if not manifest.hosts and self.remote.read(f"{folder}/{MANIFEST_NAME}") is None:
                 self.remote.remove(folder)  # so that another write of the step can take its place
             raise
 
@@ -132,7 +132,8 @@ class Uploader:
         for file in manifest.files:
             if there.get(file.name) == file.nbytes:
                 continue  # of this write, and uploads are whole or not there
-            if manifest.hosts and not (path / file.name).exists():
+            elsewhere = bool(manifest.hosts) and manifest.hosts[file.rank] != self.source.host
+            if elsewhere and not (path / file.name).exists():
                 continue
             check_file(path / file.name, file)
             self.remote.put(path / file.name, f"{folder}/{file.name}")

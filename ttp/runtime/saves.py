@@ -420,7 +420,8 @@ class BackgroundSaves:
             )
 
     def _pass_on(self, error: str) -> None:
-        """Say in this rank's place what its keeper could not: rank 0's waits for its share."""
+        """Write in the keeper's place that it could not: rank 0's waits for this rank's share. Where that has ended, the folder is removed as any that an attempt
+        leaves."""
         folder = Path(self._directory, self._tmp_name)
         with contextlib.suppress(CheckpointError, OSError):
             make_staging(folder.parent, folder.name)

@@ -12,10 +12,12 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.fork_server.conftest import END_S, module, run, serving, state_of, until
+from ttp.fork_server import frames
 from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, Program, not_forkable
 from ttp.fork_server.forked_process import ForkedChild, ForkedOrphan
 from ttp.fork_server.request import NotForked, fork_at
@@ -451,3 +453,21 @@ def test_200_attempts_leave_nothing_in_server_or_agent(script: Callable[[str], s
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
     assert grown[0][:2] == grown[1][:2] and not children.split()
     assert grown[1][2] - grown[0][2] < 256, "pages: 1 MB"
+
+
+def test_a_message_whose_descriptors_found_no_room_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops them then, and says so in a flag alone."""
+    ours, theirs = socket.socketpair()
+    received = socket.recv_fds
+
+    def full(*args: Any) -> Any:
+        body, descriptors, flags, address = received(*args)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return body, [], flags | socket.MSG_CTRUNC, address
+
+    monkeypatch.setattr(socket, "recv_fds", full)
+    with ours, theirs:
+        frames.send(ours, {}, [0])
+        with pytest.raises(OSError, match="no room for the descriptors"):
+            frames.receive(theirs)

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -340,9 +342,11 @@ def test_a_process_that_dies_again_and_again_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     job.save(tmp_path / "checkpoints", 7)
-    agent = Agent(tmp_path, tmp_path / "checkpoints")
+    agent, slept = Agent(tmp_path, tmp_path / "checkpoints"), list[float]()
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic, time=time.time)
+    monkeypatch.setattr("ttp.launch.attempts.mirror.time", clock)
     agent.mirror.finish()
-    assert caplog.text.count("the mirror process ended (status 1)") == 5
+    assert caplog.text.count("the mirror process ended (status 1)") == 5 and len(slept) == 4
     assert "died 5 times: the newest checkpoint is not in the mirror" in caplog.text
     (line,) = agent.story()
     assert (line["what"], line["behind_steps"]) == ("expired", 7) and "died 5 times" in line["error"]

@@ -133,6 +133,26 @@ def test_a_write_that_was_broken_on_disk_leaves_its_step_to_the_next_one(
     assert copy_all(up) == [7] and whole(url) == [7]
 
 
+def test_a_broken_write_of_which_a_try_has_failed_leaves_its_step_to_the_next_one(
+    url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is this write's, whichever try has put it."""
+    path = job.save(tmp_path, 7)
+    flip_a_bit(path, read_manifest(path).files[-1].name)
+    up = uploader(url, tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RemoteError("the store is away")
+
+    with monkeypatch.context() as away:
+        away.setattr(up.remote, "put", fails)
+        with pytest.raises((RemoteError, CorruptCheckpoint)):
+            up.copy(path)
+    with pytest.raises(CorruptCheckpoint, match="was altered"):
+        up.copy(path)
+    assert Remote(url).sizes(path.name) == {}
+
+
 def test_a_write_that_is_pruned_meanwhile_leaves_its_step_to_the_next_one_unless_another_node_has_copied_it(
     url: str, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,3 +149,20 @@ def test_a_disk_that_refuses_as_the_run_ends_keeps_no_one_waiting() -> None:
     writer.go_on.set()
     closing.join(LONG_S)
     assert not closing.is_alive()
+
+
+def test_a_disk_that_refuses_the_last_points_keeps_no_one_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    class Closing(Writer):
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = Closing()
+    writer.go_on.set()
+    with caplog.at_level(logging.WARNING, "ttp"):
+        board = Board(lambda: writer)  # type: ignore[arg-type,return-value]
+        board.step(step(1))
+        closing = threading.Thread(target=board.close, args=(10 * LONG_S,), daemon=True)
+        closing.start()
+        closing.join(LONG_S)
+    assert not closing.is_alive()
+    assert caplog.text.count("no points are written from here on") == 1

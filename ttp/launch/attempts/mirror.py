@@ -99,6 +99,8 @@ class Mirror:
         """Start the process again where it dies before it has copied the newest checkpoint; return why that is not in the mirror; empty: it is."""
         deadline_s = time.monotonic() + self._end_s
         for deaths in range(_LAST_STARTS):
+            if deaths:
+                time.sleep(min(RESTART_S * 2.0 ** (deaths - 1), _left_s(deadline_s)))
             if self._process is None:
                 self._start(given)
             assert self._process is not None and self._process.stdin is not None
@@ -111,7 +113,6 @@ class Mirror:
                 return ""
             log.warning("the mirror process ended (status %d) before the newest checkpoint was copied", status)
             self._kill()
-            time.sleep(min(RESTART_S * 2.0**deaths, _left_s(deadline_s)))
         return f"the mirror process died {_LAST_STARTS} times"
 
     @staticmethod
