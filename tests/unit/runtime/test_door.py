@@ -52,6 +52,8 @@ class Stream:
 
     # what `ControlService` needs of its driver
 
+    finished = ""
+
     def put(self, item: Any) -> None:
         match item:
             case StreamMessages(((_, said),)):
