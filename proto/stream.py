@@ -109,9 +109,8 @@ class _Watch:
         looked = time.monotonic()
         while not self._ended.wait(self._silent_s / LOOKS):
             now = time.monotonic()
-            if (
-                now - looked > self._silent_s / 2
-            ):  # this process was stopped itself: for so long nothing could be received
+            if now - looked > self._silent_s / 2:
+                # This process was stopped itself: for so long nothing could be received.
                 self.received_at = min(now, self.received_at + now - looked - self._silent_s / LOOKS)
             looked = now
             if now - self.received_at > self._silent_s:
