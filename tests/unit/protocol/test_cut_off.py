@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from tests.unit.protocol.bench import ControllerBench, report
 from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Heartbeat, Phase
@@ -89,3 +91,11 @@ def test_one_that_was_only_silent_and_is_again_does_not() -> None:
     assert [line["rank"] for line in job.logged("death_seen")] == [1] and not job.logged("refused")
     job.wait(6.5, senders=(1,))
     assert [line["rank"] for line in job.logged("death_seen")] == [1, 0], "it is looked at again"
+
+
+def test_where_no_rank_is_attached_leases_are_not_looked_at_again() -> None:
+    """The first rank that attaches brings the next look."""
+    job = ControllerBench(holders=((0, 1),), orphan_timeout_s=15.0)
+    job.close(0, 1)
+    job.wait(6.5, senders=())
+    assert job.state.members.sweep_at == inf
