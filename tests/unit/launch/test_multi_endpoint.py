@@ -485,16 +485,3 @@ def test_too_few_nodes_in_time_is_said_with_the_places() -> None:
         match=rf"within 0 s \(--rdzv-conf join_timeout\) at {place}: {place}: connection refused",
     ):
         bench.store_failover.next_rendezvous()
-
-
-def test_a_machine_that_does_not_train_can_keep_the_store() -> None:
-    """Until a signal."""
-    place = free_place()
-    command = [sys.executable, "-m", "ttp.launch.stores", "--port", str(place.port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdout is not None and keeper.stdout.readline() == f"rendezvous store on port {place.port}\n"
-        one = agent(place)
-        assert one.find(patient=True) == place
-        keeper.terminate()
-        assert keeper.wait(30) == 0
-    assert one.look(place) is None
