@@ -11,6 +11,7 @@ the rank's own.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -106,14 +107,15 @@ class _Watch:
         self._ended.set()
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        excused_until, looked = -math.inf, time.monotonic()
         while not self._ended.wait(self._silent_s / LOOKS):
             now = time.monotonic()
             if now - looked > self._silent_s / 2:
                 # This process was stopped itself: for so long nothing could be received.
-                self.received_at = min(now, self.received_at + now - looked - self._silent_s / LOOKS)
+                held_s = now - looked - self._silent_s / LOOKS
+                excused_until = min(now, max(self.received_at, excused_until) + held_s)
             looked = now
-            if now - self.received_at > self._silent_s:
+            if now - max(self.received_at, excused_until) > self._silent_s:
                 self.fired = True
                 _cancel(self._call)
                 return

@@ -6,6 +6,7 @@ Owns these modes. Never changes a file or folder that was there before. Checkpoi
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import stat
 import tempfile
@@ -52,7 +53,9 @@ def make_folder(path: Path) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write a file that readers see whole, or as it was before. Raises OSError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(
+        f".{path.name}.{secrets.token_hex(4)}.tmp"
+    )  # containers share a folder, and process ids
     try:
         with open(unfinished, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)

@@ -73,7 +73,7 @@ def token_path(log_dir: Path) -> Path:
         return Path(named)
     path = log_dir / TOKEN_NAME
     if not path.exists():
-        unfinished = path.with_name(f".{TOKEN_NAME}.{os.getpid()}")
+        unfinished = path.with_name(f".{TOKEN_NAME}.{secrets.token_hex(4)}")
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:
             with open(descriptor, "w") as file:

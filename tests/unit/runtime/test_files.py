@@ -276,3 +276,18 @@ def test_until_it_is_refused_a_wrong_mode_is_the_safe_one(tmp_path: Path, monkey
     with umask(0):
         files.replace(tmp_path / "f", "")
     assert mode_of(tmp_path / "f") == 0o600
+
+
+def test_two_processes_of_the_same_id_replace_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers share a folder, and process ids: the second one writes while the first has not ended."""
+    path, last = tmp_path / "known.json", os.replace
+
+    def replace(unfinished: Path, to: Path) -> None:
+        monkeypatch.setattr(os, "replace", last)
+        files.replace(path, "of the second")
+        assert path.read_text() == "of the second"
+        last(unfinished, to)
+
+    monkeypatch.setattr(os, "replace", replace)
+    files.replace(path, "of the first")
+    assert path.read_text() == "of the first" and list(tmp_path.iterdir()) == [path]

@@ -201,3 +201,32 @@ def test_a_rank_that_is_held_itself_leaves_a_silent_relay_all_the_same(
     watch._ended = SimpleNamespace(wait=look)  # type: ignore[assignment]
     watch._run()
     assert watch.fired is bool(cancelled) is left
+
+
+def test_what_comes_while_a_rank_excuses_its_own_absence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that receives notes it just after the other one has looked: the wait begins anew with it."""
+    now, silent_s, held_s, came = [0.0], 0.6, 0.3, [0.0]
+
+    class Watch(stream._Watch):
+        @property
+        def received_at(self) -> float:
+            before = came[-1]
+            if len(came) == 1:
+                came.append(now[0])
+            return before
+
+        @received_at.setter
+        def received_at(self, moment: float) -> None:
+            came.append(moment)
+
+    def look(timeout_s: float) -> bool:
+        now[0] += timeout_s + (held_s if now[0] == 0.0 else 0.0)
+        return False
+
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = Watch.__new__(Watch)
+    watch.fired, watch._silent_s = False, silent_s
+    watch._call = SimpleNamespace(cancel=lambda: None)  # type: ignore[assignment]
+    watch._ended = SimpleNamespace(wait=look)  # type: ignore[assignment]
+    watch._run()
+    assert watch.fired and now[0] > came[1] + silent_s

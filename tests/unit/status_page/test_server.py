@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -271,6 +272,12 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: py
     assert own == tmp_path / "status_token" and len(page_access.read_token(own).value) == 64
     before = own.read_text()
     assert page_access.token_path(tmp_path).read_text() == before  # the next attempt has the same
+
+
+def test_the_token_is_made_beside_what_another_process_of_the_same_id_left(tmp_path: Path) -> None:
+    """Containers share a folder, and process ids; one was ended while it wrote."""
+    (tmp_path / f".status_token.{os.getpid()}").write_text("")
+    assert len(page_access.read_token(page_access.token_path(tmp_path)).value) == 64
 
 
 # --- its certificate ---
