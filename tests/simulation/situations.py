@@ -27,6 +27,7 @@ from tests.simulation.situations_of_loss import (
     late_reports,
     lost_in_a_dump,
     lost_in_a_false_alarm,
+    next_controller_hangs,
     no_disk_takes_the_step,
     places_fail,
     ranks_come_late,
@@ -126,7 +127,9 @@ SITUATIONS = (
         local_copy=False,
     ),
     # Ranks that come to a controller which has begun without them.
-    Situation(0.02, ranks_come_late, standbys=_LED),
+    Situation(0.012, ranks_come_late, standbys=_LED),
+    # A controller that neither answers nor refuses.
+    Situation(0.01, next_controller_hangs, steps=40, standbys=(2, 2, 3)),
 )
 """With their weights. All other jobs mix single faults (`scenario`)."""
 

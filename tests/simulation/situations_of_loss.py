@@ -220,6 +220,20 @@ _LATE_MOMENTS = (
 )  # fmt: skip
 
 
+_HANGING_MOMENTS = (
+    "death_seen",
+    "frozen",
+    "fault_reported",
+    "decided",
+    "rolling",
+    "write_sent",
+    "written",
+    "publish_sent",
+)
+_FOR_GOOD_S = 1e5
+"""Longer than any job takes."""
+
+
 def ranks_come_late(job: Job, rng: random.Random) -> list[str]:
     """Ranks are silent while a controller is lost, and come to the next one at some moment of the dump that it makes without them; others that hold the same die then."""
     notes = [fail(job, rng, (*BEGINNINGS, "stream break"))]
@@ -256,6 +270,23 @@ def ranks_come_late(job: Job, rng: random.Random) -> list[str]:
     lost_too = f"the controller is lost at the {count}. '{moment}', and " if lost else ""
     notes.append(f"{lost_too}ranks {late} are stopped then until '{back}', and ranks {dying} killed")
     return notes
+
+
+def next_controller_hangs(job: Job, rng: random.Random) -> list[str]:
+    """The controller that leads is lost while the one behind it is stopped or cut off, mostly for good: ranks that turn to it hang, and go on to a third one."""
+    notes = [fail(job, rng, BEGINNINGS)] if rng.random() < 0.7 else []
+    moment = rng.choice(_HANGING_MOMENTS) if notes else f"{rng.choice(PHASES)} {rng.randint(2, 6)}"
+    kind, until_lost_s = rng.choice(("controller pause", "controller cut")), rng.choice((0.0, rng.uniform(0.0, 0.3)))
+    seconds = _FOR_GOOD_S if rng.random() < 0.75 else rng.uniform(0.3, 4.0) * job.times.lease_s
+
+    def strike(_: int) -> None:
+        behind = next(controller for controller in job.controllers if controller.place > job.controller.place)
+        job.struck(kind, 0)
+        (behind.pause if kind == "controller pause" else behind.cut)(seconds)
+        job.scheduler.after(until_lost_s, partial(inject, job, rng, "controller kill", 0))
+
+    job.hook(moment, 1, strike)
+    return [*notes, f"{kind} of the next one for {seconds:.3f} s at '{moment}', and the one that leads is killed"]
 
 
 def work_is_handed_on(job: Job, rng: random.Random) -> list[str]:

@@ -32,7 +32,8 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     "in RUNNING whoever is dead has finished": (
         ("controller.core.ranks.stall", "living = state.members.table.ranks(lambda member: member.dead is None and not member.finished)", "member.dead is None and (not member.finished): without member.dead is None"),
     ),
-    "digits that people read": (
+    "words and digits that people read": (
+        ("processor.core.transitions", 'survives = f"; the job survives {message.survives}" if message.survives else ""', "if message.survives: always True"),
         ("controller.core.ranks.stall", 'fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}', "3: 4"),
     ),
     "a rank that never registered has no stream that could count as closed": (

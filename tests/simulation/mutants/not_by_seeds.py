@@ -124,6 +124,14 @@ NOT_BY_SEEDS = (
         ),
     ),
     NotBySeeds(
+        "a rank that was only silent counts again where no round asks",
+        "a dump reads no reports any more, and before a job assembles no rank falls silent for a lease",
+        "test_gathering.py",
+        (
+            ("controller.core.dump.freeze", "if not isinstance(state.at, Freezing) or not was_only_silent(state.members.table[rank]):", "not isinstance(state.at, Freezing) or not was_only_silent(state.members.table[rank]): without not isinstance(state.at, Freezing)"),
+        ),
+    ),
+    NotBySeeds(
         "ranks never regroup in place",
         "the step is written, and the job restarts",
         "test_seats.py",
