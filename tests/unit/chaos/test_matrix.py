@@ -42,6 +42,7 @@ def test_every_cell_is_there_once_and_run_twice_makes_at_least_five_hundred_faul
     assert len(names) == len(set(names)) and 2 * len(names) >= 500
     expected = {f"{kind}/{point}/{role}" for kind in IN_STEP for point in POINTS for role in ROLES}
     assert expected <= set(names)
+    assert {"kill_controller/in turn/controller", "kill_controller/in turn/and a rank"} <= set(names)
 
 
 def test_the_cells_of_nodes_are_a_matrix_of_their_own() -> None:

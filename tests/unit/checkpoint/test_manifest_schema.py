@@ -98,6 +98,17 @@ def test_every_violation_names_its_path(path: str, value: Any, message: str) -> 
     )
 
 
+def test_a_file_of_a_rank_that_has_no_host_is_refused() -> None:
+    """Who looks for it would name that rank's node."""
+    part = a_manifest(hosts=("node0", "node1"))
+    body = json.loads(manifests.to_bytes(part))
+    manifests.from_bytes(resealed(altered(body, "files.0.rank", 1)), "here")
+    with pytest.raises(
+        CorruptCheckpoint, match=r"here: files\[0\]\.rank: got 2, expected a rank below 2, as many as `hosts` has"
+    ):
+        manifests.from_bytes(resealed(altered(body, "files.0.rank", 2)), "here")
+
+
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"1" * 5000, b"\xff\xfe", b'{"a": NaN}', b"{}", b"null", b""])
 def test_what_is_not_a_manifest_is_corrupt(content: bytes) -> None:
     """Deep nesting and long numbers raise errors of their own in the parser."""

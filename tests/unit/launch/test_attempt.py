@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -377,3 +378,12 @@ def test_a_lost_node_ends_an_attempt_only_while_its_ranks_have_yet_to_meet(
             worker.kill()
         running.held.start()
         running.close()
+
+
+@pytest.mark.parametrize(("number", "final"), [(0, True), (1, False)])
+def test_only_the_jobs_first_attempt_is_final_where_no_directory_can_be_written(number: int, final: bool) -> None:
+    """Later its disk may have failed, and may come back."""
+    error = Recorded("NotWritable: /d: read-only", "...\nttp.errors.NotWritable: /d: read-only\n")
+    deaths = {0: SimpleNamespace(status=1, failed=True)}
+    attempt: Any = SimpleNamespace(deaths=lambda: deaths, raised={0: error}, _start=SimpleNamespace(number=number))
+    assert bool(attempt_module.Attempt.refusal(attempt, new_step=False)) is final

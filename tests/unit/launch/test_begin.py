@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -81,3 +82,15 @@ def test_workers_of_a_job_without_relays_find_none() -> None:
     with mock.patch.dict(os.environ, {"TTP_RELAY_SOCKET": "/an/outer/jobs"}):
         begin_attempt(cast(Any, launching), cast(Any, rendezvous), cast(Any, group), "j", "s", None)
         assert os.environ["TTP_RELAY_SOCKET"] == ""
+
+
+def test_workers_inherit_the_attempts_number_and_where_its_agent_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    launching = SimpleNamespace(identities=None, secret=None, copies=None, relays=None, fork_servers=None)
+    rendezvous = SimpleNamespace(job_store=SimpleNamespace(round_number=3), host="node7")
+    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=3)], store=None, group_rank=1, group_world_size=2)
+    begin_attempt(cast(Any, launching), cast(Any, rendezvous), cast(Any, group), "job/3", "a start", tmp_path)
+    assert os.environ["TTP_ATTEMPT_DIR"] == str(tmp_path) and os.environ["TTP_ATTEMPT"] == "3"
+    assert os.environ["TTP_START_ID"] == "a start" and os.environ["TTP_LAUNCHED"] == "1"

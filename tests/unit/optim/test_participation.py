@@ -297,6 +297,22 @@ def test_torch_has_the_names_that_the_question_needs() -> None:
     assert ErrorType.SUCCESS.name == "SUCCESS"
 
 
+def test_communicators_are_asked_once_the_devices_numbers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the collective may still be aborted."""
+    order: list[str] = []
+    read = torch.Tensor.tolist
+
+    def noted(tensor: torch.Tensor) -> Any:
+        order.append("read")
+        return read(tensor)
+
+    both = make(monkeypatch, lambda vector, group: vector.mul_(2))
+    monkeypatch.setattr(torch.Tensor, "tolist", noted)
+    monkeypatch.setattr(both, "check_communicators", lambda step: order.append("asked"))
+    both.agree(1, SQUARES, False, False, None)
+    assert order[-2:] == ["read", "asked"]
+
+
 class Calls(NullTracker):
     """Keeps which phases were reached."""
 

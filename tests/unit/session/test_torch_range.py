@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ttp
-from ttp import torch_range
+from ttp import session, torch_range
 from ttp.config import Settings
 from ttp.launch.torch_names import RUN_WITH
 
@@ -42,8 +42,10 @@ def test_the_tested_range_is_in_one_place_and_holds_the_installed_torch() -> Non
 def test_a_start_warns_of_another_torch_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for tested, count in (("2.0.1", 1), (torch_range.TESTED[1], 0)):
+    """One rank of a job."""
+    for tested, rank, count in (("2.0.1", 0, 1), ("2.0.1", 1, 0), (torch_range.TESTED[1], 0, 0)):
         caplog.clear()
+        monkeypatch.setattr(session, "world", lambda rank=rank: (rank, 2))
         monkeypatch.setattr(torch_range, "TESTED", ("2.0.0", tested))
         optimizer = ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
         ttp.start(optimizer, save_dirs=[tmp_path], settings=Settings(enable=False)).close()

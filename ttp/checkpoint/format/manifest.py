@@ -217,6 +217,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
             "cause.kind", cause.get("kind"), f"one of {', '.join(each.value for each in CauseKind)}"
         ) from None
     versions = checked.mapping(*get("versions"))
+    hosts = tuple(checked.string(host, where) for host, where in checked.items(*get("hosts")))
     return Manifest(
         step=checked.integer(*get("step")),
         cause=Cause(
@@ -225,7 +226,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
             checked.string(*checked.field(cause, "text", "cause")),
         ),
         layout=checked.mapping(_decode(*get("layout")), "layout"),
-        files=_parse_files(*get("files")),
+        files=_parse_files(*get("files"), len(hosts)),
         tensors={
             checked.string(key, "tensors"): _parse_spec(value, f"tensors.{key}")
             for key, value in checked.mapping(*get("tensors")).items()
@@ -235,7 +236,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         created_unix_s=checked.number(*get("created_unix_s"), least=0, most=_LAST_UNIX_S),
         attempt=checked.string(*get("attempt")),
         term=checked.integer(*get("term")),
-        hosts=tuple(checked.string(host, where) for host, where in checked.items(*get("hosts"))),
+        hosts=hosts,
         start=checked.integer(*get("start")),
         finite=checked.optional_boolean(body.get("finite"), "finite"),
         versions={
@@ -244,7 +245,8 @@ def _parse(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _parse_files(value: object, path: str) -> tuple[FileEntry, ...]:
+def _parse_files(value: object, path: str, world_size: int) -> tuple[FileEntry, ...]:
+    """`world_size`: how many ranks have a host; 0: the directory has the files of all."""
     files: dict[str, FileEntry] = {}
     for item, where in checked.items(value, path):
         fields = checked.mapping(item, where)
@@ -254,6 +256,8 @@ def _parse_files(value: object, path: str) -> tuple[FileEntry, ...]:
             raise checked.Invalid(f"{where}.name", name, "a name that no other file has")
         nbytes = checked.integer(*checked.field(fields, "nbytes", where))
         rank = checked.integer(*checked.field(fields, "rank", where))
+        if world_size and rank >= world_size:
+            raise checked.Invalid(f"{where}.rank", rank, f"a rank below {world_size}, as many as `hosts` has")
         files[name] = FileEntry(name, nbytes, sums[0], rank, sums[1])
     return tuple(files.values())
 
