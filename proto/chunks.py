@@ -1,4 +1,4 @@
-"""Envelopes above a size, in chunks: gRPC refuses a message above MAX_MESSAGE_BYTES, in either direction.
+"""Envelopes above a size, in chunks: gRPC refuses a message above `transport.MAX_MESSAGE_BYTES`, in either direction.
 
 Owns the cutting and the joining; a stream has one `Joiner` for what comes in. Never looks into an envelope but at its chunk: who is
 allowed to speak was checked before.
@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from ttp.proto import control_pb2 as pb
 from ttp.proto.codec import CodecError
 
-MAX_MESSAGE_BYTES = 16 << 20
 CHUNK_BYTES = 8 << 20
 """Of an envelope that is larger; what is not is sent as it is."""
 MAX_WHOLE_BYTES = 512 << 20

@@ -30,10 +30,11 @@ _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class LiveStream:
-    """One stream of raw envelopes. What comes back is read and dropped, so that the controller is never held up."""
+    """One stream of raw envelopes, or of a relay's raw bundles. What comes back is read and dropped, so that the controller is never held up."""
 
-    def __init__(self, channel: Any) -> None:
-        self._call: Any = channel.stream_stream(f"{SERVICE}/Attach")()
+    def __init__(self, channel: Any, method: str = "Attach") -> None:
+        self.method = method
+        self._call: Any = channel.stream_stream(f"{SERVICE}/{method}")()
         self._reader = asyncio.create_task(self._read())
         self.received = 0
 

@@ -85,6 +85,23 @@ def an_envelope(state: ControllerState, rng: random.Random) -> list[bytes]:
     return [bytes(content)]
 
 
+def a_bundle(content: bytes, rng: random.Random) -> bytes:
+    """Return what a relay sends with this envelope in it: for one stream or several, that have begun or not, between others' parts."""
+    bundle = pb.UpwardBundle()
+    numbers = [rng.choice((-1, 0, 1, 2, 3, 2**62)) for _ in range(rng.choice((0, 1, 1, 1, 2, 3)))]
+    for number in numbers:
+        if rng.random() < 0.7:
+            bundle.parts.add(streams=[number], begins=rng.choice((-1, 0, 1, 2, 3, 2**31 - 1)))
+    bundle.parts.add(streams=numbers, envelope=content)
+    for number in numbers:
+        if rng.random() < 0.3:
+            bundle.parts.add(streams=rng.choice(([number], numbers, [])), ended=True)
+    wire = bytearray(bundle.SerializeToString())
+    if rng.random() < 0.2:
+        wire[rng.randrange(len(wire))] = rng.randrange(256)
+    return bytes(wire)
+
+
 async def attack(stage: Stage, folder: Path, rng: random.Random) -> None:
     chosen, said = way_to(stage)
     async with live_controller(chosen, folder) as controller:
@@ -95,9 +112,10 @@ async def attack(stage: Stage, folder: Path, rng: random.Random) -> None:
             await controller.until(lambda: controller.state.stage is stage, f"stage {stage}")
         for _ in range(rng.randrange(1, 9)):
             if rng.random() < 0.3:
-                streams.append(LiveStream(controller.channel))
+                streams.append(LiveStream(controller.channel, rng.choice(("Attach", "Carry"))))
             for content in an_envelope(controller.state, rng):
-                if not await rng.choice(streams[-2:]).put(content):
+                stream = rng.choice(streams[-2:])
+                if not await stream.put(content if stream.method == "Attach" else a_bundle(content, rng)):
                     break
         await judge(controller, streams)
 

@@ -88,9 +88,9 @@ class Carried:
     def says(self, stream: int, *messages: Upward) -> None:
         self.say_together((stream,), *messages)
 
-    def say_together(self, streams: Sequence[int], *messages: Upward) -> None:
+    def say_together(self, streams: Sequence[int], *messages: Upward, job_id: str = JOB, term: int = TERM) -> None:
         """Send one envelope for several streams: one message of each, as a relay does with what comes at one moment."""
-        envelope = encode_upward(JOB, TERM, messages).SerializeToString()
+        envelope = encode_upward(job_id, term, messages).SerializeToString()
         self._take(pb.CarriedUpward(streams=streams, envelope=envelope))
 
     def _take(self, part: pb.CarriedUpward) -> None:
@@ -228,6 +228,24 @@ def test_an_envelope_whose_messages_are_not_one_of_each_stream_is_believed_of_no
     assert carried.said == [(2, beat(1))]
     invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert {number: code for number, (code, _) in carried.ends().items()} == {1: invalid, 2: invalid}
+
+
+@pytest.mark.parametrize(
+    ("job_id", "term", "ending"),
+    [("other", TERM, DENIED), (JOB, TERM - 1, grpc.StatusCode.FAILED_PRECONDITION)],
+    ids=["another job's", "another term's"],
+)
+def test_an_envelope_for_several_streams_of_another_job_or_term_is_believed_of_none(
+    job_id: str, term: int, ending: grpc.StatusCode
+) -> None:
+    """A stream that is not in it goes on."""
+    carried = Carried(AGENT)
+    for number in (1, 2, 3):
+        carried.begins(number, of=number % 2)
+    carried.say_together((2, 1), beat(0), beat(1), job_id=job_id, term=term)
+    carried.says(3, beat(1))
+    assert carried.said == [(2, beat(1))]
+    assert {number: code for number, (code, _) in carried.ends().items()} == dict.fromkeys((1, 2), ending.value[0])
 
 
 def test_a_number_that_was_given_before_begins_no_other_ranks_stream() -> None:

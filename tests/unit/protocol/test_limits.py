@@ -130,6 +130,7 @@ def test_what_is_kept_of_a_fault_and_of_a_job_is_bounded() -> None:
     for number in range(MOST_KEPT + 50):
         bench.say(FaultReport(1, Cause(CauseKind.EXCEPTION, (1,), f"{number}"), ""))
     assert bench.state.fault is not None and len(bench.state.fault.causes) == MOST_KEPT + 4
+    assert len(bench.state.notes.signs) == MOST_KEPT + 4
     bench = ControllerBench()
     for number in range(0, 2000, 500):
         bench.say(replace(registration(1), controllers=tuple(f"h:{n}" for n in range(number, number + 500))))

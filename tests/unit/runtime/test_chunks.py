@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -13,16 +15,16 @@ import pytest
 
 from tests.unit.runtime.test_server import RawStream, registration
 from ttp.controller.core.facts.events import ControllerSettings
-from ttp.controller.stream_ends import Outbox, StreamLink
+from ttp.controller.stream_ends import Carrier, Outbox, StreamLink
 from ttp.proto import chunks
 from ttp.proto import control_pb2 as pb
 from ttp.proto.address import split_address
-from ttp.proto.chunks import Joiner, split
+from ttp.proto.chunks import CHUNK_BYTES, Joiner, split
 from ttp.proto.codec import MOST_TEXT, CodecError, DownwardParcel, decode_parcels, encode_downward, encode_upward
 from ttp.proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from ttp.proto.messages import Cause, CauseKind, FaultReport, FileEntry, PublishOrder, ShardGroup, ShareResult, Welcome
 from ttp.proto.stream import ControlStream
-from ttp.proto.transport import MAX_MESSAGE_BYTES, grpc, open_channel
+from ttp.proto.transport import MAX_MESSAGE_BYTES, SERVER_OPTIONS, Options, grpc, open_channel
 
 from .conftest import LONG_S, StartController
 
@@ -137,6 +139,73 @@ def test_a_controller_s_large_order_goes_down_in_chunks() -> None:
     assert set(first) == {None} and whole is not None
     (parcel,) = decode_parcels(whole)
     assert isinstance(parcel.message, PublishOrder) and parcel.message.results == files
+
+
+class Orders(ControlServicer):
+    """A controller that sends each rank these envelopes."""
+
+    def __init__(self, *sent: pb.DownwardEnvelope) -> None:
+        self._sent = sent
+        self.over = threading.Event()
+
+    def Attach(self, request_iterator: object, context: object) -> Iterator[pb.DownwardEnvelope]:  # type: ignore[override]
+        yield encode_downward("job", 3, [], None)
+        yield from self._sent
+        self.over.wait(LONG_S)
+
+
+@contextlib.contextmanager
+def attached(service: Orders, options: Options) -> Iterator[Reported]:
+    """Yield what a rank receives from this controller, whose server has these options."""
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=options)
+    add_ControlServicer_to_server(service, server)  # type: ignore[arg-type]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    reported = Reported()
+    stream = ControlStream(f"127.0.0.1:{port}", "job", reported)
+    stream.start()
+    try:
+        yield reported
+    finally:
+        stream.close()
+        service.over.set()
+        server.stop(None).wait(LONG_S)
+
+
+def test_a_large_order_comes_to_a_rank_whole() -> None:
+    """Each chunk is larger than what gRPC lets through by itself, at either end."""
+    files = tuple(ShareResult((FileEntry(f"r{r}_{'x' * 200}", 10, "ab" * 32, r),)) for r in range(60_000))
+    order = replace(ORDER, results=files)
+    service = Orders(*split(encode_downward("job", 3, [0], order)))
+    with attached(service, SERVER_OPTIONS) as reported:
+        assert reported.received.get(timeout=LONG_S) == order
+
+
+def test_a_rank_refuses_a_message_above_the_size() -> None:
+    """The limit is gRPC's own: a controller that keeps to none fills no memory of a rank's."""
+    service = Orders(pb.DownwardEnvelope(job_id="job", term=3, chunk=b"x" * (MAX_MESSAGE_BYTES + 1)))
+    with attached(service, (("grpc.max_send_message_length", -1),)) as reported:
+        assert "larger than max" in str(reported.received.get(timeout=LONG_S))
+
+
+def test_what_is_sent_together_to_a_relay_is_no_larger_than_a_message_may_be() -> None:
+    """The chunks of an order are most of one each."""
+
+    async def sizes() -> list[int]:
+        mailroom = Outbox(asyncio.get_running_loop(), ControllerSettings(job_id="job", term=3, world_size=2))
+        relay = Carrier(mailroom, None, lambda link: None, lambda text: None)
+        relay.take(pb.UpwardBundle(parts=[pb.CarriedUpward(streams=[1], begins=0)]))
+        for _ in range(3):
+            relay.queue([1], pb.DownwardEnvelope(job_id="job", term=3, chunk=b"x" * CHUNK_BYTES))
+        relay.close()
+        await asyncio.sleep(0)  # the greeting and the end are put in by the loop
+        found = []
+        while (sent := await relay.next_bundle()) is not None:
+            found.append(sent[0].ByteSize())
+        return found
+
+    found = asyncio.run(sizes())
+    assert sum(found) > 3 * CHUNK_BYTES and max(found) < MAX_MESSAGE_BYTES
 
 
 def test_a_message_of_another_job_is_refused_before_it_is_read(new_controller: StartController) -> None:
