@@ -20,7 +20,7 @@ from tests.unit.adopt.test_data_after_a_restart import Fed
 from ttp.adopt.trainer_state.fingerprint import SAMPLED_LEAVES, Fingerprint
 from ttp.adopt.trainer_state.seeds import Seeds
 from ttp.adopt.trainer_state.seen import KEPT, SeenBatches
-from ttp.errors import DataMismatch
+from ttp.errors import DataMismatch, NotAsBefore
 
 
 def record(rank: int = 0, world_size: int = 2, batches: int = 20) -> dict[str, Any]:
@@ -69,6 +69,24 @@ def test_a_warning_says_what_the_data_differ_from(
     said = [line.getMessage() for line in caplog.records]
     assert len(said) == 4 and all(f"before {event}: got" in line for line in said[:3]), said
     assert f"begins after {event}, in step 20, with the batch of step 1" in said[3]
+
+
+def test_what_differs_in_a_recovery_in_place_is_not_in_the_record_that_a_restart_gets() -> None:
+    """The process ends for it, and a new one goes on from what was there."""
+
+    def other_batch(seen: SeenBatches) -> None:
+        seen.batch(3, 19, torch.tensor([99]))
+
+    def other_rate(seen: SeenBatches) -> None:
+        seen.forward(20, (torch.tensor([99]),), [0.25], counted=False)
+
+    for differs in (other_batch, other_rate):
+        seen = resumed()
+        seen.recovered = True
+        before = seen.record()
+        with pytest.raises(NotAsBefore):
+            differs(seen)
+        assert seen.record() == before
 
 
 def test_batches_are_those_of_one_rank_and_one_size_of_job() -> None:

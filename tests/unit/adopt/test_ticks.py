@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import accelerate.scheduler
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
 from ttp.adopt.trainer_state.ticks import Ticks
@@ -52,3 +56,28 @@ def test_what_is_known_of_a_run_is_kept_over_its_attempts() -> None:
         ticks.begin_pass()
         ticks.count()
         assert (ticks.ticks, ticks.early) == (0 if early else 1, early)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("early", [False, True])
+def test_what_accelerates_wrapper_does_for_two_processes_is_repeated_once(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It steps the scheduler within once for each process; whoever calls it at the begin of the loop's body calls it again by itself."""
+    monkeypatch.setattr(accelerate.scheduler, "AcceleratorState", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(accelerate.scheduler, "GradientState", lambda: SimpleNamespace(sync_gradients=True))
+    inner = ExponentialLR(optimizer(), 0.9)
+    wrapper = AcceleratedScheduler(inner, [SimpleNamespace(step_was_skipped=False)])
+    ticks = Ticks(wrapper)
+    for _ in range(3):
+        if early:
+            wrapper.step()
+        ticks.begin_pass()
+        ticks.count()
+        inner.optimizer.step()
+        if not early:
+            wrapper.step()
+    before = inner.last_epoch
+    assert before == 6
+    ticks.repeat()
+    assert inner.last_epoch - before == (0 if early else 2)
