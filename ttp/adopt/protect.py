@@ -102,8 +102,9 @@ def protect(
     only until the state is copied into the agent's memory, and processes of low priority write it. compare_every: after so many steps
     replicas' bits are compared (0: never). on_divergence: a difference between them is reported ("report"), ends the job ("stop"), or has the process
     replaced whose replica most holders prove wrong ("repair"); with the latter two saves compare as well. reseed: seed all random generators as a function of the place in the run.
-    on_nonfinite: what follows a step whose loss or gradient is NaN or infinite on some rank: "warn" (once, by that rank), "skip"
-    (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks, before the update).
+    on_nonfinite: what follows a step in which the loss that the model returns, the gradient of its output or, with `clip`, the norm is NaN or infinite
+    on some rank: "warn" (once, by that rank), "skip" (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks,
+    before the update). Without `clip` a number that first comes up within the backward pass is seen in the next step's loss.
     on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
     copies: "memory" keeps copies of what each rank holds in its node's memory and, of what has no replica on another node, in the next node's: a
     fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many

@@ -188,7 +188,7 @@ def test_a_rank_refuses_a_message_above_the_size() -> None:
         assert "larger than max" in str(reported.received.get(timeout=LONG_S))
 
 
-def test_what_is_sent_together_to_a_relay_is_no_larger_than_a_message_may_be() -> None:
+def test_what_is_sent_together_to_a_relay_is_at_most_as_large_as_a_message_may_be() -> None:
     """The chunks of an order are most of one each."""
 
     async def sizes() -> list[int]:
