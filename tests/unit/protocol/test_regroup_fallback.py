@@ -236,6 +236,16 @@ def test_a_failed_collective_of_the_groups_that_are_given_up_is_expected() -> No
     assert bench.at(Stage.REGROUPING), "what was known before changes nothing"
 
 
+@pytest.mark.parametrize("kind", [CauseKind.PEER_ERROR, CauseKind.EXCEPTION])
+def test_what_a_rank_reports_while_all_regroup_is_one_of_the_faults_causes(kind: CauseKind) -> None:
+    """It is named with the first one, and noted once."""
+    bench = regrouping()
+    report = fault(0, kind)
+    bench.say(report, report)
+    assert bench.state.fault is not None and bench.state.fault.causes[-1] == report.cause
+    assert len(bench.logged("fault_reported")) == 1
+
+
 @pytest.mark.parametrize("came", [False, True], ids=["before it came", "after it came"])
 def test_a_process_that_was_replaced_writes_nothing_although_it_held_the_step(came: bool) -> None:
     bench = job()
