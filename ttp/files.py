@@ -53,9 +53,8 @@ def make_folder(path: Path) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write a file that readers see whole, or as it was before. Raises OSError."""
-    unfinished = path.with_name(
-        f".{path.name}.{secrets.token_hex(4)}.tmp"
-    )  # containers share a folder, and process ids
+    # By chance, not by the process id: containers share a folder, and process ids.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(unfinished, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)

@@ -109,6 +109,13 @@ def test_a_file_of_a_rank_that_has_no_host_is_refused() -> None:
         manifests.from_bytes(resealed(altered(body, "files.0.rank", 2)), "here")
 
 
+def test_a_part_that_lists_no_file_is_refused() -> None:
+    """Each lists the files of all nodes: by those it is known who wrote."""
+    body = json.loads(manifests.to_bytes(a_manifest(hosts=("node0", "node1"))))
+    with pytest.raises(CorruptCheckpoint, match=r"here: files: got \[\], expected the files of all nodes"):
+        manifests.from_bytes(resealed({**body, "files": []}), "here")
+
+
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"1" * 5000, b"\xff\xfe", b'{"a": NaN}', b"{}", b"null", b""])
 def test_what_is_not_a_manifest_is_corrupt(content: bytes) -> None:
     """Deep nesting and long numbers raise errors of their own in the parser."""

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.damage import flip_a_bit
+from tests.unit.checkpoint.test_manifest import resealed
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
 from ttp.checkpoint.format.durable import step_of_directory
@@ -222,6 +223,23 @@ def test_what_is_about_parts_is_refused_without_any(job: Job, tmp_path: Path) ->
         assert prune(*words, "--keep", 1, "--yes")[0] == 2
     assert steps(tmp_path / "a") == steps(tmp_path / "b") == [10]
     assert prune(tmp_path / "a", tmp_path / "a", "--keep", 1)[0] == 0  # one folder, named twice
+
+
+def test_parts_of_one_write_that_name_other_hosts_are_not_whole(job: Job, tmp_path: Path) -> None:
+    """The first names fewer ranks than the second, of whose files one is missing: named with its node, and the older step is kept."""
+    disks = NodeLocal(tmp_path, job)
+    for step in (10, 20):
+        disks.save(step)
+    first, second = (Path(path) for path in disks.paths(20))
+    body = json.loads((first / "manifest.json").read_text())
+    last = len(body["hosts"]) - 1
+    missing = [file["name"] for file in body["files"] if file["rank"] == last]
+    fewer = [file for file in body["files"] if file["rank"] < last]
+    (first / "manifest.json").write_bytes(resealed({**body, "hosts": body["hosts"][:last], "files": fewer}))
+    (second / missing[0]).unlink()
+    status, text = disks.prune("--keep", 1)
+    assert status == 0 and f"which rank {last} wrote on node b, is in none of the folders" in text
+    assert json.loads(disks.prune("--keep", 1, "--json")[1])["kept"] == disks.paths(10)
 
 
 def test_half_removed_ones_are_shown_and_go_with_the_next_prune(job: Job, tmp_path: Path) -> None:

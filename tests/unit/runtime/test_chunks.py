@@ -173,7 +173,7 @@ def attached(service: Orders, options: Options) -> Iterator[Reported]:
 
 
 def test_a_large_order_comes_to_a_rank_whole() -> None:
-    """Each chunk is larger than what gRPC lets through by itself, at either end."""
+    """Each chunk is larger than what gRPC lets a client receive by itself."""
     files = tuple(ShareResult((FileEntry(f"r{r}_{'x' * 200}", 10, "ab" * 32, r),)) for r in range(60_000))
     order = replace(ORDER, results=files)
     service = Orders(*split(encode_downward("job", 3, [0], order)))

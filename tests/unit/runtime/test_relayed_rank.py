@@ -203,6 +203,22 @@ def test_a_rank_that_is_held_itself_leaves_a_silent_relay_all_the_same(
     assert watch.fired is bool(cancelled) is left
 
 
+def test_each_absence_of_its_own_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, silent_s, held_s = [0.0], 0.6, 0.5
+
+    def look(timeout_s: float) -> bool:
+        now[0] += timeout_s + (held_s if now[0] < 2 * held_s else 0.0)
+        return False
+
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = stream._Watch.__new__(stream._Watch)
+    watch.received_at, watch.fired, watch._silent_s = 0.0, False, silent_s
+    watch._call = SimpleNamespace(cancel=lambda: None)  # type: ignore[assignment]
+    watch._ended = SimpleNamespace(wait=look)  # type: ignore[assignment]
+    watch._run()
+    assert watch.fired and now[0] > silent_s + 2 * held_s
+
+
 def test_what_comes_while_a_rank_excuses_its_own_absence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that receives notes it just after the other one has looked: the wait begins anew with it."""
     now, silent_s, held_s, came = [0.0], 0.6, 0.3, [0.0]

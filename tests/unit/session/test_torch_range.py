@@ -42,7 +42,7 @@ def test_the_tested_range_is_in_one_place_and_holds_the_installed_torch() -> Non
 def test_a_start_warns_of_another_torch_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One rank of a job."""
+    """Rank 0 says it for all."""
     for tested, rank, count in (("2.0.1", 0, 1), ("2.0.1", 1, 0), (torch_range.TESTED[1], 0, 0)):
         caplog.clear()
         monkeypatch.setattr(session, "world", lambda rank=rank: (rank, 2))

@@ -218,6 +218,9 @@ def _parse(body: dict[str, Any]) -> Manifest:
         ) from None
     versions = checked.mapping(*get("versions"))
     hosts = tuple(checked.string(host, where) for host, where in checked.items(*get("hosts")))
+    files = _parse_files(*get("files"), len(hosts))
+    if hosts and not files:
+        raise checked.Invalid("files", [], "the files of all nodes")
     return Manifest(
         step=checked.integer(*get("step")),
         cause=Cause(
@@ -226,7 +229,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
             checked.string(*checked.field(cause, "text", "cause")),
         ),
         layout=checked.mapping(_decode(*get("layout")), "layout"),
-        files=_parse_files(*get("files"), len(hosts)),
+        files=files,
         tensors={
             checked.string(key, "tensors"): _parse_spec(value, f"tensors.{key}")
             for key, value in checked.mapping(*get("tensors")).items()

@@ -80,17 +80,24 @@ def _fault_of(writes: Mapping[Write, Sequence[NodePart]], advance: Callable[[int
 
 def _check_write(parts: Sequence[NodePart], advance: Callable[[int], None], *, deep: bool) -> None:
     """Raise CorruptCheckpoint unless every file that a part lists is in one of them."""
-    files = {file.name: file for part in parts for file in part.manifest.files if file.name != dcp.METADATA_NAME}
+    files = {
+        file.name: (file, part.manifest.hosts[file.rank])
+        for part in parts
+        for file in part.manifest.files
+        if file.name != dcp.METADATA_NAME
+    }
     owners: dict[Path, list[FileEntry]] = {}
-    for file in files.values():
-        owners.setdefault(_owner(file, parts, advance, deep=deep), []).append(file)
+    for file, host in files.values():
+        owners.setdefault(_owner(file, host, parts, advance, deep=deep), []).append(file)
     if deep:
         mine = [file for some in owners.values() for file in some]
         check_complete(parse_tables(mine, (body for path, some in owners.items() for body in read_tables(path, some))))
 
 
-def _owner(file: FileEntry, parts: Sequence[NodePart], advance: Callable[[int], None], *, deep: bool) -> Path:
-    """Return a part that has a file, as it was written."""
+def _owner(
+    file: FileEntry, host: str, parts: Sequence[NodePart], advance: Callable[[int], None], *, deep: bool
+) -> Path:
+    """Return a part that has a file, as it was written on node `host`."""
     altered = ""
     for part in parts:
         path = part.path / file.name
@@ -104,7 +111,6 @@ def _owner(file: FileEntry, parts: Sequence[NodePart], advance: Callable[[int], 
             altered = altered or str(error)
         else:
             return part.path
-    host = parts[0].manifest.hosts[file.rank]
     raise CorruptCheckpoint(
         altered or f"{file.name}, which rank {file.rank} wrote on node {host}, is in none of the folders"
     )

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -391,31 +391,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=whole(most=65535), default=DEFAULT_PORT)
     parser.add_argument("--host", default="", help="listen on this address of the host only (default: on all of them)")
     arguments = parser.parse_args(argv)
-    with _end_asked() as ended:
-        try:
-            server = serve(arguments.host or "0.0.0.0", arguments.port, arguments.host)
-        except (OSError, RuntimeError) as error:
-            print(f"cannot listen on port {arguments.port}: {str(error).splitlines()[0]}", file=sys.stderr)
-            return 1
-        print(f"rendezvous store on port {server.port}", flush=True)
-        ended.recv(1)
+    ended, _wakeup = _end_asked()
+    try:
+        server = serve(arguments.host or "0.0.0.0", arguments.port, arguments.host)
+    except (OSError, RuntimeError) as error:
+        print(f"cannot listen on port {arguments.port}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    print(f"rendezvous store on port {server.port}", flush=True)
+    ended.recv(1)
+    signal.set_wakeup_fd(-1)
     return 0
 
 
-@contextlib.contextmanager
-def _end_asked() -> Iterator[socket.socket]:
-    """Yield a socket that has a byte to read after SIGTERM or SIGINT, whichever thread of the process the signal is delivered to."""
+def _end_asked() -> tuple[socket.socket, socket.socket]:
+    """Return a socket that has a byte to read after SIGTERM or SIGINT, whichever thread of the process the signal is delivered to, and the one that the
+    interpreter writes to. Main thread only."""
     ended, wakeup = socket.socketpair()
-    with ended, wakeup:
-        wakeup.setblocking(False)
-        before_fd = signal.set_wakeup_fd(wakeup.fileno())
-        before = {end: signal.signal(end, lambda *_: None) for end in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield ended
-        finally:
-            for end, handler in before.items():
-                signal.signal(end, handler)
-            signal.set_wakeup_fd(before_fd)
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    for end in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(end, lambda *_: None)  # until the process has ended: a second one changes nothing
+    return ended, wakeup
 
 
 if __name__ == "__main__":
