@@ -34,6 +34,7 @@ EQUIVALENT: dict[str, tuple[Row, ...]] = {
     ),
     "words and digits that people read": (
         ("processor.core.transitions", 'survives = f"; the job survives {message.survives}" if message.survives else ""', "if message.survives: always True"),
+        ("processor.core.transitions", 'survives = f"; the job survives {message.survives}" if message.survives else ""', "if message.survives: always False"),
         ("controller.core.ranks.stall", 'fields: Fields = {"ranks": named, "text": text, "limit_s": round(pace.limit_s, 3)}', "3: 4"),
     ),
     "a rank that never registered has no stream that could count as closed": (

@@ -132,6 +132,46 @@ NOT_BY_SEEDS = (
         ),
     ),
     NotBySeeds(
+        "a fault that a rank reports while all regroup is not one of the fault's causes",
+        "the report lacks it",
+        "test_regroup_fallback.py",
+        (
+            ("controller.core.ranks.liveness", "state = add_cause(sign_of_report(state, message, now), message.cause, now)", "without state = add_cause(sign_of_report(state, message, now), message.cause, now)"),
+        ),
+    ),
+    NotBySeeds(
+        "a round whose culprit is known waits for hints all the same",
+        "it takes the rest of that time longer",
+        "test_rounds.py",
+        (
+            ("controller.core.stages", "-inf if has_culprit(fault.causes) else fault.hint_until,", "if has_culprit(fault.causes): always False"),
+        ),
+    ),
+    NotBySeeds(
+        "a freeze that looks for a hang has no end of its own",
+        "another deadline ends it",
+        "test_hangs.py",
+        (
+            ("controller.core.stages", "waits = fault.unproven is not None or (fault.takeover and fault.awaiting)", "fault.unproven is not None or (fault.takeover and fault.awaiting): without fault.unproven is not None"),
+        ),
+    ),
+    NotBySeeds(
+        "ranks of a later generation that come to a new controller are not waited for",
+        "they are there within a lease",
+        "test_seats.py",
+        (
+            ("controller.core.ranks.takeover", "at = Gathering(deadline, now + settings.orphan_timeout_s, at.last_message_at, at.early, looked=generation)", "now + settings.orphan_timeout_s: Sub"),
+        ),
+    ),
+    NotBySeeds(
+        "the next standby is asked for only when the time of the last one is over",
+        "no job loses as many controllers in that time",
+        "test_restore.py",
+        (
+            ("controller.core.ranks.standbys", "known = replace(known, asked=-1, until=now, passed=frozenset())", "replace(known, asked=-1, until=now, passed=frozenset()): forgets until"),
+        ),
+    ),
+    NotBySeeds(
         "ranks never regroup in place",
         "the step is written, and the job restarts",
         "test_seats.py",
