@@ -379,6 +379,7 @@ def test_processes_in_whose_places_others_are_may_save_or_die_where_none_that_co
         5000048054,
         5000288204,
         5000307464,
+        5000779737,
     ],
 )
 def test_a_job_that_was_judged_wrongly_is_not_any_more(seed: int) -> None:

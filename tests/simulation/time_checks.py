@@ -9,6 +9,7 @@ from tests.simulation.faults import OF_STREAMS
 from tests.simulation.job import Job
 from tests.simulation.rank import Rank
 from tests.simulation.truth import controllers_faulted, verdicts
+from ttp.controller.core.facts.events import Journal
 
 LEAVING_S = 1.0
 """From the word that a step is saved, or refused, to the end of every rank that can be reached."""
@@ -75,11 +76,7 @@ def _left_late(job: Job, verdict_s: float) -> list[str]:
     may have ended by then."""
     by_s = verdict_s + LEAVING_S
     meanwhile = [line for at, line in job.journal if verdict_s <= at <= by_s]
-    if any(
-        line.event == "takeover_began"
-        or (line.event == "stopped" and str(line.fields["reason"]).startswith("superseded"))
-        for line in meanwhile
-    ):
+    if any(line.event == "takeover_began" or _is_superseded(line) for line in meanwhile):
         return []
     if any(_superseded_as_it_ended(job, controller, verdict_s) for controller in job.controllers):
         return []
@@ -94,12 +91,12 @@ def _superseded_as_it_ended(job: Job, controller: Controller, verdict_s: float) 
     """True when a controller was ended by another one within a heartbeat of its own word that it is over, and just before this verdict: the word may not have
     reached a rank, which has no controller then that knows it."""
     said_s = max((at for at, line in controller.journal if line.event == "exit_sent"), default=-inf)
-    stopped = [
-        at
-        for at, line in controller.journal
-        if line.event == "stopped" and str(line.fields["reason"]).startswith("superseded")
-    ]
+    stopped = [at for at, line in controller.journal if _is_superseded(line)]
     return any(0.0 <= at - said_s <= job.times.heartbeat_s and at <= verdict_s <= at + LEAVING_S for at in stopped)
+
+
+def _is_superseded(line: Journal) -> bool:
+    return line.event == "stopped" and str(line.fields["reason"]).startswith("superseded")
 
 
 def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
@@ -115,8 +112,12 @@ def _reachable(job: Job, rank: Rank, verdict_s: float) -> bool:
         for each in job.controllers
         if each.term == 1 or any(line.event == "takeover_began" and at <= verdict_s for at, line in each.journal)
     )
+    left = any(
+        each.term == rank.state.term and any(_is_superseded(line) and at <= verdict_s for at, line in each.journal)
+        for each in job.controllers
+    )
     # Its agent ends it, with all of the attempt: only a controller that leads no more knows of this process, if one does.
-    unknown = rank.state.vacant and rank.state.term < leads
+    unknown = rank.state.vacant and (rank.state.term < leads or left)
     return rank.started and not (
         unknown or cut or slow or rank.boundary.saving or rank.was_stopped or rank.ended_s <= verdict_s
     )
