@@ -77,7 +77,7 @@ def test_a_process_that_runs_by_its_agents_word_is_waited_for_until_the_orphan_t
     assert job.now == pytest.approx(until)
 
 
-def test_a_process_of_which_its_agent_says_nothing_more_is_waited_for_two_leases_at_most() -> None:
+def test_a_process_that_its_agent_reports_once_is_waited_for_two_leases_at_most() -> None:
     job, _ = gathering(0, 1, 2)
     job.wait(1.0, senders=(0, 1, 2))
     job.say(Vouch((3,), (103,)))
@@ -109,7 +109,7 @@ def test_a_rank_that_has_finished_and_ended_has_not_failed() -> None:
     assert job.at(Stage.GATHERING)
 
 
-def test_what_is_known_of_a_death_is_in_the_report_and_a_clean_exit_is_no_death() -> None:
+def test_what_is_known_of_a_death_is_in_the_report_and_a_clean_exit_does_not_count() -> None:
     job, _ = gathering(0, 1)
     job.say(WorkerExit(2, 102, "exit code 0", 0.0), killed(3), fault(0, CauseKind.EXCEPTION))
     assert [(sign.rank, sign.kind) for sign in job.state.notes.signs] == [
