@@ -372,3 +372,12 @@ def test_the_last_moment_at_which_it_is_tried() -> None:
         bench = job(in_place_s=60.0, total_timeout_s=total_s)
         lose_rank_3(bench)
         assert bench.at(Stage.REGROUPING) == tried
+
+
+def test_as_many_recoveries_at_one_step_as_there_may_be_do_not_count_at_the_next() -> None:
+    bench = job()
+    for count in range(MOST_AT_A_STEP):
+        lose_rank_3(bench, pid=103 + 100 * count)
+        all_regroup(bench, pid=203 + 100 * count)
+    lose_rank_3(bench, step=8, pid=103 + 100 * MOST_AT_A_STEP)
+    assert bench.at(Stage.REGROUPING)
