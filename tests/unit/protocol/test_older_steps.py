@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from tests.unit.protocol.bench import ControllerBench, record, report
 from tests.unit.protocol.test_controller_dump import failed
 from tests.unit.protocol.test_controller_members import fault, killed
 from tests.unit.protocol.test_patience import works
 from ttp.controller.core.dump.finish import step_of
+from ttp.controller.core.dump.roll_forward import _unwritable
 from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import CauseKind, Freeze, Phase, Published, RollForward
 
@@ -238,3 +244,31 @@ def test_no_rank_is_passed_over_for_the_same_step_that_others_cannot_write_here(
     job.say(failed(2, orders[2]), *(job.written(rank, orders[rank]) for rank in (1, 3)))
     works(job, 118.0, 0)
     assert not job.logged("passed_over") and job.at(Stage.WRITING)
+
+
+@pytest.mark.parametrize(
+    ("rank", "of", "again"),
+    [
+        (2, {}, True),
+        (0, {}, False),
+        (2, {"closed": False}, False),
+        (2, {"torn": True}, False),
+        (2, {"state_step": 6}, False),
+    ],
+    ids=[
+        "another rank has it",
+        "the one that failed",
+        "behind an open gate",
+        "its state is torn",
+        "it has another step",
+    ],
+)
+def test_a_step_that_no_directory_took_is_tried_again_by_a_rank_that_has_it_and_has_not_tried(
+    rank: int, of: dict[str, Any], again: bool
+) -> None:
+    bench = ControllerBench()
+    bench.say(killed(3))
+    assert bench.state.fault is not None
+    fault = replace(bench.state.fault, unwritable=((7, frozenset({0})),))
+    reports = {rank: report(rank, 1, Phase.DONE, 7, **of)}
+    assert _unwritable(fault, reports) == (frozenset() if again else {7})
