@@ -48,7 +48,7 @@ def reported(*ranks: int) -> ControllerState:
     return bench.state
 
 
-def test_where_all_send_nobody_is_waited_for() -> None:
+def test_where_all_send_no_rank_is_waited_for() -> None:
     assert known_at(reported(0)) == -inf
 
 
@@ -98,7 +98,7 @@ def test_one_that_was_asked_late_has_the_time_to_answer() -> None:
     assert known_at(reported(0, 2, 3), asked_late_until=NOW + 4.0) == -inf, "all have answered"
 
 
-def test_nobody_is_waited_for_in_the_second_half_of_a_faults_time() -> None:
+def test_no_rank_is_waited_for_in_the_second_half_of_a_faults_time() -> None:
     state = changed(reported(0, 2), 2, suspect=True, received_at=NOW - 2.5)
     assert known_at(state, began=NOW - 59.75) == NOW + 0.25
 

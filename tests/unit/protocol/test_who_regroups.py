@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.protocol.bench import registration, report
 from tests.unit.protocol.test_known_at import changed
-from tests.unit.protocol.test_regroup import registration, regrouping
+from tests.unit.protocol.test_regroup import regrouping
 from ttp.controller.core.dump.regroup import _why_not_replaced, _why_not_stay, silent_here
 from ttp.proto.messages import Cause, CauseKind, Phase
 
