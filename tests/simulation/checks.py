@@ -377,9 +377,21 @@ def false_refusal(job: Job) -> list[str]:
     refusals = [snapshot for snapshot in job.snapshots if snapshot.verdict == "refused"]
     refused = next((snapshot for snapshot in refusals if not snapshot.apart), refusals[0])
     step = refused.newest(job, sound(job, refused.at_s) - _unheard(job, refused.at_s))
-    if not step or job.comparing.disputed or _kept_apart(job, refused.at_s):
+    if not step or job.comparing.disputed or _kept_apart(job, refused.at_s) or _has_published(job, step, refused.at_s):
         return []
     return [f"I9: step {step} was covered by ranks that nothing happened to, yet refused: {events(job, 'refused')[0]}"]
+
+
+def _has_published(job: Job, step: int, refused_s: float) -> bool:
+    """True when a controller that had died by then had ordered the step to be published, and it is on disk: nothing is lost by the refusal of one that did
+    not know it."""
+    ordered = [
+        fields["step"]
+        for controller in job.controllers
+        if controller.killed_s <= refused_s
+        for fields in (line.fields for _, line in controller.journal if line.event == "publish_sent")
+    ]
+    return any(published >= step and published in ordered for _, published in job.disk.published)
 
 
 def _lost_steps(job: Job) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.simulation import time_checks
 from tests.simulation.checks import (
     _comes_and_goes,
+    _has_published,
     _kept_apart,
     _outcome,
     _published_unled,
@@ -380,11 +382,27 @@ def test_processes_in_whose_places_others_are_may_save_or_die_where_none_that_co
         5000288204,
         5000307464,
         5000779737,
+        5000924261,
     ],
 )
 def test_a_job_that_was_judged_wrongly_is_not_any_more(seed: int) -> None:
     """A change of the simulation makes it another job: then the tests of the rules remain."""
     assert not violations(build(seed))
+
+
+@pytest.mark.parametrize(
+    ("killed_s", "ordered", "on_disk", "nothing_lost"),
+    [(2.0, 3, [("/a", 3)], True), (2.0, 3, [], False), (2.0, 2, [("/a", 2)], False), (inf, 3, [("/a", 3)], False)],
+    ids=["published", "not on disk", "an older step", "its controller lives"],
+)
+def test_a_refused_step_that_a_lost_controllers_publisher_has_put_on_disk_is_not_lost(
+    killed_s: float, ordered: int, on_disk: list[tuple[str, int]], nothing_lost: bool
+) -> None:
+    """Of seed 5000924261."""
+    journal = [(1.9, SimpleNamespace(event="publish_sent", fields={"step": ordered}))]
+    controllers = [SimpleNamespace(killed_s=killed_s, journal=journal)]
+    job: Any = SimpleNamespace(controllers=controllers, disk=SimpleNamespace(published=on_disk))
+    assert _has_published(job, 3, 2.1) is nothing_lost
 
 
 def test_a_clock_that_leaps_twice_is_behind_by_both() -> None:
