@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,25 @@ def test_a_rank_of_the_list_that_is_lost_costs_nothing_once_the_save_rank_is_don
     job.frozen[2] = False  # it answers no rank
     job.publish()
     assert job.saved() == [(0, 0, [0]), (1, 1, [1, 3]), (3, 1, [1, 3])]
+
+
+def test_an_answer_that_comes_into_being_as_a_call_is_removed_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was begun under the folder's old name, and is there when all that was in it has been removed."""
+    call = tmp_path / f"iter_0000003{save_calls._MARK}x"
+    call.mkdir()
+    remove, late = shutil.rmtree, [".rank_1.json.tmp"]
+
+    def rmtree(folder: Path, **options: Any) -> None:
+        remove(folder, **options)
+        if late:
+            folder.mkdir()
+            (folder / late.pop()).touch()
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    save_calls._remove(call)
+    assert not late and not list(tmp_path.iterdir())
 
 
 def test_a_handler_that_raises_on_another_rank_is_not_a_checkpoint(job: Job) -> None:

@@ -273,7 +273,8 @@ def _remove(folder: Path) -> None:
     ended = folder.with_name(folder.name.replace(_MARK, "_tmp_ended_"))
     with contextlib.suppress(OSError):  # another publisher has removed it
         os.rename(folder, ended)
-    shutil.rmtree(ended, ignore_errors=True)
+    for _ in range(2):  # an answer may come into being just as the folder is renamed: it is there the second time
+        shutil.rmtree(ended, ignore_errors=True)
 
 
 def _text(path: Path) -> str | None:
