@@ -127,9 +127,9 @@ SITUATIONS = (
         local_copy=False,
     ),
     # Ranks that come to a controller which has begun without them.
-    Situation(0.012, ranks_come_late, standbys=_LED),
+    Situation(0.02, ranks_come_late, standbys=_LED),
     # A controller that neither answers nor refuses.
-    Situation(0.01, next_controller_hangs, steps=40, standbys=(2, 2, 3)),
+    Situation(0.0025, next_controller_hangs, steps=40, standbys=(2, 2, 3)),
 )
 """With their weights. All other jobs mix single faults (`scenario`)."""
 
