@@ -155,4 +155,5 @@ def test_the_command_names_an_address_that_is_not_this_hosts() -> None:
     command = [sys.executable, "-m", "ttp.launch.stores", "--port", "0", "--host", "198.51.100.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and done.stderr.startswith("cannot listen on port 0: ")
+    assert done.stderr.endswith("; name another one with --port, or another address with --host\n")
     assert "198.51.100.1" in done.stderr and "Traceback" not in done.stderr

@@ -395,7 +395,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         server = serve(arguments.host or "0.0.0.0", arguments.port, arguments.host)
     except (OSError, RuntimeError) as error:
-        print(f"cannot listen on port {arguments.port}: {str(error).splitlines()[0]}", file=sys.stderr)
+        why = str(error).splitlines()[0]
+        say = f"cannot listen on port {arguments.port}: {why}; name another one with --port, or another address with --host"
+        print(say, file=sys.stderr)
         return 1
     print(f"rendezvous store on port {server.port}", flush=True)
     ended.recv(1)
