@@ -24,7 +24,7 @@ from ttp.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
 from ttp.fork_server.client import ForkServer, Program
-from ttp.fork_server.preload import WORKERS
+from ttp.fork_server.preload import for_workers
 from ttp.fork_server.request import NotForked
 from ttp.launch.hosts.listening import LOOPBACK, address_of
 from ttp.selftest.probe_process import ProbeFailed, probe
@@ -263,14 +263,14 @@ def _goes_to_a_program() -> bool:
         return False
 
 
-def warm_start(modules: Sequence[str] = WORKERS, environ: Mapping[str, str] = os.environ) -> Finding:
+def warm_start(modules: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Finding:
     """Fork a process as ttprun would fork its workers."""
     try:
         if not config.warm_start(environ):
             return Finding("warm starts", OK, "off (TTP_WARM_START, ENABLE_TTP): workers are executed")
     except ConfigError as error:
         return Finding("warm starts", FAILED, str(error), "True or False", "Correct the variable")
-    server, began = ForkServer(modules), time.monotonic()
+    server, began = ForkServer(modules or for_workers()), time.monotonic()
     program = Program((sys.executable, "-u", "-m", "ttp.version"), environ)
     try:
         server.start({"OMP_NUM_THREADS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0", **environ})

@@ -25,6 +25,10 @@ WORKERS = (
 )
 """Imported for the workers of every job. A module that is not installed is passed over."""
 
+WITHOUT_ACCELERATOR = ("torch._dynamo",)
+"""Imported as well on a node without one, as it is not known what that does to a device: torch imports it when the first optimizer is made, a second of
+processor time in each rank."""
+
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables of the server alone, where the job sets no others: pyarrow's jemalloc starts a thread as it is loaded, and nothing could be forked then."""
 
@@ -47,9 +51,8 @@ READ_AT_IMPORT = (
         "TORCH_CPP_LOG_LEVEL",
         "TORCH_DISTRIBUTED_DEBUG",
         "TORCH_SHOW_CPP_STACKTRACES",
-        "TORCH_COMPILE_DEBUG",
     ),
-    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_JIT", "ATEN_CPU_CAPABILITY"),
+    *("TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_JIT", "ATEN_CPU_CAPABILITY"),
 )
 """Beginnings of the names of variables that Python, torch, gRPC and the libraries below read once, when they are loaded."""
 
@@ -99,6 +102,11 @@ def shadowing(folder: str, origins: Mapping[str, str]) -> str:
             if os.path.isfile(own) and os.path.realpath(own) != os.path.realpath(origins[top]):
                 return name
     return ""
+
+
+def for_workers() -> tuple[str, ...]:
+    """Return what is imported for the workers of every job on this node."""
+    return WORKERS if has_accelerator() else (*WORKERS, *WITHOUT_ACCELERATOR)
 
 
 def has_accelerator() -> bool:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from ttp.fork_server.client import ForkServer, Listener
-from ttp.fork_server.preload import CONTROLLERS, WORKERS
+from ttp.fork_server.preload import CONTROLLERS, for_workers
 
 log = logging.getLogger("ttp.launch")
 
@@ -18,7 +18,7 @@ class ForkServers:
     """Started by `begin` and `begin_controllers`, ended by `close`."""
 
     def __init__(self) -> None:
-        self.workers = ForkServer(WORKERS)
+        self.workers = ForkServer(for_workers())
         self.controllers: ForkServer | None = None
         """None: not begun, or there is no place for its socket."""
 
