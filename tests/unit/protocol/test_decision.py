@@ -157,10 +157,12 @@ def test_parts_of_a_lost_writer_go_to_the_holder_with_the_least_to_do() -> None:
 
 
 def test_ready_at_another_step_than_the_next_reaches_nothing() -> None:
-    """A rank whose gradients are of step 8 cannot do the update of step 7."""
+    """A rank at step 6 whose gradients are of step 8 can do the update of neither 7 nor 8."""
     odd = report(0, 1, READY, 8, state_step=6)
-    found = verdict(odd, report(1, 1, DONE, 7, records=[7]), report(3, 1, DONE, 7))
-    assert isinstance(found, Refusal) and found.missing == ("shard 0",)
+    for step in (7, 8):
+        found = verdict(odd, report(1, 1, DONE, step, records=[step]), report(3, 1, DONE, step))
+        assert isinstance(found, Refusal) and found.missing == ("shard 0",)
+        assert "held by rank 0, which is at step 6, rank 2, which did not answer" in found.reason
 
 
 def test_the_refusal_names_the_step_that_the_fewest_shards_lack() -> None:
@@ -191,3 +193,12 @@ def test_who_rolls_forward_is_found_among_all() -> None:
     rolling = (0, 3, 4, 9)
     decision = Decision(1, None, rolling, tuple(range(11)))
     assert [rank for rank in range(-1, 11) if decision.rolls(rank)] == list(rolling)
+
+
+def test_a_copy_of_the_state_before_the_first_step_is_a_copy() -> None:
+    """Step 0 is not written, but where it is the newest that all shards have, the refusal says that nothing was finished."""
+    holders = (report(0, 1, COMPUTE, 2, backup_step=0), report(1, 1, COMPUTE, 1, backup_step=0))
+    found = verdict(*holders)
+    assert isinstance(found, Refusal) and "no optimizer step was finished yet" in found.reason
+    found = verdict(report(0, 1, COMPUTE, 2, backup_step=0), report(1, 1, COMPUTE, 2))
+    assert isinstance(found, Decision) and found.step == 1 and found.copies

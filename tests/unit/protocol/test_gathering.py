@@ -272,17 +272,29 @@ def test_a_second_standby_numbers_its_freezes_above_the_firsts() -> None:
     assert {freeze.freeze_id for freeze in job.sent(Freeze).values()} == {2 * FREEZES_OF_A_TERM + 1}
 
 
-def test_a_standby_that_was_cut_off_while_it_gathered_gives_the_others_a_lease_from_its_return() -> None:
-    """Rank 0 came before, rank 1 comes right after; ranks 2 and 3 are on their way when the time would be over."""
+def cut_off() -> ControllerBench:
+    """Rank 0 came to a standby, which then received nothing for almost two leases; rank 1 comes right after."""
     job = ControllerBench(assembled=False, standby=1, address="c1", lease_s=3.0)
     job.say(replace(registration(0), job_groups=2))
     job.wait(5.9, senders=())
     assert job.at(Stage.GATHERING)
-    job.say(registration(1))
-    job.wait(2.0, senders=(0, 1))
+    job.say(replace(registration(1), job_groups=2))
+    return job
+
+
+def test_a_standby_that_was_cut_off_while_it_gathered_gives_the_others_a_lease_from_its_return() -> None:
+    """Ranks 2 and 3 are on their way when the time would be over."""
+    job = cut_off()
+    job.wait(2.9, senders=(0, 1))
     assert job.at(Stage.GATHERING)
     job.say(registration(2), registration(3))
     assert job.logged("took_over")[0]["absent"] == ()
+
+
+def test_it_gives_them_no_more_than_that() -> None:
+    job = cut_off()
+    job.wait(3.0, senders=(0, 1))
+    assert job.logged("took_over")[0]["absent"] == (2, 3)
 
 
 def test_ranks_that_send_all_the_while_do_not_prolong_the_gathering() -> None:

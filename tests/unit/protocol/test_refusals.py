@@ -27,6 +27,7 @@ from ttp.proto.messages import (
     Regrouped,
     RolledForward,
     RollForward,
+    ShareResult,
     StateReport,
     StepFailed,
     Upward,
@@ -65,6 +66,7 @@ UNASKED: dict[str, tuple[Callable[[], ControllerBench], tuple[Any, ...]]] = {
             Written(0, 1, "iter_0000006_tmp_9_1_1", (), share(0)),
             Written(0, 1, "iter_0000006_tmp_9_1_1", dying().orders()[0].parts, share(0)),
             Written(0, 1, TMP, (Part("g0", 0, 2),), share(1)),
+            Written(0, 1, TMP, dying().orders()[0].parts, ShareResult((*share(0).files, *share(1).files))),
         ),
     ),
     "publishing": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,8 +65,14 @@ def test_a_heartbeat_that_is_frozen_under_a_freeze_that_is_over_is_answered_with
         (beat(1), True),
         (beat(1, frozen=1), True),
         (beat(1, frozen=1, owes=True), False),
+        (beat(1, frozen=7, owes=True), True),
     ],
-    ids=["the freeze was lost", "the report was lost", "its gate is about to close"],
+    ids=[
+        "the freeze was lost",
+        "the report was lost",
+        "its gate is about to close",
+        "it answers another controller's freeze",
+    ],
 )
 def test_a_round_asks_a_rank_again_whose_report_or_freeze_was_lost(heartbeat: Heartbeat, lost: bool) -> None:
     job = ControllerBench()
@@ -74,6 +81,11 @@ def test_a_round_asks_a_rank_again_whose_report_or_freeze_was_lost(heartbeat: He
     assert list(job.sent(Freeze)) == ([1] if lost else [])
     job.say(report(1, 1, Phase.COMPUTE, 1), beat(1))
     assert not job.sent(Freeze), "it has reported"
+    fault = job.state.fault
+    assert fault is not None
+    job.state = job.state.with_fault(replace(fault, stuck=frozenset({0})))
+    job.say(beat(0))
+    assert not job.sent(Freeze), "it is not waited for"
 
 
 def test_a_report_of_an_updates_end_that_was_lost_is_asked_for_again() -> None:
@@ -104,6 +116,8 @@ def test_a_write_order_that_was_lost_or_whose_answer_was_is_given_again() -> Non
     first = min(orders)
     job.say(beat(first, frozen=1, owes=True))
     assert not job.sent(WriteOrder)
+    job.say(beat(first))
+    assert not job.sent(WriteOrder), "sent before it was frozen"
     job.say(beat(first, frozen=1))
     assert job.sent(WriteOrder) == {first: orders[first]}
     job.say(job.written(first, orders[first]), beat(first, frozen=1))

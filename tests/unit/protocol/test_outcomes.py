@@ -1,0 +1,65 @@
+"""What a fault's end says of the checkpoint that the job goes on from, and of the steps that are lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.protocol.bench import ControllerBench, report
+from tests.unit.protocol.test_controller_members import killed
+from tests.unit.protocol.test_incident import ended, save
+from ttp.controller.core.dump.finish import learn_checkpoint
+from ttp.controller.core.facts.state import Stage
+from ttp.proto.messages import Exit, Phase
+
+
+def test_no_step_is_lost_where_a_later_one_than_the_saved_is_on_disk() -> None:
+    job = ControllerBench()
+    job.say(killed(3))
+    found = save(job, (0, 1, 2), checkpoint="/c/iter_0000008", records=(8,))
+    assert (found.goes_on_from, found.steps_lost) == ("/c/iter_0000008", 0)
+
+
+def test_of_two_checkpoints_of_one_step_the_job_goes_on_from_the_one_that_was_saved() -> None:
+    job = ControllerBench()
+    job.say(killed(3))
+    found = save(job, (0, 1, 2), checkpoint="/c/iter_0000006", records=(8,))
+    assert (found.goes_on_from, found.steps_lost) == ("/a/iter_0000006", 2)
+
+
+def test_the_first_checkpoint_of_a_step_that_is_reported_is_kept() -> None:
+    state = learn_checkpoint(ControllerBench().state, "/a/iter_0000006")
+    assert learn_checkpoint(state, "/b/iter_0000006") is state
+    assert learn_checkpoint(state, "/b/iter_0000007").checkpoint == "/b/iter_0000007"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "goes_on", "lost"),
+    [
+        ("/c/iter_0000006", "the job goes on from /c/iter_0000006", 2),
+        ("", "no rank has reported an older checkpoint", 8),
+    ],
+)
+def test_a_refusal_counts_the_steps_since_the_newest_checkpoint_or_since_the_beginning(
+    checkpoint: str, goes_on: str, lost: int
+) -> None:
+    job = ControllerBench()
+    job.say(killed(0), killed(2))
+    for rank in (1, 3):
+        job.say(report(rank, 1, Phase.COMPUTE, 9, records=(7, 8), checkpoint=checkpoint))
+    assert job.sent(Exit)[1].reason.endswith(f"; {goes_on}")
+    found = ended(job)
+    assert (found.goes_on_from, found.steps_lost) == (checkpoint, lost)
+
+
+@pytest.mark.parametrize(("checkpoint", "lost"), [("/c/iter_0000006", 2), ("", 8)])
+def test_so_does_an_end_at_which_no_rank_can_receive_an_order(checkpoint: str, lost: int) -> None:
+    job = ControllerBench()
+    job.say(killed(3))
+    for rank in (0, 1, 2):
+        job.say(report(rank, 1, Phase.COMPUTE, 9, records=(7, 8), checkpoint=checkpoint))
+    assert job.at(Stage.WRITING)
+    job.close(0, 1, 2)
+    job.wait(20.0, senders=())
+    assert job.at(Stage.OVER)
+    found = ended(job)
+    assert (found.saved, found.goes_on_from, found.steps_lost) == (None, checkpoint, lost)
