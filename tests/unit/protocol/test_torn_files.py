@@ -8,7 +8,7 @@ from tests.unit.protocol import test_places
 from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_dump import publishing
 from tests.unit.protocol.test_controller_members import fault, killed
-from ttp.controller.core.facts.state import Stage
+from ttp.controller.core.facts.state import Stage, is_ordered
 from ttp.proto.messages import CauseKind, Freeze, Phase, Published, PublishOrder, StepFailed
 
 COMPUTE = Phase.COMPUTE
@@ -22,6 +22,11 @@ def torn(rank: int, order: PublishOrder, *writers: int) -> StepFailed:
 
 def asked_again(job: ControllerBench, *ranks: int) -> None:
     job.say(*(report(rank, job.state.freeze_id, COMPUTE, 7) for rank in ranks))
+
+
+def publishers(job: ControllerBench) -> frozenset[int]:
+    assert is_ordered(job.state)
+    return job.state.at.dump.publishers
 
 
 def test_what_two_publishers_found_torn_is_written_by_another_holder_in_the_same_directory() -> None:
@@ -117,6 +122,31 @@ def test_a_doubt_stands_when_the_last_that_could_look_again_is_gone(end: str, lo
     asked_again(job, 0)
     orders = job.orders()
     assert sorted(orders) == [0] and orders[0].directory == "/a"
+
+
+def test_a_doubt_waits_for_the_next_that_can_look_again() -> None:
+    job, _, order = publishing()
+    job.say(torn(0, order, 2))
+    assert job.publish_order() == (1, order)
+    job.say(killed(1))
+    assert job.publish_order() == (2, order) and not job.logged("replanned")
+
+
+def test_a_failure_that_comes_late_takes_no_publisher_away() -> None:
+    """Of a publisher that was followed by another, of what the publisher itself wrote, and of the directory before."""
+    job, _, order = publishing()
+    late = torn(0, order)
+    wrote = StepFailed(1, order.freeze_id, "write", order.tmp_name, "no space")
+    job.say(late)
+    assert job.publish_order() == (1, order)
+    job.say(late, wrote)
+    assert len(job.logged("publish_failed")) == 1 and publishers(job) == {1}
+    job.say(torn(1, order), torn(2, order))
+    job.all_write(job.orders())
+    rank, after = job.publish_order()
+    assert (rank, after.directory) == (0, "/b") and after.freeze_id == order.freeze_id
+    job.say(late)
+    assert len(job.logged("publish_failed")) == 3 and publishers(job) == {0}
 
 
 def test_reports_about_ranks_that_wrote_nothing_are_ignored() -> None:
