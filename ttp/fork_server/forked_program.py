@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ttp.fork_server.linux import show_as
-from ttp.fork_server.preload import BY_INTERPRETER, is_read_at_import
+from ttp.fork_server.preload import BY_INTERPRETER, was_read
 
 ENDED = "ended with exit status "
 CANNOT_OPEN = 2
@@ -155,7 +155,7 @@ def _warn_of_late_variable(event: str, arguments: tuple[Any, ...]) -> None:
     name, value = (os.fsdecode(argument) for argument in arguments)
     if name.startswith(BY_INTERPRETER) or value in (os.environ.get(name), _loaded_with.get(name)):
         return
-    if is_read_at_import(name):
+    if was_read(name):
         print(
             f"ttp: {name}={value} was set after the libraries that read it were imported: it has no effect here. Set it before ttprun"
             " starts, or set TTP_WARM_START=False",

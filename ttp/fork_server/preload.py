@@ -6,6 +6,7 @@ Owns the lists. Never imports anything itself.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 WORKERS = (
@@ -43,6 +44,9 @@ BY_PROGRAM = {
 BY_INTERPRETER = ("LD_", "PYTHON")
 """Beginnings of names that are read as an interpreter begins: a script that sets one means it for its children."""
 
+READ_BY_COMPILER = ("TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+"""Beginnings of the names of variables that `torch._dynamo` reads once, when it is loaded, and not torch before."""
+
 READ_AT_IMPORT = (
     *BY_INTERPRETER,
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "GRPC_ENABLE_FORK_SUPPORT"),
@@ -52,7 +56,8 @@ READ_AT_IMPORT = (
         "TORCH_DISTRIBUTED_DEBUG",
         "TORCH_SHOW_CPP_STACKTRACES",
     ),
-    *("TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_JIT", "ATEN_CPU_CAPABILITY"),
+    *READ_BY_COMPILER,
+    *("PYTORCH_JIT", "ATEN_CPU_CAPABILITY"),
 )
 """Beginnings of the names of variables that Python, torch, gRPC and the libraries below read once, when they are loaded."""
 
@@ -73,6 +78,11 @@ ACCELERATORS = (
 
 def is_read_at_import(name: str) -> bool:
     return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
+
+
+def was_read(name: str) -> bool:
+    """Say whether what reads this variable has been imported in a process that began with torch."""
+    return is_read_at_import(name) and (not name.startswith(READ_BY_COMPILER) or "torch._dynamo" in sys.modules)
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import pytest
 from ttp.doctor import this_machine
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding
 from ttp.errors import ConfigError
+from ttp.fork_server.client import ForkServer
 from ttp.selftest.probe_process import ProbeFailed
 
 MIB = 1 << 20
@@ -245,6 +246,18 @@ def test_a_core_dump_that_a_program_takes_is_its_own_affair(
 def test_a_process_is_forked_as_workers_are(monkeypatch: pytest.MonkeyPatch) -> None:
     found = this_machine.warm_start(("json",))
     assert found.status == OK and float(found.figures["seconds"]) > 0
+
+
+def test_what_is_imported_for_workers_is_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_machine, "for_workers", lambda: ("ttp.selftest.long_kernel",))
+    asked: list[tuple[str, ...]] = []
+
+    def server(names: Sequence[str]) -> ForkServer:
+        asked.append(tuple(names))
+        return ForkServer(("json",))
+
+    monkeypatch.setattr(this_machine, "ForkServer", server)
+    assert this_machine.warm_start().status == OK and asked == [("ttp.selftest.long_kernel",)]
 
 
 def test_a_server_that_cannot_fork_warns() -> None:

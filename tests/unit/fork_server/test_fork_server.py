@@ -291,6 +291,17 @@ def test_a_variable_that_comes_too_late_is_named(script: Callable[[str], str], t
     assert "OMP_NUM_THREADS=3 was set after" in err and "MINE" not in err
 
 
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_variable_of_torchs_compiler_is_late_once_that_is_imported(
+    script: Callable[[str], str], tmp_path: Path, imported: bool
+) -> None:
+    """On a node with an accelerator it is not imported ahead, and the script's own import reads the variable."""
+    name = script("import os; os.environ['TORCH_COMPILE_DISABLE'] = '1'")
+    with serving(["torch._dynamo"] if imported else ["torch"]) as server:
+        _, _, err = run(server, name, folder=tmp_path, environ={})
+    assert ("TORCH_COMPILE_DISABLE=1 was set after" in err) is imported, err
+
+
 def test_variables_that_are_put_back_cause_no_warning(script: Callable[[str], str], tmp_path: Path) -> None:
     """As accelerate does around its own: all are cleared, and set again."""
     name = script("import os; was = os.environ.copy(); os.environ.clear(); os.environ.update(was)")
