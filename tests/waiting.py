@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+
+import pytest
 
 LONG_S = 30.0
 """Nothing that is waited for takes so long: a wait that does is a failure. It says nothing of how long it takes."""
@@ -16,3 +19,11 @@ def until(condition: Callable[[], object], what: str = "a condition", within_s: 
     while not condition():
         assert time.monotonic() < deadline, f"waited for {within_s:g} s: {what}"
         time.sleep(_LOOK_S)
+
+
+def replace_sleep(monkeypatch: pytest.MonkeyPatch, instead: Callable[[float], object]) -> None:
+    """Call `instead` where this thread would sleep. Threads that an earlier test has left sleep as they do."""
+    ours, sleep = threading.get_ident(), time.sleep
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: instead(seconds) if threading.get_ident() == ours else sleep(seconds)
+    )

@@ -240,9 +240,10 @@ def test_a_slow_cable_and_a_lost_node_are_survived(tmp_path: Path, capsys: pytes
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason="no nodes on this machine")
 def test_ranks_of_two_nodes_are_replaced_and_a_lost_node_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Judged from outside: only the lost ranks have other processes, the next step is the next one, nothing is published but for the node."""
+    monkeypatch.setenv("TTP_IN_PLACE_S", "30")  # a loaded machine
     output, scenario = tmp_path / "out", tmp_path / "scenario.yaml"
     faults = "{fault: kill, rank: 1}, {fault: raise, rank: 0, point: updating}, {fault: lose_node, rank: 1}, {fault: kill, rank: 0, point: done}"
     scenario.write_text(f"{{seed: 5, nodes: 2, growth_mib: 64, faults: [{faults}]}}")
@@ -266,8 +267,9 @@ def test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_part_of_the_matrix_in_place_needs_no_checkpoint(tmp_path: Path) -> None:
+def test_a_part_of_the_matrix_in_place_needs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is killed or raises in training is replaced, or comes back, and nothing is published; a new process that dies as it starts costs a restart."""
+    monkeypatch.setenv("TTP_IN_PLACE_S", "30")  # a loaded machine
     words = ["matrix", "--in-place", "--output", str(tmp_path), "--limit", "4", "--repeat", "1"]
     assert main([*words, "--kinds", "kill,raise,kill of a new process,stop"]) == 0
     found = {line["kind"]: line for line in matrix.read_lines(tmp_path)}
@@ -296,8 +298,11 @@ def test_a_job_that_was_to_come_back_in_place_and_did_not_is_a_finding(
 
 
 @pytest.mark.long
-def test_ranks_are_replaced_after_another_controller_has_taken_over(tmp_path: Path) -> None:
+def test_ranks_are_replaced_after_another_controller_has_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new process comes to the controller that leads, though the job's store has the first one's address; twice, and rank 0's as well."""
+    monkeypatch.setenv("TTP_IN_PLACE_S", "30")  # a loaded machine
     scenario = tmp_path / "takeover.yaml"
     kills = ", ".join(f"{{fault: kill, rank: {rank}}}" for rank in (1, 0, 1))
     scenario.write_text(f"{{seed: 5, faults: [{{fault: kill_controller}}, {kills}]}}")

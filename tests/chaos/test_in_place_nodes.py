@@ -46,7 +46,7 @@ def start(
 ) -> NodesJob:
     """Return a job with so many ranks on each node."""
     launcher = ("--nproc-per-node", str(ranks))
-    environ = {"TTP_IN_PLACE": "True", "TTP_FAULTS": faults, **environ}
+    environ = {"TTP_IN_PLACE": "True", "TTP_IN_PLACE_S": "30", "TTP_FAULTS": faults, **environ}  # a loaded machine
     return NodesJob(output, tuple(nodes), overrides=arguments(*overrides), launcher=launcher, environ=environ)
 
 

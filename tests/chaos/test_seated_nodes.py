@@ -52,7 +52,7 @@ def start(
         stores=tuple(stores),
         overrides=arguments(STEPS),
         launcher=("--nproc-per-node", str(ranks)),
-        environ={"TTP_IN_PLACE": "True", **environ},
+        environ={"TTP_IN_PLACE": "True", "TTP_IN_PLACE_S": "30", **environ},  # a loaded machine
     )
 
 

@@ -208,7 +208,9 @@ def test_in_place_no_process_is_put_on_a_sick_node(
     """On a node that is well another process takes the rank's place, once the check has passed; on a sick one the step is written, and the spare
     takes the place."""
     a, b, c = nodes(3)
-    with Checked(tmp_path / "job", (c, a, b), spares=(c,), stores=(c,), environ={"TTP_IN_PLACE": "True"}) as job:
+    with Checked(
+        tmp_path / "job", (c, a, b), spares=(c,), stores=(c,), environ={"TTP_IN_PLACE": "True", "TTP_IN_PLACE_S": "30"}
+    ) as job:
         train_a_little(job, 0)
         node = job.node_of_rank(3)
         if sick:

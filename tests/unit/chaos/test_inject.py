@@ -7,10 +7,10 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.waiting import replace_sleep
 from ttp.chaos.faults.inject import InjectedFault, Injection, injector, parse_faults, start_injector
 from ttp.errors import ConfigError
 
@@ -142,7 +142,7 @@ def until_silent(descriptor: int) -> None:
 
 def test_a_slow_point_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+    replace_sleep(monkeypatch, slept.append)
     hook = injector(parse_faults("slow:rank=0,step=1,point=done,for=2.5"), 0, 0)
     assert hook is not None
     hook("done", 1)

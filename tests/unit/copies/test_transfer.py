@@ -8,7 +8,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 from tests.unit.copies.conftest import credentials, keeper
 from tests.unit.copies.material import bits, described, empty_region, region_of
-from tests.waiting import until
+from tests.waiting import replace_sleep, until
 from ttp.copies import transfer
 from ttp.copies.keeper import Keeper, checksum_of
 from ttp.copies.memory import own, received
@@ -166,7 +165,7 @@ def test_after_a_failure_the_next_copy_connects_anew_and_brings_the_description(
 
 def test_a_copy_is_spread_over_the_time_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+    replace_sleep(monkeypatch, slept.append)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for _ in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.unit.launch.test_fresh_store import FixedNodes
+from tests.waiting import replace_sleep
 from ttp.launch import agent as agent_module
 from ttp.launch.agent import BROKEN_ROUNDS, HoldAgent
 from ttp.launch.attempts.context import LaunchContext, Workers
@@ -477,7 +477,7 @@ def test_an_attempt_is_reported_before_the_back_off(monkeypatch: pytest.MonkeyPa
     """The wait may be half a minute, and whoever reads wants to know at once."""
     done: list[str] = []
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: done.append("the attempt is closed"))
-    monkeypatch.setattr(time, "sleep", lambda pause_s: done.append(f"waits {pause_s:g} s"))
+    replace_sleep(monkeypatch, lambda pause_s: done.append(f"waits {pause_s:g} s"))
     agent = make_agent(max_restarts=3)
     monkeypatch.setattr(agent._rendezvous_handler, "_job_store", JobStore("h", 1, 0))
     monkeypatch.setattr(agent._rendezvous_handler, "job_store_has", lambda key: False)

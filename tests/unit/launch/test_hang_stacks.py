@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import replace_sleep
 from ttp.launch.watch.hang_stacks import FRAMES, ask, block_of, gather, main_frames, read_asked, read_blocks
 from ttp.launch.watch.processes import catches
 from ttp.processor.async_log import AsyncLog
@@ -139,7 +140,7 @@ def test_a_file_that_goes_while_stacks_are_waited_for_costs_its_rank_only(
     gone = tmp_path / "rank_1" / ASKED_NAME
     gone.parent.mkdir()
     gone.write_text(process_text(os.getpid()))
-    monkeypatch.setattr(time, "sleep", lambda seconds: gone.unlink(missing_ok=True))
+    replace_sleep(monkeypatch, lambda seconds: gone.unlink(missing_ok=True))
     ask(tmp_path, {0: os.getpid(), 1: os.getpid()}, within_s=LONG_S)
     writer.close()
     assert set(read_asked(tmp_path, {0: os.getpid(), 1: os.getpid()})) == {0}

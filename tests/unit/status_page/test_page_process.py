@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.unit.status_page.live_page import get
-from tests.waiting import LONG_S, until
+from tests.waiting import LONG_S, replace_sleep, until
 from ttp.controller import __main__ as controller_main
 from ttp.controller import page_process
 from ttp.controller.agent_link import request_shutdown
@@ -223,7 +223,7 @@ def test_a_port_that_is_taken_is_waited_for_and_warned_of(
             waits.append(seconds)
             taken.close()
 
-        monkeypatch.setattr(time, "sleep", free)
+        replace_sleep(monkeypatch, free)
         (tmp_path / "token").write_text("x" * 32)
         (tmp_path / "token").chmod(0o600)
         access = Access(page_access.read_token(tmp_path / "token"), "s", time.time)
