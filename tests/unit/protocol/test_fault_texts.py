@@ -48,3 +48,25 @@ def test_a_cause_is_one_line_for_people() -> None:
     assert found == Cause(CauseKind.EXCEPTION, (3,), "ValueError: bad batch 17")
     assert len(cause_of(3, "RuntimeError", "x" * 5000).text) < 400
     assert cause_of(3, "KeyError", "").text == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "kind"),
+    [
+        ("AbortedCollective", CauseKind.PEER_ERROR),
+        ("DistNetworkError", CauseKind.PEER_ERROR),
+        ("WrongPeer", CauseKind.PEER_ERROR),
+        ("ReplicasDiffer", CauseKind.DIVERGED),
+        ("WrongReplica", CauseKind.DIVERGED),
+        ("ValueError", CauseKind.EXCEPTION),
+    ],
+)
+def test_some_types_say_whose_fault_it_is_whatever_their_text(type_name: str, kind: CauseKind) -> None:
+    assert classify("something happened", type_name) is kind
+    assert cause_of(3, type_name, "something happened").kind is kind
+
+
+def test_a_text_of_300_characters_is_whole_and_a_longer_one_is_cut() -> None:
+    head = "ValueError: "
+    assert cause_of(0, "ValueError", "x" * (300 - len(head))).text == head + "x" * (300 - len(head))
+    assert cause_of(0, "ValueError", "x" * (301 - len(head))).text == head + "x" * (300 - len(head)) + "..."

@@ -89,3 +89,46 @@ def test_a_step_is_shared_between_a_ranks_own_time_and_its_waits_for_others() ->
     for moment in range(102, 2000):
         times.finish(float(moment))
     assert len(times._shares) == MOST_SHARED
+
+
+def shares(*moments: float) -> tuple[float, float] | None:
+    """Return the shares of steps that end at these moments, without waits."""
+    times = StepTimes()
+    for moment in moments:
+        times.finish(moment)
+    return times.take_shares()
+
+
+def test_the_median_of_an_even_number_of_steps_is_between_the_middle_two() -> None:
+    assert shares(0.0, 8.0) == (8.0, 0.0)
+    assert shares(0.0, 8.0, 9.0) == (4.5, 0.0)
+    assert shares(0.0, 8.0, 9.0, 11.0) == (2.0, 0.0)
+    assert shares(0.0, 8.0, 9.0, 11.0, 15.0) == (3.0, 0.0)
+
+
+def test_a_pause_counts_in_its_own_step_alone_and_leaves_no_time_below_0() -> None:
+    times = StepTimes()
+    times.pause(0.0)
+    times.resume(3.0)
+    times.finish(3.0)
+    times.finish(5.0)
+    assert list(times.done[1]) == [2.0], "a pause before the first step's end is not in the second step"
+    times.pause(5.5)
+    times.resume(7.0)
+    times.finish(6.0)
+    assert list(times.done[1]) == [2.0, 0.0], "clocks that were read in another order"
+
+
+def test_a_wait_is_no_longer_than_its_step_and_counts_once() -> None:
+    times = StepTimes()
+    times.finish(0.0)
+    times.wait(-5.0)
+    times.go_on(1.0)
+    times.go_on(2.0)
+    times.finish(4.0)
+    assert times.take_shares() == (0.0, 4.0), "what was waited before the step began is no part of it"
+    times.wait(4.0)
+    times.go_on(5.0)
+    times.go_on(6.0)
+    times.finish(7.0)
+    assert times.take_shares() == (2.0, 1.0), "a wait that is over is over"
