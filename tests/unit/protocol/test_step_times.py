@@ -126,7 +126,7 @@ def test_a_wait_is_no_longer_than_its_step_and_counts_once() -> None:
     times.go_on(1.0)
     times.go_on(2.0)
     times.finish(4.0)
-    assert times.take_shares() == (0.0, 4.0), "what was waited before the step began is no part of it"
+    assert times.take_shares() == (0.0, 4.0), "a wait before the step began does not count in it"
     times.wait(4.0)
     times.go_on(5.0)
     times.go_on(6.0)
