@@ -13,6 +13,7 @@ from ttp.controller.core.facts.coverage import (
     Coverage,
     CoverageRow,
     Group,
+    among,
     coverage_of,
     fatal_ranks,
     overview,
@@ -163,3 +164,53 @@ def test_copies_in_memory_count_where_every_rank_has_them() -> None:
     assert survives(with_all).endswith("; all others from copies in memory, some steps back")
     assert not warnings(with_all)
     assert "copies" not in survives(with_one) and len(warnings(with_one)) == 2
+
+
+def test_two_ranks_on_a_node_have_neither_pairs_nor_nodes_to_lose() -> None:
+    assert survives(coverage(((0, 1),))) == "any 1 of 2 ranks"
+    assert survives(coverage(((0, 1),), ["a", "b"])) == "any 1 of 2 ranks; each of 2 nodes"
+
+
+def test_a_lone_rank_is_advised_to_have_company_and_others_to_have_replicas() -> None:
+    held = "shard 0 is held by rank 0 only: its death loses the step; "
+    assert warnings(coverage(((0,),))) == (f"{held}replicas need more ranks",)
+    more = "raise the number of replicas, or of data-parallel ranks"
+    assert warnings(coverage(((0,), (1,))))[0] == f"{held}{more}"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_of_many_shards_that_are_badly_protected_the_rest_is_counted(apart: bool) -> None:
+    """Eight are named, whether they have one holder or partners on one node; a shard without a partner is of the first kind alone."""
+    pairs = tuple((2 * shard, 2 * shard + 1) for shard in range(10))
+    lone = ((20,), (21,), *((rank,) for rank in range(22, 29)))
+    hosts = [f"n{rank // 2}" if not apart else f"n{rank}" for rank in range(29)]
+    said = warnings(coverage((*pairs, *lone), hosts))
+    assert sum("is held by rank" in line for line in said) == 8
+    assert sum("do not all sit on different nodes" in line for line in said) == (0 if apart else 8)
+    more = 1 if apart else 3
+    assert said[-1] == f"{more} more shard groups are protected as badly"
+
+
+def test_exactly_as_many_as_are_named_have_no_rest() -> None:
+    said = warnings(coverage(tuple((rank,) for rank in range(8))))
+    assert len(said) == 8
+
+
+def test_nothing_is_copied_where_no_rank_has_come_and_the_others_hosts_are_unknown() -> None:
+    none = coverage_of([], 2)
+    assert (none.groups, none.hosts, none.copied) == ((), ("", ""), False)
+    assert coverage_of([]).hosts == ()
+
+
+def test_among_some_ranks_a_shard_may_have_no_holder() -> None:
+    left = among(coverage(((0, 2), (1, 3))), {0, 2})
+    assert [group.holders for group in left.groups] == [(0, 2), ()]
+    assert left.hosts == ("one",) * 4
+
+
+def test_sixteen_ranks_have_a_line_each_and_sixteen_nodes_too() -> None:
+    assert overview(coverage(even(16)))[-1] == "rank 15 on node one: shard 7 (1.0 MiB), also on rank 7"
+    assert len(overview(coverage(even(16)))) == 16
+    nodes = overview(coverage(even(32), [f"n{rank // 2}" for rank in range(32)]))
+    assert len(nodes) == 16
+    assert nodes[-1].startswith("node n15: ranks 30-31, ")
