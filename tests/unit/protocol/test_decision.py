@@ -156,6 +156,18 @@ def test_parts_of_a_lost_writer_go_to_the_holder_with_the_least_to_do() -> None:
     assert hand_over(parts, {"a": (1, 2), "b": ()}, {}) is None
 
 
+def test_each_part_that_is_handed_over_counts_for_the_next() -> None:
+    three = tuple(Part("a", index, 3) for index in range(3))
+    two = {"a": (1, 2)}
+    assert hand_over(three[:2], two, {}) == {1: three[:1], 2: three[1:2]}
+    assert hand_over(three, two, {2: 1}) == {1: three[:2], 2: three[2:]}
+    assert hand_over(three[:1], two, {1: 1}) == {2: three[:1]}, "a rank that has nothing yet"
+
+
+def test_nothing_to_write_has_no_largest_share() -> None:
+    assert share_out((), ()) == ({}, 0.0)
+
+
 def test_ready_at_another_step_than_the_next_reaches_nothing() -> None:
     """A rank at step 6 whose gradients are of step 8 can do the update of neither 7 nor 8."""
     odd = report(0, 1, READY, 8, state_step=6)
