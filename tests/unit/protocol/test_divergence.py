@@ -77,3 +77,8 @@ def test_only_states_that_stand_still_and_are_whole_count(fields: dict[str, Any]
 def test_another_ranks_shard_is_not_this_ranks_to_report() -> None:
     """A digest of a rank that holds no such shard says nothing."""
     assert judge(TWO, reports_of({0: 5, 1: 5, 2: 6}, 2)) == Dispute()
+
+
+def test_a_holder_that_counts_fewer_than_this_controller_knows_proves_no_more() -> None:
+    """It counts the ranks that it compares with; one of three is no majority for that."""
+    assert judge(THREE, reports_of({0: 5}, 1)).undecided
