@@ -80,5 +80,5 @@ def test_another_ranks_shard_is_not_this_ranks_to_report() -> None:
 
 
 def test_a_holder_that_counts_fewer_than_this_controller_knows_proves_no_more() -> None:
-    """It counts the ranks that it compares with; one of three is no majority for that."""
+    """It counts the ranks that it compares with; one of three proves nothing by that."""
     assert judge(THREE, reports_of({0: 5}, 1)).undecided
