@@ -290,7 +290,7 @@ TESTED: dict[str, Proof] = {
     " --max-restarts 100 --ttp-futile-starts 0 -m ttp.trainer --config gpt_tiny --training_config.output_dir {output}"
     " --training_config.training_iters 500": Proof(f"{_HARNESS}::test_every_fault_of_two_nodes_costs_no_step_and_no_bit"),
     "ttp chaos matrix": Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
-    "ttp chaos matrix --in-place": Proof(f"{_HARNESS}::test_a_part_of_the_matrix_in_place_needs_no_checkpoint"),
+    "ttp chaos matrix --in-place": Proof(f"{_HARNESS}::test_a_part_of_the_matrix_in_place_needs_no_restart"),
     "ttp chaos matrix [--output DIR] [--repeat 2] [--per-job 8] [--shard I/N] [--limit CELLS] [--minutes M] [--kinds A,B]":
         Proof(f"{_HARNESS}::test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was"),
     "python -m ttp.chaos.demo [--kill-rank R] [--seed S] [--ranks 4] [--steps 60] [--text FILE_OR_FOLDER] [--output DIR]":

@@ -267,8 +267,8 @@ def test_a_part_of_the_matrix_is_run_and_goes_on_where_it_was(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_part_of_the_matrix_in_place_needs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is killed, raises or stands still in training is replaced, or comes back; a new process that dies as it starts costs a restart."""
+def test_a_part_of_the_matrix_in_place_needs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed, raises or stands still in training is replaced, or comes back; only a new process that dies as it starts costs one."""
     monkeypatch.setenv("TTP_IN_PLACE_S", "30")  # a loaded machine
     words = ["matrix", "--in-place", "--output", str(tmp_path), "--limit", "4", "--repeat", "1"]
     assert main([*words, "--kinds", "kill,raise,kill of a new process,stop"]) == 0

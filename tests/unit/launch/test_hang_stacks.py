@@ -143,6 +143,7 @@ def test_a_file_that_goes_while_stacks_are_waited_for_costs_its_rank_only(
     replace_sleep(monkeypatch, lambda seconds: gone.unlink(missing_ok=True))
     ask(tmp_path, {0: os.getpid(), 1: os.getpid()}, within_s=LONG_S)
     writer.close()
+    assert not gone.exists(), "the wait was reached"
     assert set(read_asked(tmp_path, {0: os.getpid(), 1: os.getpid()})) == {0}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.protocol.bench import record
+from tests.unit.protocol.bench import record, share
 from ttp.processor.core import freezes, orders, refusals
 from ttp.processor.core.events import Log, ProcessorSettings, Send
 from ttp.processor.core.state import LinkState, OpenOrder, ProcessorState, RankMode
@@ -50,8 +50,8 @@ def state_of(**changed: Any) -> ProcessorState:
     return replace(state, **changed)
 
 
-def write_order(name: str = NAME, group: str = "g1", attempt: int = 1) -> WriteOrder:
-    return WriteOrder(FREEZE, STEP, "/a", name.removesuffix("_1") + f"_{attempt}", (Part(group, 0, 1),))
+def write_order() -> WriteOrder:
+    return WriteOrder(FREEZE, STEP, "/a", NAME, (Part("g1", 0, 1),))
 
 
 def publish_order(directory: str = "/a") -> PublishOrder:
@@ -208,7 +208,7 @@ def thawed(**changed: Any) -> tuple[ProcessorState, list[Any]]:
 
 
 def test_an_open_gate_has_nothing_of_the_freeze() -> None:
-    written = OpenOrder(write_order(), Written(RANK, FREEZE, NAME, (), None))  # type: ignore[arg-type]
+    written = OpenOrder(write_order(), Written(RANK, FREEZE, NAME, write_order().parts, share(RANK)))
     after, _ = thawed(torn=True, orders=(written,), ordered=FREEZE)
     assert after.standing is RankMode.TRAINING
     assert (after.closed, after.torn, after.orders, after.ordered, after.answer_by) == (False, False, (), 0, inf)
