@@ -104,9 +104,9 @@ class HoldAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Join the rendezvous before an attempt, and agree on the ranks.
 
-        A node that dies meanwhile leaves it incomplete: the others join again. A node whose rendezvous breaks repeatedly leaves, so that the
-        others can continue without it. One whose health check fails does so before it joins.
-        """
+        A node that dies meanwhile leaves it incomplete: the others join again. One whose rendezvous breaks repeatedly leaves, or whose health
+        check fails (before it joins), so that the others can continue without it."""
+        self._signals.install()
         raise_if_never_met(self._lost_starts)
         self._leave_if_not_ended()
         self.seat.take()

@@ -20,9 +20,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from tests.unit.launch.test_agent import make_agent
 from tests.waiting import until
 from ttp.launch.agent import HoldAgent
-from ttp.launch.attempts.signals import SAME_S, TAKEN_S, ShutdownSignals, without_ignored
+from ttp.launch.attempts.signals import SAME_S, ShutdownSignals, without_ignored
 
 DEADLINE_S = 30.0
+NEVER_S = 3600.0
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -54,7 +55,7 @@ def clock(torchs_handlers: None) -> Clock:
 
 @pytest.fixture
 def notices(clock: Clock) -> ShutdownSignals:
-    made = ShutdownSignals(clock)
+    made = ShutdownSignals(clock, NEVER_S)
     made.install()
     return made
 
@@ -114,14 +115,78 @@ def test_two_signals_at_once_are_one_whichever_they_are(notices: ShutdownSignals
         send(second)
 
 
-def test_a_notice_that_a_library_swallowed_can_be_given_again(notices: ShutdownSignals, clock: Clock) -> None:
-    """The shutdown has not begun: the next signal raises, whichever it is."""
-    given(notices, "SIGTERM")
-    clock.now_s += TAKEN_S / 2
-    send("SIGTERM")
-    clock.now_s += TAKEN_S
+class Repeating(ShutdownSignals):
+    """Counts how often it was seen whether the first signal was swallowed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0.0, 0.005)
+        self.looked = 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.looked += self._repeats
+        super()._handle(number, frame)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notice_that_a_library_has_swallowed_comes_again(
+    torchs_handlers: None, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """logging prints what is raised within a line, and goes on. A scheduler sends its signal once."""
+    notices, lines = Repeating(), []
+    notices.install()
+
+    class Line(logging.StreamHandler[Any]):
+        def format(self, record: logging.LogRecord) -> str:
+            send(name)
+            lines.append("written")
+            return "written"
+
+    with pytest.raises(SignalException) as raised:
+        Line().handle(logging.LogRecord("any", logging.INFO, "", 0, "any", None, None))
+        lines.append("swallowed")
+        until(lambda: False, "the notice again")
+    assert raised.value.sigval.name == notices.name == name and lines == ["swallowed"] and not notices.forced
+    assert "SignalException" in capsys.readouterr().err
+    with notices.leaving():
+        looked = notices.looked
+    send(name)  # a second one, which is not mistaken for that
+    assert looked == notices.looked and notices.forced is False
+
+
+def test_a_notice_on_its_way_to_the_agent_is_not_raised_a_second_time(torchs_handlers: None) -> None:
+    """What is closed on the way may take its time, and may fail."""
+    notices, done = Repeating(), []
+    notices.install()
+    with pytest.raises(SignalException):
+        try:
+            send("SIGTERM")
+        finally:
+            looked = notices.looked
+            until(lambda: notices.looked > looked + 3, "four looks while it is handled")
+            try:
+                raise OSError("a file that cannot be closed")
+            except OSError:
+                until(lambda: notices.looked > looked + 6, "four looks while that is handled")
+            done.append("closed")
+    assert done == ["closed"]
+    with notices.leaving():
+        pass
+
+
+def test_a_notice_is_not_raised_again_once_the_agent_has_ended(torchs_handlers: None) -> None:
+    """One that comes between the last attempt's end and the process's."""
+    notices = Repeating()
+    notices.install()
+    with notices.leaving():
+        pass
     with pytest.raises(SignalException):
         send("SIGTERM")
+    assert not notices._is_unanswered()
+    notices.install()  # another attempt begins all the same
+    with pytest.raises(SignalException):
+        until(lambda: False, "the notice again")
+    with notices.leaving():
+        pass
 
 
 def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwards(notices: ShutdownSignals) -> None:
@@ -139,7 +204,7 @@ def test_a_notice_that_was_postponed_is_obeyed_and_not_raised_again(notices: Shu
     """The scheduler's second SIGTERM comes while the agent shuts down; only a forcing signal interrupts that."""
     with pytest.raises(SignalException), notices.leaving():
         send("SIGTERM")
-    clock.now_s += 2 * TAKEN_S
+    clock.now_s += 2 * SAME_S
     send("SIGTERM", "SIGHUP")
     assert not notices.forced
     with pytest.raises(SignalException):
@@ -230,7 +295,7 @@ def shut_down(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[HoldAg
 
 def agent_of(clock: Clock, notices: ShutdownSignals | None = None) -> HoldAgent:
     agent = make_agent()
-    agent._signals = notices or ShutdownSignals(clock)
+    agent._signals = notices or ShutdownSignals(clock, NEVER_S)
     agent._signals.install()
     return agent
 
@@ -299,7 +364,7 @@ def test_a_first_signal_before_the_drain_kills_no_worker(
             with super().leaving():
                 yield
 
-    agent = agent_of(clock, Early(clock))
+    agent = agent_of(clock, Early(clock, NEVER_S))
     attempt = Leaving(lambda: None)
     with pytest.raises(SignalException) as raised:
         shut_down(agent, attempt)

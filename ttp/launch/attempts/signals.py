@@ -1,7 +1,8 @@
 """Signals to the agent: the first starts a graceful shutdown, a later SIGINT or SIGQUIT forces it.
 
 torch's agent installs handlers when it starts workers, and each signal raises an exception wherever the main thread is. ShutdownSignals
-replaces them: schedulers send several signals for one shutdown, and only a second Ctrl-C means that nothing more is to be saved.
+replaces them: schedulers send several signals for one shutdown, only a second Ctrl-C means that nothing more is to be saved, and an exception
+that a library has swallowed (logging does, within a line) is raised again until the agent shuts down.
 Owns the meaning of signals and their names. Never ends a process.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -23,8 +25,8 @@ log = logging.getLogger("ttp.launch")
 SAME_S = 0.1
 """Signals that come so soon after the first count as the same: a wrapper forwards what the terminal has sent already."""
 
-TAKEN_S = 1.0
-"""So soon after the first signal the agent has begun to shut down. If it has not, the exception was caught, and the next signal raises again."""
+REPEAT_S = 0.1
+"""So long after the first signal, and again and again, it is seen whether its exception was swallowed: then it is raised again."""
 
 AGAIN_S = 0.002
 """A signal that interrupts the main thread while it takes a lock is sent again after this."""
@@ -69,12 +71,16 @@ def without_ignored(names: str) -> str:
 class ShutdownSignals:
     """The signals to one agent. The first starts a graceful shutdown; a later SIGINT or SIGQUIT forces it; other signals are ignored."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, repeat_s: float = REPEAT_S) -> None:
+        self._clock, self._repeat_s = clock, repeat_s
         self._first: signal.Signals | None = None
         self._first_s = 0.0
         self._taken = self._leaving = self._postponed = self._logged = self._forced = False
-        self._queue: SimpleQueue[str | signal.Signals] = SimpleQueue()
+        self._expected = False
+        """An attempt has begun, so the first signal leads to a shutdown."""
+        self._repeats = False
+        """The next signal of this kind is this class's own: it is seen whether the first one was swallowed."""
+        self._queue: SimpleQueue[str | signal.Signals | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -88,7 +94,8 @@ class ShutdownSignals:
         return self._forced
 
     def install(self) -> None:
-        """Replace the handlers that torch has installed. On a thread other than the main one there are none."""
+        """Replace the handlers that torch has installed: an attempt begins. On a thread other than the main one there are none."""
+        self._expected = True
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signal.valid_signals():
@@ -110,18 +117,23 @@ class ShutdownSignals:
             self._postponed = False
             raise
         finally:
-            self._leaving = False
+            self._leaving = self._expected = False
         if self._postponed and self._first is not None:
             self._postponed = False
             raise _exception(self._first)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         received, now_s = signal.Signals(number), self._clock()
-        if _in_a_lock(frame):
+        if self._repeats and received is self._first:
+            self._repeats = False
+            if self._is_unanswered() and not _on_its_way() and not _in_a_lock(frame):
+                raise _exception(received)
+        elif _in_a_lock(frame):
             self._queue.put(received)
         elif self._first is None:
             self._first, self._first_s = received, now_s
             if not self._leaving:
+                self._queue.put(None)
                 raise _exception(received)
             self._postponed = self._taken = True  # raised when the workers have exited, and the agent ends
             self._log(received)
@@ -132,8 +144,10 @@ class ShutdownSignals:
             raise _exception(received)
         elif self._taken or self._leaving:
             self._log(received)
-        elif now_s - self._first_s >= TAKEN_S:
-            raise _exception(received)
+
+    def _is_unanswered(self) -> bool:
+        """Return whether the agent has received its first signal and has not begun to shut down."""
+        return self._first is not None and self._expected and not (self._taken or self._leaving)
 
     def _log(self, received: signal.Signals) -> None:
         """Log it once, on another thread: the main one may be interrupted in the middle of a line."""
@@ -145,13 +159,23 @@ class ShutdownSignals:
 
     def _run(self) -> None:
         while True:
-            queued = self._queue.get()
+            try:
+                queued = self._queue.get(timeout=self._repeat_s if self._is_unanswered() else None)
+            except Empty:
+                if (first := self._first) is not None and self._is_unanswered():
+                    self._repeats = True
+                    self._send(first)
+                continue
             if isinstance(queued, signal.Signals):
                 time.sleep(AGAIN_S)
-                if (main := threading.main_thread().ident) is not None:
-                    signal.pthread_kill(main, queued)
-            else:
+                self._send(queued)
+            elif queued is not None:  # None: there is a first signal
                 log.info("%s", queued)
+
+    def _send(self, number: signal.Signals) -> None:
+        main = threading.main_thread().ident
+        if main is not None and signal.getsignal(number) == self._handle:
+            signal.pthread_kill(main, number)
 
 
 def _in_a_lock(frame: FrameType | None) -> bool:
@@ -159,6 +183,14 @@ def _in_a_lock(frame: FrameType | None) -> bool:
     exception there would leave the lock taken forever."""
     code = frame.f_code if frame is not None else None
     return code is not None and code.co_filename == threading.__file__ and code.co_name in ("__enter__", "__exit__")
+
+
+def _on_its_way() -> bool:
+    """Return whether the interrupted thread handles a signal's exception, or another one that has come of it."""
+    exc = sys.exception()
+    while exc is not None and not isinstance(exc, SignalException):
+        exc = exc.__context__
+    return exc is not None
 
 
 def _exception(received: signal.Signals) -> SignalException:
