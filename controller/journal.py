@@ -14,6 +14,7 @@ Never decides anything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -161,10 +162,18 @@ class Journal:
     def _open_inputs(self) -> IO[str]:
         return open(self._inputs_path, "w", encoding="utf-8", opener=files.opener)
 
+    def _begin_segment(self) -> None:
+        """Write into a new file. Raises OSError: then the old one is written on, whatever it is called now."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed it, to make room
+            os.replace(self._inputs_path, f"{self._inputs_path}.1")
+        begun = self._open_inputs()
+        before, self._inputs = self._inputs, begun
+        before.close()
+
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except OSError as error:  # a full disk: the job goes on without its journal
+        except Exception as error:  # a full disk, say: what follows would stay in memory if the thread ended
             if not self._complained:
                 self._complained = True
                 print(f"ttp-controller: the journal {self._events.name} lost lines: {error}", file=sys.stderr)
@@ -174,7 +183,7 @@ class Journal:
         for place, (kind, content) in enumerate(batch):
             if place % LINES_AT_ONCE == 0 and not waited:
                 waited = not self._idle.wait(PATIENCE_S)
-            self._write(kind, content)
+            self._guarded(functools.partial(self._write, kind, content))
         self._flush()
 
     def _flush(self) -> None:
@@ -194,9 +203,7 @@ class Journal:
         if kind == "state":
             self._input_bytes, self._state_queued = 0, False
             if self._inputs.tell() > 0:
-                self._inputs.close()
-                os.replace(self._inputs_path, f"{self._inputs_path}.1")
-                self._inputs = self._open_inputs()
+                self._begin_segment()
             first = {"settings": to_json(self._settings), "state": to_json(content)}
             self._inputs.write(json.dumps(first) + "\n")
             return

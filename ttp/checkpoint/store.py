@@ -21,7 +21,7 @@ from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.publish import publish
 from ttp.checkpoint.reader import Reader, check_tensors
 from ttp.checkpoint.verify import check_sums, files_here, metadata_entry, share_of_files, verify
-from ttp.errors import CheckpointMismatch
+from ttp.errors import CheckpointMismatch, CorruptCheckpoint
 
 
 class Peers(Ranks, Protocol):
@@ -156,3 +156,10 @@ class _Judged:
             return dcp.files_of_runs(path, self._request.targets(), self.index)
         except CheckpointMismatch:
             return set()
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:  # torch's planner, of an index that contradicts itself
+            raise CorruptCheckpoint(f"{path}: .metadata contradicts itself: {type(error).__name__}: {error}") from error

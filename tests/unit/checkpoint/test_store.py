@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from tests.unit.checkpoint.cluster import Cluster, Rank, Threads
 from tests.unit.checkpoint.damage import flip_a_bit, truncate
 from ttp.checkpoint import verify
 from ttp.checkpoint.find import list_checkpoints
-from ttp.checkpoint.format import checksum
-from ttp.checkpoint.format.manifest import Manifest, read_manifest
+from ttp.checkpoint.format import checksum, dcp
+from ttp.checkpoint.format.manifest import Manifest, read_manifest, to_bytes
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Request, SharedStore
@@ -146,3 +147,27 @@ def test_parts_of_nodes_that_were_copied_together_are_opened(job: Job, tmp_path:
     blank = type(job)({key: torch.full_like(t, 77) for key, t in job.tensors.items()})
     found.read_into(blank.held())
     job.assert_equal(blank.tensors)
+
+
+def test_all_ranks_pass_over_one_whose_index_contradicts_itself(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A faulty writer's, with checksums that are right: only the first rank looks whether it is complete, and the others plan their reads."""
+    older = job.save(tmp_path, 41, holders=3)
+    newer = job.later().save(tmp_path, 42, holders=3)
+    manifest = read_manifest(newer)
+    index = dcp.read_metadata(newer, None)
+    index.storage_data.clear()
+    (newer / dcp.METADATA_NAME).write_bytes(pickle.dumps(index))
+    nbytes, text = (
+        (newer / dcp.METADATA_NAME).stat().st_size,
+        checksum.of_file(newer / dcp.METADATA_NAME, checksum.Checksum()),
+    )
+    files = [
+        replace(file, nbytes=nbytes, checksum=text) if file.name == dcp.METADATA_NAME else file
+        for file in manifest.files
+    ]
+    (newer / "manifest.json").write_bytes(to_bytes(replace(manifest, files=tuple(files))))
+    first, second, _ = job.shares(3)
+    looked = opened_by_ranks(job, tmp_path, [first, second], monkeypatch)
+    assert [found is not None and found.path for found in looked.found] == [older] * 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import time
 from dataclasses import replace
@@ -256,3 +258,68 @@ def test_closing_does_not_wait_for_the_driver(tmp_path: Path) -> None:
     journal.write_event(0.0, 1.0, "finished", {})
     journal.close()
     assert [line.event for line in read_events(path)] == ["finished"]
+
+
+def grown(path: Path) -> Journal:
+    """Return a journal that has written a segment, and is asked for the state with which the next one begins."""
+    journal = Journal(path, SETTINGS, segment_bytes=200)
+    journal.starting_state(initial(SETTINGS, 0.1))
+    while not journal.wants_state:
+        journal.input(1.0, Tick())
+        assert journal.wait_written()
+    return journal
+
+
+def test_a_segment_that_somebody_has_removed_costs_no_line_of_the_next_one(tmp_path: Path) -> None:
+    """To make room, say."""
+    path = tmp_path / "journal.jsonl"
+    journal = grown(path)
+    inputs_path(path).unlink()
+    journal.starting_state(initial(SETTINGS, 0.1))
+    journal.input(2.0, EVENTS[0])
+    journal.write_event(2.0, 2.0, "published", {"step": 7})
+    journal.close()
+    assert [line.event for line in read_events(path)] == ["published"]
+    assert [event for _, event in read_inputs(inputs_path(path)).inputs] == [EVENTS[0]]
+
+
+@pytest.mark.parametrize("refused", ["replace", "open"])
+def test_a_segment_that_cannot_be_begun_is_written_into_the_old_one(
+    tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file system refuses a rename, or another file, as a quota does. What happens goes on to be written, and nothing stays in memory."""
+    path = tmp_path / "journal.jsonl"
+    journal = grown(path)
+
+    def refuse(*arguments: object) -> None:
+        if refused == "open" or arguments[0] == inputs_path(path):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    if refused == "replace":
+        monkeypatch.setattr(os, "replace", refuse)
+    else:
+        monkeypatch.setattr(journal, "_open_inputs", refuse)
+    journal.starting_state(initial(SETTINGS, 0.1))
+    journal.input(2.0, EVENTS[0])
+    journal.write_event(2.0, 2.0, "published", {"step": 7})
+    assert journal.wait_written()
+    monkeypatch.undo()
+    while not journal.wants_state:
+        journal.input(3.0, Tick())
+        assert journal.wait_written()
+    journal.starting_state(initial(SETTINGS, 0.1))
+    journal.input(4.0, EVENTS[2])
+    journal.close()
+    assert [line.event for line in read_events(path)] == ["published"]
+    assert capsys.readouterr().err.count("lost lines: [Errno 122] Disk quota exceeded") == 1
+    assert [event for _, event in read_inputs(inputs_path(path)).inputs] == [EVENTS[2]], "a new segment after all"
+
+
+def test_a_line_that_cannot_be_written_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The thread that writes lives on: what is queued behind would stay in memory for ever."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.write_event(1.0, 1.0, "first", {"of": {1: object()}})
+    journal.write_event(2.0, 2.0, "second", {"step": 7})
+    journal.close()
+    assert [line.event for line in read_events(path)][-1] == "second"
