@@ -23,6 +23,7 @@ class Proof(NamedTuple):
 
 RUN: dict[str, str] = {
     "ttp ckpt list output/checkpoints": "",
+    "ttp ckpt list /tmp/ttp_killed": "ttp ckpt list output/checkpoints",
     "python -m ttp.doctor.health_check": "",
     "ttp ckpt inspect output/checkpoints": "",
     "ttp ckpt verify output/checkpoints": "",

@@ -179,7 +179,7 @@ class Session:
         self._instrumentation = instrumentation(settings, self.rank, self.world_size, named)
         self._instrumentation.at_start("start")
         choice = getattr(getattr(optimizer, "on_divergence", None), "choice", "")
-        self._directories = JobDirectories(named, settings, self.rank, self._device, choice)
+        places = self._directories = JobDirectories(named, settings, self.rank, self._device, choice)
         self.save_dirs = self._directories.used
         self.log_dir = Path(log_dir if log_dir is not None else f"{self._directories.serving[0]}/ttp_log").resolve()
         self._instrumentation.logs_in(self.log_dir)
@@ -205,7 +205,7 @@ class Session:
             else "",  # elsewhere no wait is seen from the host
             layout=facts,
         )
-        self.holder = OptimizerStateProvider(optimizer, registration, publisher, self._directories.store, keys)
+        self.holder = OptimizerStateProvider(optimizer, registration, publisher, places.store, keys, places.before)
         kept = keep_checkpoint_max if keep_checkpoint_max is not None and self._directories.keeps else None
         self._saves = Saves(self.holder, self._directories, settings, self.rank, kept)
         self._mirror: MirrorResume | None = None
@@ -439,7 +439,7 @@ class Session:
         self._over = True
         if self.reentry is not None:
             self.reentry.close("training has returned")
-        self._saves.finish()
+        self._saves.finish(self.pause(SAVE_AT_MOST_S))
         self._write_last_step()
         if self._protection is not None:
             self._protection.finished()
@@ -462,7 +462,7 @@ class Session:
             return
         self.regrouping.check_close()
         if self.exception_on_its_way() is None:
-            self._saves.finish()
+            self._saves.finish(self.pause(SAVE_AT_MOST_S))
         if self._protection is not None:
             if not self._over and threading.main_thread().is_alive():
                 self._over = True

@@ -44,6 +44,7 @@ FACTS: dict[str, Any] = {
     "expected": {"model.x": [4]},
     "param_names": [["x"]],
     "directories": ["/c"],
+    "passed_over": {"/c/iter_0000042": 7},
     "sign_key": "",
     "verify_key": "",
 }

@@ -92,7 +92,7 @@ class Usage:
             return
         self._ended = True
         written = self._session.holder.checkpoint != self._found or self._newest_step <= newest_step(
-            self._session.save_dirs
+            self._session.save_dirs, self._session.holder.passed_over
         )
         goes_on = self._save_interval > 0 and self._resumed is not None  # the steps since the newest are the interval's
         # After an exception others may have saved the step, and the controller reports the outcome.

@@ -217,6 +217,10 @@ _MEANINGS = (
     (PRUNED, "half removed; the next prune, or attempt of a job, removes it"),
     ("_tmp", "a staging directory; it is being written, or the next attempt of a job removes it"),
     ("_broken_", "was broken and renamed; remove it when it is not needed"),
+    (
+        "_replaced_",
+        "was there before a run that did not resume from it, and wrote that step itself; remove it when it is not needed",
+    ),
     (SUPERSEDED, "superseded by a later write of that step; goes when all ranks have loaded a newer step"),
 )
 

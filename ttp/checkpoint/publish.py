@@ -1,7 +1,7 @@
 """Make the shares of all writers one visible checkpoint, or nothing at all.
 
-Owns the order of the acts (complete, checked, durable, then renamed, then the tracker) and the rule that a valid
-published checkpoint is never replaced. Never writes a tensor.
+Owns the order of the acts (complete, checked, durable, then renamed, then the tracker) and the rule that a valid published checkpoint of this run
+is never replaced. One of another run, or that the resume has refused, is renamed. Never writes a tensor.
 
 Several publishers may be at work: one that was declared dead may wake up beside its successor. So a publisher first
 claims the staging directory by renaming it; whoever loses the claim fails on a name that is gone, and changes nothing.
@@ -67,6 +67,8 @@ class Publication:
     term: int = 0
     trusted: Collection[str] = ()
     """Published checkpoints that this run has written or verified itself."""
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    """Published checkpoints, inode by path, that were there when the attempt began, and from which it has not resumed."""
     advance: Callable[[int], None] = lambda count: None
     """Called as the work progresses."""
     created_unix_s: float | None = None
@@ -92,7 +94,7 @@ class Publication:
             else:
                 raise CheckpointError(
                     f"step {self.step}: {self.root / self.tmp_name} is gone or was taken over by other publishers, and {self.final}"
-                    " is not there: nothing to publish. Publish again, or write the step again in a new staging directory"
+                    " is not there, or not this run's: nothing to publish. Publish again, or write the step again in a new staging directory"
                 )
             fsync_directory(self.root)
         except OSError as error:
@@ -211,7 +213,8 @@ class Publication:
         return True
 
     def is_published(self) -> bool:
-        """True when a valid checkpoint of the same tensors is there. A broken one is renamed: False.
+        """True when a valid checkpoint of the same tensors is there. A broken one is renamed: False. So is one that was passed over: its bits are
+        not this run's state.
 
         Every byte is read only where there is a doubt. When the staging directory's files are gone, the checkpoint is made of them:
         another publisher came first, and what they hold was durable and checksummed before it was reported; besides, there would
@@ -223,7 +226,10 @@ class Publication:
         contents = self._staged()
         try:
             judged = os.lstat(self.final)
-            doubtful = contents is not None and str(self.final) not in self.trusted
+            passed_over = self.passed_over.get(str(self.final)) == judged.st_ino
+            if passed_over and contents is None:
+                return False  # another publisher is about to rename it
+            doubtful = contents is not None and not passed_over and str(self.final) not in self.trusted
             manifest = verify(
                 self.final,
                 deep=doubtful,
@@ -233,7 +239,8 @@ class Publication:
         except FileNotFoundError:
             return False
         except CorruptCheckpoint as error:
-            _move_aside(self.final, (judged.st_dev, judged.st_ino), str(error))
+            if aside := _move_aside(self.final, judged, "_broken_"):
+                logger.error("%s is broken and was moved to %s: %s", self.final, aside, error)
             return False
         found = dict(manifest.tensors)
         if contents is not None:
@@ -246,6 +253,13 @@ class Publication:
                 f"{self.final} is already there and belongs to another model or optimizer: checkpoints are never overwritten."
                 " Use another checkpoint directory, or move it away"
             )
+        if passed_over:
+            if aside := _move_aside(self.final, judged, "_replaced_"):
+                logger.warning(
+                    "%s was there before this attempt, which has not resumed from it and has that step itself now: it was moved to %s",
+                    self.final, aside,
+                )  # fmt: skip
+            return False
         logger.info("%s is already published and valid: kept", self.final)
         discard_staging(self.root, self.tmp_name)
         return True
@@ -283,15 +297,19 @@ def claim_staging(
     raise errors[0]
 
 
-def _move_aside(final: Path, judged: tuple[int, int], reason: str) -> None:
-    aside = free_name(final, "_broken_")
+def _move_aside(final: Path, judged: os.stat_result, mark: str) -> Path | None:
+    """Give the checkpoint that was judged another name, and return that; None: another publisher has done so."""
+    aside = free_name(final, mark)
     try:
         os.rename(final, aside)
     except FileNotFoundError:
-        return
+        return None
     now = os.lstat(aside)
-    if (now.st_dev, now.st_ino) != judged:  # another publisher replaced it since it was judged: put it back
+    if (now.st_dev, now.st_ino) != (
+        judged.st_dev,
+        judged.st_ino,
+    ):  # another publisher replaced it since it was judged: put it back
         os.rename(aside, final)
-        return
+        return None
     fsync_directory(final.parent)
-    logger.error("%s is broken and was moved to %s: %s", final, aside, reason)
+    return aside

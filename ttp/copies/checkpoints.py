@@ -90,6 +90,7 @@ def publish_copy(
         rank=what.rank,
         term=place["term"],
         expected=expected,
+        passed_over=facts["passed_over"],
         keys=keys,
     )
 

@@ -305,6 +305,7 @@ class Keeper:
         offers: list[dict[str, Any]] = []
         groups: dict[int, set[str]] = {}
         directories: list[str] = []
+        passed_over: dict[str, int] = {}
         with self._lock:
             regions = dict(self._regions)
         for name, region in sorted(regions.items()):
@@ -312,6 +313,7 @@ class Keeper:
             if (what := region.description) is None or name == of_save(what.rank):
                 continue
             directories = what.facts["directories"]
+            passed_over |= what.facts["passed_over"]
             groups.setdefault(what.attempt, set()).update(what.groups)
             for copy in region.copies():
                 held = sorted({place.group for place in what.slots[copy.slot]})
@@ -325,7 +327,7 @@ class Keeper:
                         "groups": held,
                     }
                 )
-        newest = newest_step(directories) if directories else 0
+        newest = newest_step(directories, passed_over)
         return {
             "offers": offers,
             "groups": {attempt: sorted(names) for attempt, names in groups.items()},

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ttp.checkpoint.format.durable import inodes_in
 from ttp.checkpoint.node_local.parts import next_start
 from ttp.checkpoint.node_local.store import NodeLocalStore
 from ttp.checkpoint.staging import probe_writable
@@ -94,6 +95,8 @@ class JobDirectories:
         if vacant() and self.keeps:
             self._mine.take_over(self.used)
         """Those that this attempt writes into, and those of them that could take a checkpoint at its begin."""
+        self.before = {} if vacant() else inodes_in(self.used)
+        """Inode of each checkpoint that was there when the attempt began, by path. A process in a lost one's place came later, and knows of none."""
 
     def _agree_on_store(self) -> Store:
         """Return the kind of directories that all ranks have. Raises ConfigError."""

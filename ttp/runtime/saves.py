@@ -16,7 +16,7 @@ from typing import Any
 
 from ttp.checkpoint.find import newest_finite
 from ttp.checkpoint.format import tiling
-from ttp.checkpoint.format.durable import newest_step, step_of_directory, steps_in
+from ttp.checkpoint.format.durable import newest_step, step_of_directory, steps_of_run
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.staging import discard_staging, make_staging
 from ttp.config import Settings
@@ -74,12 +74,9 @@ class Saves:
             self._on_divergence.searched = tuple(directories.used)
 
     def _checkpoint_before(self, step: int) -> str:
-        """Return the newest checkpoint of this step or an older one; empty: none is in sight."""
-        found: list[tuple[int, Path]] = []
-        for directory in self._directories.used:
-            with contextlib.suppress(OSError):
-                found += [entry for entry in steps_in(Path(directory)) if entry[0] <= step]
-        return str(max(found, key=lambda entry: entry[0])[1]) if found else ""
+        """Return this run's newest checkpoint of this step or an older one; empty: none is in sight."""
+        found = steps_of_run(self._directories.used, self._holder.passed_over)
+        return next((str(path) for one, path in found if one <= step), "")
 
     def _check(self, step: int) -> None:
         """Compare replicas before they are saved, where a difference has consequences: what is saved is then from before it."""
@@ -145,8 +142,8 @@ class Saves:
         )
 
     def newest_anywhere(self) -> int:
-        """Return the step of the newest checkpoint of this run, or in its directories, whoever has written it; 0: none."""
-        return max(self.newest, newest_step(self._directories.used))
+        """Return the step of this run's newest checkpoint, whoever has written it; 0: none."""
+        return max(self.newest, newest_step(self._directories.used, self._holder.passed_over))
 
     def warn_unsaved(self, step: int) -> None:
         """Warn that the last step is not on disk, where that is so."""
@@ -178,10 +175,11 @@ class Saves:
         self.look()
         return self._background is not None and self._background.pending > 0
 
-    def finish(self) -> None:
-        """Wait until this rank's part of all saves is done."""
-        if self._background is not None:
-            self._background.finish()
+    def finish(self, pause: contextlib.AbstractContextManager[None]) -> None:
+        """Wait until this rank's part of all saves is done. Within `pause` this wait is not taken for a hang."""
+        if self._background is not None and self.under_way:
+            with pause:
+                self._background.finish()
 
     def close(self) -> None:
         if self._background is not None:
@@ -280,9 +278,14 @@ class PeriodicSaves:
         return path, refusal
 
     def _discard(self, directory: str, tmp_name: str) -> None:
-        """Give a failed write attempt's room back: the dying gasp may need it."""
-        if self._directories.keeps:
+        """Give a failed write attempt's room back: the dying gasp may need it. A directory that has just refused a write may refuse this as well;
+        the others of the job know nothing of it, so nothing is raised."""
+        if not self._directories.keeps:
+            return
+        try:
             discard_staging(directory, tmp_name)
+        except (CheckpointError, OSError) as error:
+            log.warning("%s: %s, left by a failed write, cannot be removed: %s", directory, tmp_name, error)
 
     def _order(
         self, directory: str, tmp_name: str, step: int, cause: Cause, results: tuple[ShareResult, ...]

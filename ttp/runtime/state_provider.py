@@ -103,10 +103,11 @@ class OptimizerStateProvider:
         publisher: Publisher | None = None,
         store: Store | None = None,
         keys: Keys = NO_KEYS,
+        before: Mapping[str, int] | None = None,
     ) -> None:
         """registration: what this rank registers with at step 0. store: where checkpoints are; None: in directories that all ranks
         share. publisher: who makes checkpoints of what the writers wrote, if it is not this class. keys: what checkpoints are signed
-        with, and whose are valid."""
+        with, and whose are valid. before: the checkpoints that were there already, inode by path."""
         self.optimizer = optimizer
         self._publisher = publisher
         self.store = store or SharedStore()
@@ -128,6 +129,7 @@ class OptimizerStateProvider:
         self._rank = registration.rank
         self.layout: dict[str, Any] = json.loads(registration.layout)
         """For the manifest."""
+        self._before = dict(before or {})
         self._trusted: frozenset[str] = frozenset()
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread and by the one that publishes, read by any."""
@@ -224,6 +226,7 @@ class OptimizerStateProvider:
             "term": order.term,
             "expected": self.optimizer.expected_tensors(),
             "trusted": self._trusted,
+            "passed_over": self.passed_over,
             "advance": self._advance,
             "keys": self.keys,
         }
@@ -248,6 +251,12 @@ class OptimizerStateProvider:
         """Note a published checkpoint that this run has written or verified: `publish` need not read it again in full."""
         self._trusted |= {path}
         self.checkpoint = path
+
+    @property
+    def passed_over(self) -> dict[str, int]:
+        """Published checkpoints, inode by path, that were there when the attempt began and that this run has not loaded: they are another run's, or
+        were refused. None of them holds a step of this run."""
+        return {path: inode for path, inode in self._before.items() if path not in self._trusted}
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""

@@ -244,6 +244,7 @@ def facts_of(holder: OptimizerStateProvider, settings: Settings, directories: Se
         "expected": optimizer.expected_tensors(),
         "param_names": [optimizer.param_names(index) for index in range(group_count)],
         "directories": list(directories),
+        "passed_over": holder.passed_over,
         "sign_key": settings.sign_key,
         "verify_key": settings.verify_key,
     }

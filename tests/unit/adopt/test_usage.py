@@ -218,6 +218,20 @@ def test_a_job_that_ends_with_nothing_saved_is_reported(tmp_path: Path, said: li
     )
 
 
+def test_a_newer_checkpoint_that_was_there_before_holds_none_of_its_steps(tmp_path: Path, said: list[str]) -> None:
+    """It was not resumed from: all its files are gone."""
+    first = Trainer(tmp_path)
+    first.steps(5)
+    path = Path(first.guard.save())
+    first.guard.close()
+    for file in path.iterdir():
+        file.unlink()
+    second = Trainer(tmp_path)
+    second.steps(3)
+    second.guard.close()
+    assert len(said) == 1 and said[0].startswith(f"{UNSAVED}steps 1 to 3: ")
+
+
 def test_an_interval_that_never_came_is_reported(tmp_path: Path, said: list[str]) -> None:
     """The job was shorter; one that went on from a checkpoint is as always at its end, without a warning."""
     trainer = Trainer(tmp_path, save_interval=1000)

@@ -475,8 +475,8 @@ def test_a_held_lock_delays_the_tracker_but_never_stops_it(
 def test_a_checkpoint_put_in_place_while_the_broken_one_was_judged_is_put_back(job: Job, tmp_path: Path) -> None:
     """Two publishers judge the same broken directory; the slower must not move the faster one's away."""
     final = job.save(tmp_path, 42)
-    judged = (0, 0)  # another directory than the one that is there now
-    publish._move_aside(final, judged, "broken")
+    judged = os.lstat(tmp_path)  # another directory than the one that is there now
+    assert publish._move_aside(final, judged, "_broken_") is None
     job.assert_equal(job.read(final))
 
 

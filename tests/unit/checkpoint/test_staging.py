@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.checkpoint.conftest import Job, make_job
 from ttp.checkpoint import prune, staging, write
-from ttp.checkpoint.format.durable import TRACKER_NAME
+from ttp.checkpoint.format.durable import TRACKER_NAME, inodes_in
 from ttp.checkpoint.node_local.publish_part import publish_part
 from ttp.checkpoint.prune import remove_tree, take_away
 from ttp.checkpoint.publish import claim_staging, publish
@@ -256,3 +256,17 @@ def test_prune_leaves_a_linked_checkpoint_and_what_it_points_to_alone(job: Job, 
     half.symlink_to(path)
     remove_tree(half)
     assert contents(tmp_path) == before, "the link alone is gone"
+
+
+def test_a_publisher_whose_staging_directory_is_gone_leaves_an_earlier_runs_checkpoint_alone(
+    job: Job, tmp_path: Path
+) -> None:
+    """Another publisher has it, and is about to put the step in that place: this one has nothing for it."""
+    path = job.save(tmp_path, 42)
+    results = job.write(tmp_path, "iter_0000042_tmp_b", 2)
+    staging.discard_staging(tmp_path, "iter_0000042_tmp_b")
+    passed_over = inodes_in([str(tmp_path)])
+    with pytest.raises(CheckpointError, match=r"is gone .* not this run's: nothing to publish"):
+        job.publish(tmp_path, "iter_0000042_tmp_b", results, 42, passed_over=passed_over)
+    job.assert_equal(job.read(path))
+    assert not list(tmp_path.glob("*_replaced_*"))

@@ -23,7 +23,7 @@ def described(
     """Return what describes two slots of four floats of group a, and two of b; only what `groups` names."""
     tensors = {"a": [held("model.x", torch.zeros(4))], "b": [held("model.y", torch.zeros(2))]}
     places = places_of({group: tensors[group] for group in groups})
-    return Description(rank, attempt, 2, GROUPS, (places, places), facts or {"directories": []})
+    return Description(rank, attempt, 2, GROUPS, (places, places), facts or {"directories": [], "passed_over": {}})
 
 
 def empty_region(description: Description) -> Region:

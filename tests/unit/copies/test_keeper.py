@@ -22,6 +22,7 @@ import ttp
 from tests.unit.copies.conftest import HOST, SECRET
 from tests.unit.copies.material import described
 from tests.waiting import LONG_S, until
+from ttp.checkpoint.format.durable import inodes_in
 from ttp.copies.copy_memory import START_S, CopyMemory
 from ttp.copies.keeper import NICE, listen
 from ttp.copies.memory import Limit
@@ -38,6 +39,7 @@ class Node:
         self.copies = Copies()
         self.store, self.node, self.nodes, self.folder = store, node, nodes, folder
         self.attempt = -1
+        self.passed_over: dict[str, int] = {}
 
     def begin(self, attempt: int, ranks: list[int], secured: bool = False, store: HashStore | None = None) -> Any:
         self.attempt, self.store = attempt, store or self.store
@@ -48,7 +50,7 @@ class Node:
     def facts(self) -> dict[str, Any]:
         return {
             "layout": {}, "expected": {"model.x": [4], "model.y": [2]}, "param_names": [["x", "y"]],
-            "directories": [str(self.folder)], "sign_key": "", "verify_key": "",
+            "directories": [str(self.folder)], "passed_over": self.passed_over, "sign_key": "", "verify_key": "",
         }  # fmt: skip
 
     def attach(self, rank: int, groups: tuple[str, ...], use: str = "copies") -> CopyMemory:
@@ -250,6 +252,24 @@ def test_a_directory_that_cannot_be_written_gives_way_to_the_next_one(
     check(saved, 3)
     assert Path(saved.path).parent == good
     assert "step 3 could not be saved from copies in" in caplog.text
+    first.close()
+
+
+@pytest.mark.parametrize("passed_over", [True, False])
+def test_copies_are_dropped_for_a_newer_checkpoint_of_this_run_alone(node: Node, passed_over: bool) -> None:
+    """One that the job has not resumed from may be a name without files. One of the copies' own step that another run has written gives way."""
+    other = node.attach(0, ("a", "b"))
+    other.take(1, 3, 1, state(3), values(7, ("a", "b")))
+    other.close()
+    assert node.begin(1, [0], store=HashStore()) is not None
+    (node.folder / "iter_0000005").mkdir()
+    node.passed_over = inodes_in([str(node.folder)]) if passed_over else {}
+    first = node.attach(0, ("a", "b"))
+    copy(first, 3, 1, ("a", "b"))
+    saved = node.begin(2, [0], store=HashStore())
+    assert (saved is not None) is passed_over
+    if passed_over:
+        check(saved, 3)
     first.close()
 
 

@@ -99,7 +99,7 @@ def test_a_save_ends_with_its_own_attempt(
 ) -> None:
     """Not with the keeper's: another may have begun before the save came to it, or none at one that was started again."""
     monkeypatch.setattr(keepers, "SHARES_S", 0.2)
-    what = described(1, facts={"directories": [], "sign_key": ""})
+    what = described(1, facts={"directories": [], "passed_over": {}, "sign_key": ""})
     with keeper() as (of, _):
         region, descriptor = of._open(of_save(0), region_bytes(what.slots), data_bytes(what.slots))
         os.close(descriptor)

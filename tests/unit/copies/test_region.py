@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.copies.material import bits, described, empty_region, held, region_of
 from ttp.checkpoint.format.block import Block
 from ttp.copies import region as regions
-from ttp.copies.region import PAGE, STATE_BYTES, Region, data_bytes, places_of, region_bytes, slot_bytes
+from ttp.copies.region import PAGE, STATE_BYTES, Description, Region, data_bytes, places_of, region_bytes, slot_bytes
 from ttp.errors import CheckpointError
 
 STATES = {step: json.dumps({"step": step}).encode() for step in range(10)}
@@ -99,6 +99,13 @@ def test_a_damaged_description_is_none() -> None:
     assert Region(region._memory).load()
     region._memory[PAGE + 3] ^= 1
     assert not Region(region._memory).load()
+
+
+@pytest.mark.parametrize("passed_over", [None, {"/c/iter_0000007": "7"}, {"/c/iter_0000007": -1}, ["/c/iter_0000007"]])
+def test_a_description_of_other_kinds_is_refused(passed_over: object) -> None:
+    content = described(1, facts={"directories": [], "passed_over": passed_over}).encode()
+    with pytest.raises(ValueError, match=r"facts\.passed_over"):
+        Description.decode(content)
 
 
 def test_memory_without_a_description_has_no_copies() -> None:

@@ -106,6 +106,7 @@ class Job:
         self.settings = settings or Settings(copies="@a socket", host="one", round_number=3)
         self.memories: list[Memory] = []
         self.layout = {"world_size": 1}
+        self.passed_over = {"/somewhere/iter_0000042": 7}
 
     def host_state(self, step: int) -> dict[str, Any]:
         return {"optimizer": self.optimizer.host_state(step), "trainer": {"seen": step}}
@@ -222,6 +223,7 @@ def test_a_copy_is_taken_behind_the_first_step_and_then_every_so_many_into_slots
     assert job.optimizer.drained == 3
     assert memory.description.attempt == 3
     assert memory.description.facts["directories"] == ["/somewhere"]
+    assert memory.description.facts["passed_over"] == job.holder.passed_over
 
 
 def test_a_rank_waits_before_ready_only_when_its_next_copy_is_due(job: Job) -> None:

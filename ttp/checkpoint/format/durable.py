@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ttp import files
@@ -53,12 +53,29 @@ def steps_in(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found, key=lambda pair: -pair[0])
 
 
-def newest_step(folders: Sequence[str]) -> int:
-    """Return the newest step published in any of them; 0: none, or they cannot be read."""
-    try:
-        return max((step for folder in folders for step, _ in steps_in(Path(folder))), default=0)
-    except OSError:
-        return 0
+def inodes_in(folders: Iterable[str]) -> dict[str, int]:
+    """Return the inode of each published checkpoint by its path, of folders that can be read: with it one is known from another that takes its
+    name later."""
+    found: dict[str, int] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for _, path in steps_in(Path(folder)):
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    found[str(path)] = os.lstat(path).st_ino
+    return found
+
+
+def steps_of_run(folders: Iterable[str], passed_over: Mapping[str, int]) -> list[tuple[int, Path]]:
+    """Return (step, path) of all published in these folders, newest first, but for those in `passed_over` (inodes by path). Of a folder that cannot
+    be read: none."""
+    paths = [Path(path) for path, _ in inodes_in(folders).items() - passed_over.items()]
+    found = [(step, path) for path in paths if (step := step_of_directory(path)) is not None]
+    return sorted(found, key=lambda pair: (-pair[0], pair[1]))
+
+
+def newest_step(folders: Iterable[str], passed_over: Mapping[str, int]) -> int:
+    """Return the newest step of those; 0: there is none."""
+    return next((step for step, _ in steps_of_run(folders, passed_over)), 0)
 
 
 def fsync_directory(path: Path) -> None:

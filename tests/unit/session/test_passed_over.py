@@ -1,0 +1,168 @@
+"""Checkpoints that were there before an attempt that did not resume from them: they hold no step of it, and keep no name from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ttp
+from ttp.checkpoint.format.durable import inodes_in, newest_step, steps_of_run
+from ttp.checkpoint.format.manifest import read_manifest
+from ttp.config import Settings
+from ttp.runtime.directory_agreement import JobDirectories
+
+OFF = Settings(enable=False)
+
+
+class Run:
+    """A run whose only weights have the same value in every step."""
+
+    def __init__(self, folder: Path, value: float) -> None:
+        model = torch.nn.Linear(2, 1, bias=False)
+        self.weight = model.weight
+        with torch.no_grad():
+            self.weight.fill_(value)
+        self.optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.0)
+        self.session = ttp.start(self.optimizer, save_dirs=[folder], settings=OFF)
+
+    def train(self, last: int) -> None:
+        for step in range(self.optimizer.current_step + 1, last + 1):
+            self.weight.sum().backward()  # type: ignore[no-untyped-call]
+            self.session.set_step_state(step, {"of": float(self.weight.detach()[0, 0])})
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self) -> Path:
+        return Path(self.session.save())
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def refuse(state: Mapping[str, Any]) -> None:
+    raise ValueError("mine: is missing, expected a value")
+
+
+def weights(path: str | Path) -> list[float]:
+    return ttp.open_checkpoint(path).weights()["weight"].flatten().tolist()
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """Another run's checkpoint of step 3, with weights of 1."""
+    run = Run(tmp_path, 1.0)
+    run.train(3)
+    path = run.save()
+    run.close()
+    return path
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_step_that_an_earlier_run_has_published_is_written_all_the_same(
+    tmp_path: Path, earlier: Path, resumes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the resume has refused it, or the script does not resume. The earlier run's is kept under another name."""
+    run = Run(tmp_path, 2.0)
+    if resumes:
+        assert run.session.resume(check=refuse) is None
+    run.train(3)
+    assert run.save() == earlier and weights(earlier) == [2.0, 2.0]
+    assert read_manifest(earlier).state["trainer"] == {"of": 2.0}
+    aside = earlier.with_name("iter_0000003_replaced_1")
+    assert weights(aside) == [1.0, 1.0] and f"was moved to {aside}" in caplog.text
+    inode = os.lstat(earlier).st_ino
+    for trusted in (
+        run.session.holder._trusted,
+        frozenset[str](),
+    ):  # by the rank that has published it, and by another one
+        run.session.holder._trusted = trusted
+        assert run.save() == earlier and os.lstat(earlier).st_ino == inode, "its own is kept"
+    run.close()
+
+
+def test_what_is_moved_aside_is_not_read_first(tmp_path: Path, earlier: Path) -> None:
+    """A fault waits for its checkpoint. So a flipped bit in the older one is not found."""
+    file = max(earlier.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    run = Run(tmp_path, 2.0)
+    run.train(3)
+    assert run.save() == earlier and weights(earlier) == [2.0, 2.0]
+    assert [path.name for path in tmp_path.glob("iter_0000003_*")] == ["iter_0000003_replaced_1"]
+    run.close()
+
+
+def test_what_was_resumed_from_is_kept(tmp_path: Path, earlier: Path) -> None:
+    inode = os.lstat(earlier).st_ino
+    run = Run(tmp_path, 2.0)
+    assert run.session.resume() is not None
+    assert run.save() == earlier and os.lstat(earlier).st_ino == inode
+    assert not list(tmp_path.glob("*_replaced_*"))
+    run.close()
+
+
+def test_a_step_that_appears_during_the_attempt_is_kept(tmp_path: Path) -> None:
+    """Another publisher of this run has put it there."""
+    run = Run(tmp_path, 2.0)
+    run.train(3)
+    path = run.save()
+    inode = os.lstat(path).st_ino
+    run.session.holder._trusted = frozenset()
+    assert run.save() == path and os.lstat(path).st_ino == inode
+    run.close()
+
+
+def test_a_process_in_a_lost_ones_place_takes_no_checkpoint_for_another_runs(
+    earlier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began after this attempt's own were written."""
+    run = Run(tmp_path, 2.0)
+    assert run.session.holder.passed_over == {str(earlier): os.lstat(earlier).st_ino}
+    run.close()
+    monkeypatch.setattr("ttp.runtime.directory_agreement.vacant", lambda: 1)
+    monkeypatch.setattr(JobDirectories, "_prepare", lambda self: (self.named, self.named))
+    assert JobDirectories([str(tmp_path)], OFF, 1, torch.device("cpu")).before == {}
+
+
+def test_the_end_knows_that_an_earlier_runs_checkpoint_holds_no_step_of_this_one(
+    tmp_path: Path, earlier: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was damaged: steps behind it are not on disk."""
+    next(earlier.glob("*.distcp")).unlink()
+    run = Run(tmp_path, 2.0)
+    assert run.session.resume() is None
+    run.train(2)
+    run.close()
+    assert "TTP has no checkpoint of step 2, the last one: none was written" in caplog.text
+    run = Run(tmp_path, 2.0)
+    run.train(2)
+    run.save()
+    run.close()
+    assert caplog.text.count("TTP has no checkpoint") == 1
+
+
+def test_a_difference_of_replicas_names_a_checkpoint_of_this_run(tmp_path: Path, earlier: Path) -> None:
+    run = Run(tmp_path, 2.0)
+    run.train(2)
+    path = run.save()
+    run.train(4)
+    assert run.session._saves._checkpoint_before(4) == str(path)
+    run.close()
+
+
+def test_one_that_takes_the_name_later_is_another_one(tmp_path: Path, earlier: Path) -> None:
+    before = inodes_in([str(tmp_path)])
+    assert newest_step([str(tmp_path)], before) == 0 and newest_step([str(tmp_path)], {}) == 3
+    earlier.rename(tmp_path / "elsewhere")
+    run = Run(tmp_path, 2.0)
+    run.train(3)
+    path = run.save()
+    assert steps_of_run([str(tmp_path)], before) == [(3, path)]
+    assert newest_step([str(tmp_path / "nowhere")], {}) == 0
+    run.close()
