@@ -37,6 +37,7 @@ from ttp.inputs.options import above_zero, whole
 from ttp.proto.address import join_address
 from ttp.proto.limits import LAST_STEP, MOST_ADDRESSES
 from ttp.proto.transport import grpc
+from ttp.text.streams import make_stderr_last
 
 from .agent_link import look_for_controller, request_shutdown
 from .core.facts.events import ControllerSettings, EarlierLives
@@ -123,6 +124,7 @@ def settings_of(options: argparse.Namespace) -> ControllerSettings:
 def main(arguments: list[str] | None = None) -> int:
     """Run one controller to its end; return the exit status."""
     options = parse(arguments)
+    make_stderr_last()  # it is on the journal's disk
     with contextlib.suppress(PermissionError):  # it leads its session already
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

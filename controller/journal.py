@@ -168,7 +168,8 @@ class Journal:
             os.replace(self._inputs_path, f"{self._inputs_path}.1")
         begun = self._open_inputs()
         before, self._inputs = self._inputs, begun
-        before.close()
+        with contextlib.suppress(OSError):  # the last lines do not fit: the new file begins with its state all the same
+            before.close()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ttp.launch.streams import replace_lost
+from ttp.text.streams import replace_lost
 
 
 class Tool(NamedTuple):

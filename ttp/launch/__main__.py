@@ -19,7 +19,7 @@ def main() -> None:
     """Run a job on this node (`ttp.launch.main`)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ttp.launch.streams import make_streams_last
+    from ttp.text.streams import make_streams_last
 
     make_streams_last()
     from ttp.launch.rendezvous.bounded_call import calls_under_way, end_despite_calls

@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 import uuid
+from contextlib import nullcontext
 from typing import Any
 
 from torch.distributed import DistError
@@ -38,10 +39,10 @@ from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import ROUND_S
 from ttp.launch.rendezvous.waiting_spare import UnfitSpare
 from ttp.launch.report.exit_status import exception_text, recorded_by, sort_root_cause_first, traceback_text
-from ttp.launch.streams import replace_lost
 from ttp.launch.torch_log import end_line_kept
 from ttp.launch.warm_start import LearnedImports, WarmStart, forking
 from ttp.launch.watch.processes import children_leading_sessions, end_workers, exit_status
+from ttp.text.streams import replace_lost
 from ttp.text.wording import ranks_text
 
 log = logging.getLogger("ttp.launch")
@@ -200,7 +201,6 @@ class HoldAgent(LocalElasticAgent):
             )
         try:
             local_pids = self._fork_or_execute(worker_group)
-            self._signals.install()
         except (FileNotFoundError, PermissionError) as error:
             program = worker_group.spec.entrypoint
             if error.filename != program:
@@ -215,11 +215,11 @@ class HoldAgent(LocalElasticAgent):
     def _fork_or_execute(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the workers from the fork server where that can be done."""
         servers, self._warm_start = self._launching.fork_servers, None
-        if servers is None:
+        with forking(servers.workers) if servers is not None else nullcontext() as start:
             local_pids: dict[int, int] = super()._start_workers(worker_group)
+        self._signals.install()  # before a line is logged, which swallows what torch's own handlers raise
+        if servers is None or start is None:
             return local_pids
-        with forking(servers.workers) as start:
-            local_pids = super()._start_workers(worker_group)
         if start.reason:
             log.info("started %d workers without the fork server: %s", len(local_pids), start.reason)
         else:

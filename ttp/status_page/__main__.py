@@ -36,6 +36,7 @@ from ttp.status_page import certificate
 from ttp.status_page.curve import FILE_NAME
 from ttp.status_page.http_server import CLOSE_S, PageServer, Responses
 from ttp.status_page.looks import Looks
+from ttp.text.streams import make_stderr_last
 
 REFUSED = 2
 NICE = 10
@@ -59,6 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until the parent ends; return the exit status where that cannot be done."""
     options = parse(arguments)
+    make_stderr_last()
     end_with_parent(signal.SIGKILL)
     if os.getppid() != options.parent:
         return 0  # it has ended meanwhile

@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "ttp.hang_limits",
         "ttp.heartbeats",
         "ttp.config",
+        "ttp.text.streams",
         "ttp.identity",
         "ttp.files",
         "ttp.text.wording",

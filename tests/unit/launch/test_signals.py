@@ -119,8 +119,8 @@ class Repeating(ShutdownSignals):
     """Counts how often it was seen whether the first signal was swallowed."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: 0.0, 0.005)
-        self.looked = 0
+        super().__init__(lambda: self.now_s, 0.005)
+        self.looked, self.now_s = 0, 100.0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.looked += self._repeats
@@ -173,20 +173,50 @@ def test_a_notice_on_its_way_to_the_agent_is_not_raised_a_second_time(torchs_han
         pass
 
 
-def test_a_notice_is_not_raised_again_once_the_agent_has_ended(torchs_handlers: None) -> None:
-    """One that comes between the last attempt's end and the process's."""
+def test_a_notice_between_two_attempts_is_looked_after_when_the_next_one_begins(torchs_handlers: None) -> None:
+    """Until then only another signal raises again."""
     notices = Repeating()
     notices.install()
     with notices.leaving():
         pass
-    with pytest.raises(SignalException):
-        send("SIGTERM")
-    assert not notices._is_unanswered()
-    notices.install()  # another attempt begins all the same
+    for _ in range(2):  # the first one, which was swallowed, and another
+        with pytest.raises(SignalException):
+            send("SIGTERM")
+        notices.now_s += 2 * SAME_S
+    until(notices._queue.empty, "the thread behind the first one")
+    notices.install()
     with pytest.raises(SignalException):
         until(lambda: False, "the notice again")
     with notices.leaving():
         pass
+
+
+def test_a_second_notice_behind_the_last_attempt_does_not_disturb_the_first(torchs_handlers: None) -> None:
+    notices, done = Repeating(), []
+    notices.install()
+    with notices.leaving():
+        pass
+    with pytest.raises(SignalException):
+        try:
+            send("SIGTERM")
+        finally:
+            notices.now_s += 2 * SAME_S
+            send("SIGTERM")
+            done.append("closed")
+    assert done == ["closed"]
+
+
+def test_a_signal_that_cannot_be_sent_again_leaves_the_next_one_alone(notices: ShutdownSignals) -> None:
+    """Another handler is there for a moment: torch's, as it starts workers."""
+    given(notices, "SIGINT")
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    notices._send(signal.SIGINT, repeats=True)
+    assert not notices._repeats
+    signal.signal(signal.SIGINT, own)
+    with pytest.raises(SignalException):
+        notices._send(signal.SIGINT, repeats=True)
+        until(lambda: False, "the notice again")
+    assert not notices.forced and not notices._repeats
 
 
 def test_a_first_notice_while_workers_leave_for_another_reason_comes_out_afterwards(notices: ShutdownSignals) -> None:

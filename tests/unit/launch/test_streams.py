@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ttp.launch import streams
+from ttp.text import streams
 
 PROGRAM = """
 import logging, os, subprocess, sys
-from ttp.launch.streams import make_streams_last, replace_lost
+from ttp.text.streams import make_streams_last, replace_lost
 make_streams_last()
 from rich.console import Console
 logging.basicConfig(level=logging.INFO)
@@ -90,7 +90,7 @@ def test_an_unbuffered_program_keeps_nothing_back(said: str) -> None:
     """Neither a text without an end of line nor bytes: all is there when the process is killed a moment later."""
     program = """
 import os, signal, sys
-from ttp.launch.streams import make_streams_last
+from ttp.text.streams import make_streams_last
 make_streams_last()
 print("a text", end="")
 sys.stdout.buffer.write(b", bytes")

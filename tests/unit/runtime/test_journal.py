@@ -315,6 +315,31 @@ def test_a_segment_that_cannot_be_begun_is_written_into_the_old_one(
     assert [event for _, event in read_inputs(inputs_path(path)).inputs] == [EVENTS[2]], "a new segment after all"
 
 
+def test_a_new_segment_begins_with_its_state_where_the_last_lines_of_the_old_one_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be replayed otherwise."""
+    path = tmp_path / "journal.jsonl"
+    journal = grown(path)
+    old = journal._inputs
+
+    class Full:
+        """A file whose disk has become full."""
+
+        def tell(self) -> int:
+            return old.tell()
+
+        def close(self) -> None:
+            old.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(journal, "_inputs", Full())
+    journal.starting_state(initial(SETTINGS, 0.1))
+    journal.input(2.0, EVENTS[0])
+    journal.close()
+    assert [event for _, event in read_inputs(inputs_path(path)).inputs] == [EVENTS[0]]
+
+
 def test_a_line_that_cannot_be_written_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The thread that writes lives on: what is queued behind would stay in memory for ever."""
     path = tmp_path / "journal.jsonl"

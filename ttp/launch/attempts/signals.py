@@ -98,6 +98,8 @@ class ShutdownSignals:
         self._expected = True
         if threading.current_thread() is not threading.main_thread():
             return
+        if self._first is not None:
+            self._queue.put(None)  # one that came between two attempts may have been swallowed
         for number in signal.valid_signals():
             if getattr(signal.getsignal(number), "__module__", None) == SignalException.__module__:
                 if self._thread is None:
@@ -144,6 +146,10 @@ class ShutdownSignals:
             raise _exception(received)
         elif self._taken or self._leaving:
             self._log(received)
+        elif (
+            not self._expected and not _on_its_way()
+        ):  # between two attempts, or behind the last: this is not seen by itself
+            raise _exception(received)
 
     def _is_unanswered(self) -> bool:
         """Return whether the agent has received its first signal and has not begun to shut down."""
@@ -163,8 +169,7 @@ class ShutdownSignals:
                 queued = self._queue.get(timeout=self._repeat_s if self._is_unanswered() else None)
             except Empty:
                 if (first := self._first) is not None and self._is_unanswered():
-                    self._repeats = True
-                    self._send(first)
+                    self._send(first, repeats=True)
                 continue
             if isinstance(queued, signal.Signals):
                 time.sleep(AGAIN_S)
@@ -172,9 +177,10 @@ class ShutdownSignals:
             elif queued is not None:  # None: there is a first signal
                 log.info("%s", queued)
 
-    def _send(self, number: signal.Signals) -> None:
+    def _send(self, number: signal.Signals, repeats: bool = False) -> None:
         main = threading.main_thread().ident
         if main is not None and signal.getsignal(number) == self._handle:
+            self._repeats = self._repeats or repeats
             signal.pthread_kill(main, number)
 
 

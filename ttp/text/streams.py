@@ -1,4 +1,4 @@
-"""The agent's stdout and stderr as streams that never fail: a lost console must not end a job.
+"""stdout and stderr as streams that never fail: a lost console, or a full disk, must not end a job.
 
 Owns the replacement of a lost stream by /dev/null: its reader has exited (`| head`), the terminal hung up, or the descriptor was closed. The
 workers of later attempts inherit it; they would fail on a print. On a full disk a write is dropped, and the next is tried.
@@ -22,6 +22,11 @@ _GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO})
 def make_streams_last() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that never fail. Call it before anything keeps them, as logging handlers do."""
     sys.stdout = _lasting(sys.stdout, STDOUT)
+    make_stderr_last()
+
+
+def make_stderr_last() -> None:
+    """Replace `sys.stderr` alone: of a process whose stdout is read by the one that has started it."""
     sys.stderr = _lasting(sys.stderr, STDERR)
 
 
