@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import ttp
-from ttp.adopt.trainer_state import seen
+from ttp.adopt.trainer_state import feed, seen
 from ttp.config import Settings
 from ttp.errors import ConfigError, DataMismatch
 
@@ -254,10 +254,13 @@ class Fed:
         self.loader = loader
         self.guard = ttp.protect(self.model, self.optimizer, save_dirs=[folder], settings=OFF, **options)
 
-    def train(self, until: int = 12, **options: Any) -> list[list[float]]:
-        """Return every batch; save the step `until`. `options`: of guard.batches."""
+    def train(
+        self, until: int = 12, seeds: Callable[[Any, int], object] = lambda loader, epoch: None, **options: Any
+    ) -> list[list[float]]:
+        """Return every batch; save the step `until`. `seeds(loader, epoch)`: before each epoch. `options`: of guard.batches."""
         reported: list[list[float]] = []
-        for _ in self.guard.epochs(3):
+        for epoch in self.guard.epochs(3):
+            seeds(self.loader, epoch)
             for batch in self.guard.batches(self.loader, **options):
                 first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
                 values = torch.as_tensor(batch if torch.is_tensor(batch) else first, dtype=torch.float32)
@@ -285,6 +288,58 @@ def test_a_loader_s_epoch_is_the_same_after_a_restart(tmp_path: Path, name: str)
     whole = saved_ahead.train(10)
     assert [*first, *rest] == whole
     assert sorted(whole[:4]) != sorted(whole[4:8]) or whole[:4] != whole[4:8]
+
+
+@pytest.mark.parametrize("generator", [random.Random(3), np.random.RandomState(3)], ids=["python", "numpy"])
+def test_numbers_that_the_trainer_draws_are_not_taken_for_a_new_seed(generator: Any) -> None:
+    """Nor as many as a Mersenne Twister has words: then it stands where it stands when it was seeded."""
+    draw: Callable[[], object] = (
+        (lambda: generator.getrandbits(32))
+        if isinstance(generator, random.Random)
+        else (lambda: generator.randint(2**32, dtype=np.uint32))
+    )
+    seeded = feed._seeding_of(generator)
+    assert seeded is not None and not feed._is_seeded_anew(generator, seeded)
+    for _ in range(3 * 624):
+        draw()
+        assert not feed._is_seeded_anew(generator, seeded)
+    for number in (3, 4):
+        generator.seed(number)
+        assert feed._is_seeded_anew(generator, seeded) == (number != 3)
+
+
+def reassign(generator: np.random.Generator, epoch: int) -> None:
+    generator.bit_generator.state = np.random.PCG64(epoch).state
+
+
+SEEDS: dict[str, Callable[[Any, int], object]] = {
+    "torch": lambda loader, epoch: loader.generator.manual_seed(epoch),
+    "numpy": lambda loader, epoch: reassign(loader.sampler.generator, epoch),
+    "numpy, RandomState": lambda loader, epoch: loader.sampler.generator.seed(epoch),
+    "python": lambda loader, epoch: loader.dataset.noise.seed(epoch),
+}
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("stopped", [4, 6])
+@pytest.mark.parametrize("name", SEEDS)
+def test_generators_that_the_trainer_seeds_in_each_epoch_lead_to_the_same_batches_after_a_restart(
+    tmp_path: Path, name: str, stopped: int, constant: bool
+) -> None:
+    """With the epoch's number, as a sampler's `set_epoch` may do it, or with one and the same. At an epoch's end no batch is there to compare."""
+
+    def seeds(loader: Any, epoch: int) -> object:
+        return SEEDS[name](loader, 5 if constant else epoch)
+
+    options = {"on_data_mismatch": "error"}
+    first = Fed(tmp_path, LOADERS[name](), **options).train(stopped, seeds)
+    again = Fed(tmp_path, LOADERS[name](), **options)
+    rest = again.train(10, seeds)
+    in_one_go = Fed(tmp_path / "whole", LOADERS[name]())
+    in_one_go.guard._seeds.base = again.guard._seeds.base
+    whole = in_one_go.train(10, seeds)
+    assert [*first, *rest] == whole
+    assert whole[:4] != whole[4:8]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ class Feed:
         self._seeds = seeds
         self._seen = seen
         self._states = states
-        self._origins: dict[int, tuple[Any, str]] = {}
-        """By id: a generator, kept alive, and the hash of its state when it was first met."""
+        self._origins: dict[int, _Origin] = {}
+        """By the generator's id."""
         self.used = False
         """The trainer takes its batches from the guard, in this attempt or in an earlier one."""
 
@@ -47,6 +48,7 @@ class Feed:
             for path, generator in _generators(loader):
                 origin = "shared" if generator is shared else self._origin(generator)
                 _seed(generator, self._seeds.number("loader", path, origin, epoch))
+                self._note_seeded(generator)
         first = self._states.begin(loader, epoch, done, refetch=refetch)
         self._seeds.seed_fetch(epoch, -1)
         return first
@@ -59,10 +61,51 @@ class Feed:
         self._seen.batch(epoch, index, batch, from_state=self._states.loaded)
 
     def _origin(self, generator: Any) -> str:
-        """Return what the trainer has seeded a generator with: another on each rank, or the same."""
-        if id(generator) not in self._origins:
-            self._origins[id(generator)] = (generator, _hash_of(generator))
-        return self._origins[id(generator)][1]
+        """Return what the trainer has seeded a generator with: another on each rank, or the same; in each epoch, or once. A process that begins in a
+        later epoch finds the same."""
+        known = self._origins.get(id(generator))
+        if known is None or _is_seeded_anew(generator, known.seeded):
+            known = self._origins[id(generator)] = _Origin(generator, _hash_of(generator))
+        return known.text
+
+    def _note_seeded(self, generator: Any) -> None:
+        if (known := self._origins.get(id(generator))) is not None:
+            known.seeded = _seeding_of(generator)
+
+
+@dataclass(slots=True)
+class _Origin:
+    generator: Any
+    """Kept alive, so that no other one gets its id."""
+    text: str
+    """The hash of its state when the trainer had seeded it."""
+    seeded: object = None
+    """What `_seeding_of` has found behind this module's own seeding."""
+
+
+def _seeding_of(generator: Any) -> object:
+    """Return what only a new seed changes, and no drawn number does; None: this cannot be seen now."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    if isinstance(generator, random.Random):
+        return _hash_of(generator) if _is_fresh(generator.getstate()[1]) else None
+    if isinstance(generator, np.random.RandomState):
+        fields: Any = generator.get_state(legacy=False)
+        state = fields["state"]
+        return _hash_of(generator) if "key" in state and _is_fresh(state["key"].tolist()) else None
+    return generator.bit_generator.state["state"].get("inc")
+
+
+def _is_fresh(words: Sequence[int]) -> bool:
+    """Return whether no number was drawn from a Mersenne Twister since it was seeded: its first words are what its authors' two ways of seeding make
+    (init_by_array and init_genrand in mt19937ar.c), and the first number that is drawn replaces them all."""
+    return words[0] == 1 << 31 or words[1] == (1812433253 * (words[0] ^ words[0] >> 30) + 1) % (1 << 32)
+
+
+def _is_seeded_anew(generator: Any, seeded: object) -> bool:
+    """Return whether the trainer has seeded a generator since this module has."""
+    now = _seeding_of(generator)
+    return now is not None and now != seeded
 
 
 def _generators(loader: object) -> Iterator[tuple[str, Any]]:
