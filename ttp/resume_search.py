@@ -100,6 +100,10 @@ class ResumeSearch:
 
             found = self._mirror.look(choice, found, open_step, passed_over=bool(reasons))
         if found is not None:
+            self._holder.resumes_from(str(found.path), found.manifest.step)
+        if self._mirror is not None:
+            self._mirror.pass_over(self._holder.passed_over)
+        if found is not None:
             return found, reasons
         if choice not in ("auto", "never"):
             raise CorruptCheckpoint(

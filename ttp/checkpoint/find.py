@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ttp.checkpoint.format import keys
-from ttp.checkpoint.format.durable import step_of_directory, steps_in
+from ttp.checkpoint.format.durable import step_of_directory, steps_in, steps_of_run
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ttp.checkpoint.format.signature import VerifyKey, key_of_environment, read_verify_key
 from ttp.checkpoint.format.types import HeldTensor
@@ -92,10 +92,10 @@ def step_of(path: StrPath) -> int:
     return step
 
 
-def newest_finite(dirs: Sequence[StrPath]) -> Path | None:
-    """Return the newest checkpoint of these directories whose manifest says that its state has neither NaN nor infinity; None:
-    there is none. What cannot be read is passed over; no checksum is compared."""
-    for path in list_readable(dirs, ignore):
+def newest_finite(dirs: Sequence[str], passed_over: Mapping[str, int]) -> Path | None:
+    """Return the newest checkpoint of these directories whose manifest says that its state has neither NaN nor infinity, but for those in
+    `passed_over` (inode by path); None: there is none. What cannot be read is left out; no checksum is compared."""
+    for _, path in steps_of_run(dirs, passed_over):
         try:
             if read_manifest(path).finite:
                 return path

@@ -11,12 +11,13 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ttp.checkpoint.find import Leftover, State, list_leftovers, list_published, nothing_in, size_of
-from ttp.checkpoint.format.durable import fsync_directory, step_directory_name
+from ttp.checkpoint.format.durable import fsync_directory, step_directory_name, steps_of_run
 from ttp.checkpoint.staging import PRUNED
 from ttp.errors import CheckpointError
 
@@ -91,12 +92,16 @@ def choose(
     return Plan(tuple(folders), tuple(kept), tuple(removed), tuple(left), tuple(unfinished))
 
 
-def plan_prune(folder: Path, keep: int, check: Callable[[Path], object]) -> Plan:
-    """Choose in a folder of whole checkpoints; `check` compares checksums and raises CheckpointError.
+def plan_prune(
+    folder: Path, keep: int, check: Callable[[Path], object], passed_over: Mapping[str, int] = MappingProxyType({})
+) -> Plan:
+    """Choose in a folder of whole checkpoints; `check` compares checksums and raises CheckpointError. Those that are `passed_over` (inode by path)
+    are neither removed nor counted.
 
     Raises CheckpointError where none is valid, OSError where one that may be kept cannot be read.
     """
-    listed = list_published(folder)
+    mine = {path for _, path in steps_of_run([str(folder)], passed_over)}
+    listed = [entry for entry in list_published(folder) if entry.path in mine]
     if not listed:
         raise nothing_in(folder)
     states = {entry.step: entry for entry in listed}

@@ -127,8 +127,7 @@ class Description:
         facts = checked.mapping(*checked.field(fields, "facts", ""))
         for each in checked.items(*checked.field(facts, "directories", "facts")):
             checked.string(*each)
-        for path, inode in checked.mapping(*checked.field(facts, "passed_over", "facts")).items():
-            checked.integer(inode, f"facts.passed_over.{path}", most=2**64 - 1)
+        checked.inodes(*checked.field(facts, "passed_over", "facts"))
         return cls(rank, attempt, world_size, tuple(groups), tuple(slots), facts)
 
 

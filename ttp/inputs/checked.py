@@ -112,6 +112,11 @@ def are_naturals(values: Iterable[object]) -> bool:
     return all(type(value) is int and 0 <= value <= INT64_MAX for value in values)
 
 
+def inodes(value: object, path: str) -> dict[str, int]:
+    """Return a mapping of paths to inodes. Raises Invalid."""
+    return {name: integer(inode, f"{path}.{name}", most=2**64 - 1) for name, inode in mapping(value, path).items()}
+
+
 def field(fields: dict[str, Any], name: str, path: str) -> tuple[Any, str]:
     """Return a required value of a mapping, with its path. Raises Invalid."""
     where = f"{path}.{name}" if path else name

@@ -6,7 +6,8 @@ Owns the file `mirror_source.json` in the attempt's directory. Where all ranks s
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ttp import files
@@ -26,6 +27,8 @@ class MirrorSource:
     """This node's name where each node has directories of its own; empty: all share them."""
     keep: int = 0
     """Checkpoints that stay in the mirror; 0: all."""
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    """Checkpoints, inode by path, that are not the run's."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -43,6 +46,7 @@ def parse(content: object) -> MirrorSource:
         tuple(checked.string(path, where) for path, where in dirs),
         checked.string(*checked.field(fields, "host", "source")),
         checked.integer(*checked.field(fields, "keep", "source")),
+        checked.inodes(*checked.field(fields, "passed_over", "source")),
     )
 
 

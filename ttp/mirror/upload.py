@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttp.checkpoint.format.checksum import check_file
-from ttp.checkpoint.format.durable import step_directory_name, step_of_directory, steps_in
+from ttp.checkpoint.format.durable import step_directory_name, step_of_directory, steps_of_run
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, from_bytes, read_bytes
 from ttp.checkpoint.format.signature import SIGNATURE_NAME
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -180,8 +180,10 @@ class Uploader:
         self.newest = next(whole, self.newest)
 
     def _steps(self) -> list[int]:
-        """Return the steps that have a folder in the mirror, newest first."""
-        return sorted(filter(None, (step_of_directory(Path(name)) for name in self.remote.folders())), reverse=True)
+        """Return the steps that have a folder in the mirror, newest first, but for those that are not the run's."""
+        others = {step_of_directory(Path(path)) for path in self.source.passed_over}
+        found = {step_of_directory(Path(name)) for name in self.remote.folders()} - others
+        return sorted(filter(None, found), reverse=True)
 
     def _is_whole(self, step: int) -> bool:
         return MANIFEST_NAME in self.remote.sizes(step_directory_name(step))
@@ -205,7 +207,7 @@ def published(source: MirrorSource) -> list[Path]:
     """Return one published directory of each step, newest first."""
     found: dict[int, Path] = {}
     for folder in source.save_dirs:
-        for step, path in steps_in(Path(folder)):
+        for step, path in steps_of_run([folder], source.passed_over):
             found.setdefault(step, path)
     return [found[step] for step in sorted(found, reverse=True)]
 

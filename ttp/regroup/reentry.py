@@ -279,6 +279,7 @@ class Reentry:
                 holder.step_states.get(step) if step else {}
             )  # before step 1 the program has what it began with
             mine["optimizer"] = holder.optimizer.host_state(step)
+            mine["passed_over"] = holder.passed_over
         everyone = exchange_json(mine, holder.optimizer.device)
         marks = [
             SaveMarks(newest, count, tuple(under_way))
@@ -290,6 +291,8 @@ class Reentry:
             next((mark.under_way for mark in marks if mark.under_way), ()),
         )
         given = everyone[speaker]
+        if self._rank in order.replaced:
+            holder.pass_over(given["passed_over"])
         equal_after = int(given["equal_after"])
         return Returned(step, given["trainer"], order.record, agreed, given["optimizer"], equal_after)
 

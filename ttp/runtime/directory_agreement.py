@@ -96,7 +96,8 @@ class JobDirectories:
             self._mine.take_over(self.used)
         """Those that this attempt writes into, and those of them that could take a checkpoint at its begin."""
         self.before = {} if vacant() else inodes_in(self.used)
-        """Inode of each checkpoint that was there when the attempt began, by path. A process in a lost one's place came later, and knows of none."""
+        """Inode of each checkpoint that was there when the attempt began, by path. A process in a lost one's place comes later, and is given
+        what the others have passed over."""
 
     def _agree_on_store(self) -> Store:
         """Return the kind of directories that all ranks have. Raises ConfigError."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class MirrorResume:
         self._rank = rank
         self._device = device
         self._key = key
+        self._source: MirrorSource | None = None
+        """What the agent copies, where this rank has written it."""
 
     def tell_agent(self, kept: int | None) -> None:
         """Write for this node's agent what it copies (the rank that looks after the directories). `kept`: checkpoints that the job keeps."""
@@ -63,11 +66,21 @@ class MirrorResume:
             show(logging.WARNING, "TTP_MIRROR: nothing is mirrored without ttprun; resuming from the mirror works")
             return
         host = "" if settings.shared_dirs else settings.host
-        source = MirrorSource(tuple(self._directories.used), host, (kept or 0) if keep < 0 else keep)
+        self._source = MirrorSource(tuple(self._directories.used), host, (kept or 0) if keep < 0 else keep)
+        self._write(self._source)
+
+    def pass_over(self, passed_over: Mapping[str, int]) -> None:
+        """The resume has chosen: these checkpoints (inode by path) are not this run's, and are neither copied nor counted."""
+        if self._source is not None and passed_over:
+            self._source = replace(self._source, passed_over=dict(passed_over))
+            self._write(self._source)
+
+    def _write(self, source: MirrorSource) -> None:
+        directory = self._settings.attempt_dir
         try:
-            source.write(Path(settings.attempt_dir))
+            source.write(Path(directory))
         except OSError as error:
-            show(logging.WARNING, f"nothing is mirrored: {settings.attempt_dir} cannot be written: {error}")
+            show(logging.WARNING, f"nothing is mirrored: {directory} cannot be written: {error}")
 
     def look(
         self, choice: str, found: Reader | None, open_step: Callable[[int], Reader | None], *, passed_over: bool

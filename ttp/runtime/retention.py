@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ttp.checkpoint import verify
@@ -37,9 +37,13 @@ def check_keep(keep: object, shared_dirs: bool) -> None:
 class Retention:
     """The newest `keep` valid checkpoints of each directory stay."""
 
-    def __init__(self, keep: int, key: VerifyKey | None = None) -> None:
-        """`key`: who must have signed what counts as valid."""
+    def __init__(
+        self, keep: int, key: VerifyKey | None = None, passed_over: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        """`key`: who must have signed what counts as valid. `passed_over()`: checkpoints, inode by path, that are not the run's: they stay, and
+        do not count."""
         self._keep = keep
+        self._passed_over = passed_over
         self._key = key
         self._thread: threading.Thread | None = None
         self._again: Sequence[str] | None = None
@@ -74,7 +78,7 @@ class Retention:
 
     def _prune(self, folder: Path) -> None:
         try:
-            remove(plan_prune(folder, self._keep, self._check))
+            remove(plan_prune(folder, self._keep, self._check, self._passed_over()))
         except CheckpointError as error:  # nothing valid is there, so nothing goes
             log.debug("%s: no checkpoint was removed: %s", folder, error)
         except OSError as error:

@@ -64,7 +64,7 @@ class Saves:
         """`keep`: how many checkpoints stay; None: all, or others look after these directories. All ranks make one together."""
         self._holder, self._directories, self._settings, self._rank = holder, directories, settings, rank
         self.together = PeriodicSaves(holder, directories, rank, settings.round_number)
-        self._retention = None if keep is None else Retention(keep, holder.keys.verify)
+        self._retention = None if keep is None else Retention(keep, holder.keys.verify, lambda: holder.passed_over)
         self._background: BackgroundSaves | None = None
         self.newest = 0
         """The newest step of which this run has written or loaded a checkpoint."""
@@ -131,7 +131,7 @@ class Saves:
     def warn_not_finite(self, path: str, step: int) -> None:
         """Warn that what was resumed from has NaN or infinity in it, and name the newest checkpoint that has not."""
         try:
-            newest = newest_finite(self._directories.serving)
+            newest = newest_finite(self._directories.serving, self._holder.passed_over)
         except OSError:
             newest = None
         whole = f"{newest}; move the newer ones away to resume from it" if newest is not None else "none of the others"

@@ -11,9 +11,11 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from ttp.checkpoint.format import tiling
+from ttp.checkpoint.format.durable import step_of_directory
 from ttp.checkpoint.format.keys import param_group_blobs
 from ttp.checkpoint.format.manifest import check_json_value
 from ttp.checkpoint.format.signature import NO_KEYS, Keys
@@ -130,6 +132,8 @@ class OptimizerStateProvider:
         self.layout: dict[str, Any] = json.loads(registration.layout)
         """For the manifest."""
         self._before = dict(before or {})
+        self._resumed = 0
+        """The step that was resumed from; 0: none."""
         self._trusted: frozenset[str] = frozenset()
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread and by the one that publishes, read by any."""
@@ -252,11 +256,24 @@ class OptimizerStateProvider:
         self._trusted |= {path}
         self.checkpoint = path
 
+    def resumes_from(self, path: str, step: int) -> None:
+        """Note the checkpoint of `step` that is loaded: those of earlier steps are this run's history."""
+        self._trusted |= {path}
+        self._resumed = step
+
+    def pass_over(self, checkpoints: Mapping[str, int]) -> None:
+        """Take what the others have passed over (inode by path): this process has come later, in a lost one's place."""
+        self._before = dict(checkpoints)
+
     @property
     def passed_over(self) -> dict[str, int]:
-        """Published checkpoints, inode by path, that were there when the attempt began and that this run has not loaded: they are another run's, or
+        """Published checkpoints, inode by path, that were there when the attempt began, and from which it has not resumed: they are another run's, or
         were refused. None of them holds a step of this run."""
-        return {path: inode for path, inode in self._before.items() if path not in self._trusted}
+        return {
+            path: inode
+            for path, inode in self._before.items()
+            if path not in self._trusted and (step_of_directory(Path(path)) or 0) >= self._resumed
+        }
 
     def host_state(self, step: int) -> Mapping[str, Any]:
         """Return all host state that belongs to `step`: the optimizer's and the trainer's."""

@@ -19,6 +19,7 @@ from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.test_manifest import resealed
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
+from ttp.checkpoint.format import durable
 from ttp.checkpoint.format.file_index import read_contents
 from ttp.checkpoint.format.types import HeldTensor
 from ttp.checkpoint.write import write_share
@@ -71,14 +72,14 @@ def test_the_list_says_of_each_state_whether_it_is_finite_and_names_the_newest_t
     assert "the newest checkpoint with a finite state is of step 41; move the newer ones away to resume it" in text
     answer = json.loads(run("list", tmp_path, "--json")[1])["checkpoints"]
     assert {entry["step"]: entry["finite"] for entry in answer} == {40: None, 41: True, 42: False, 43: False}
-    assert find.newest_finite([tmp_path]) == tmp_path / "iter_0000041"
+    assert find.newest_finite([str(tmp_path)], {}) == tmp_path / "iter_0000041"
 
 
 def test_without_any_finite_state_the_list_says_so(job: Job, tmp_path: Path) -> None:
     forget_finite(job.save(tmp_path, 41))
     spoilt(job, "model.embed").save(tmp_path, 42)
     assert "the newest checkpoint with a finite state is not among these" in run("list", tmp_path)[1]
-    assert find.newest_finite([tmp_path]) is None
+    assert find.newest_finite([str(tmp_path)], {}) is None
 
 
 def test_the_newest_finite_one_of_several_directories_is_found_past_what_cannot_be_read(
@@ -90,7 +91,9 @@ def test_the_newest_finite_one_of_several_directories_is_found_past_what_cannot_
         job.save(folder, step)
     (job.save(first, 42) / "manifest.json").write_text("{")
     spoilt(job, "model.embed").save(second, 43)
-    assert find.newest_finite([tmp_path / "none", first, second]) == second / "iter_0000041"
+    assert find.newest_finite([str(tmp_path / "none"), str(first), str(second)], {}) == second / "iter_0000041"
+    passed_over = durable.inodes_in([str(second)])
+    assert find.newest_finite([str(first), str(second)], passed_over) == first / "iter_0000040"
 
 
 def steps(folder: Path) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.test_prune import steps
 from ttp.checkpoint import verify
+from ttp.checkpoint.format.durable import inodes_in
 from ttp.errors import ConfigError
 from ttp.runtime.retention import Retention, check_keep
 
@@ -50,6 +51,21 @@ def test_every_checkpoint_is_read_once(job: Job, tmp_path: Path, monkeypatch: py
         job.save(tmp_path, step)
         kept_of(tmp_path, retention)
     assert read == ["iter_0000010", "iter_0000020", "iter_0000030"] and steps(tmp_path) == [20, 30]
+
+
+def test_another_runs_checkpoints_of_higher_steps_neither_count_nor_go(job: Job, tmp_path: Path) -> None:
+    """This run's would be removed as soon as they are written. One that takes a name of theirs is this run's."""
+    for step in (80, 90):
+        job.save(tmp_path, step)
+    passed_over = inodes_in([str(tmp_path)])
+    retention = Retention(2, None, lambda: passed_over)
+    job.save(tmp_path, 10)
+    assert kept_of(tmp_path, retention) == [10, 80, 90]
+    for step in (20, 30):
+        job.save(tmp_path, step)
+    assert kept_of(tmp_path, retention) == [20, 30, 80, 90]
+    job.save(tmp_path, 90, attempt="b", passed_over=passed_over)
+    assert kept_of(tmp_path, retention) == [30, 80, 90]
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, 2.5, "4"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
 from ttp.checkpoint.format.checksum import check_file
+from ttp.checkpoint.format.durable import inodes_in
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
 from ttp.errors import CorruptCheckpoint
 from ttp.mirror import fetch, upload
@@ -306,8 +308,26 @@ def test_each_node_copies_its_own_files_and_one_puts_the_manifest_when_all_are_t
     assert whole(url) == [9, 7]
 
 
+def test_another_runs_checkpoints_of_higher_steps_are_neither_copied_nor_counted_nor_removed(
+    url: str, job: Job, tmp_path: Path
+) -> None:
+    """With `keep` this run's would be neither, or would go from the mirror at once."""
+    for step in (8, 9):
+        job.save(tmp_path, step)
+    assert copy_all(uploader(url, tmp_path)) == [9, 8]
+    job.save(tmp_path, 10)
+    passed_over = inodes_in([str(tmp_path)])
+    up = uploader(url, tmp_path, keep=1)
+    up.source = replace(up.source, passed_over=passed_over)
+    up.begin()
+    assert up.newest == 0 and up.pending() == [] and up.has_newest()
+    job.save(tmp_path, 3)
+    assert not up.has_newest() and copy_all(up) == [3]
+    assert whole(url) == [9, 8, 3] and up.newest == 3
+
+
 def test_an_agent_reads_what_the_rank_has_written(tmp_path: Path) -> None:
     assert read(tmp_path) is None
-    source = MirrorSource(("/a", "/b"), "node", 3)
+    source = MirrorSource(("/a", "/b"), "node", 3, {"/a/iter_0000042": 7})
     source.write(tmp_path)
     assert read(tmp_path) == source == parse(json.loads(source.to_json()))

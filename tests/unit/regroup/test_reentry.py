@@ -22,7 +22,13 @@ from ttp.regroup.reentry import Reentry
 from ttp.runtime.saves import SaveMarks
 
 ORDER = messages.Regroup(3, 8, (0,), None)
-GIVEN = {"saves": (0, 0, ()), "trainer": {"samples": 32}, "optimizer": {"step": 8}, "equal_after": 6}
+GIVEN = {
+    "saves": (0, 0, ()),
+    "trainer": {"samples": 32},
+    "optimizer": {"step": 8},
+    "equal_after": 6,
+    "passed_over": {"/c/iter_0000040": 5},
+}
 LONG_S = 30.0
 
 
@@ -77,6 +83,10 @@ class Holder:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.step_states, self.states = optimizer, self, {8: {"samples": 32}}
         self.copies: list[str] = []
+        self.passed_over: dict[str, int] = {"/c/iter_0000042": 7}
+
+    def pass_over(self, checkpoints: dict[str, int]) -> None:
+        self.optimizer.calls.append(f"pass over {checkpoints}")
 
     def prepare_copy(self) -> None:
         self.copies.append("prepared")
@@ -303,6 +313,13 @@ def test_a_process_in_a_lost_ones_place_takes_all_of_it(left: list[str]) -> None
     assert reentry.come_back(Protection(reentry, "")).state == {"samples": 32}  # type: ignore[arg-type]
     assert "step back" not in left, "the program has just begun"
     assert left.index("load_begin") < left.index("fill (0,)") < left.index("load_end 8 {'step': 8}")
+    assert "pass over {'/c/iter_0000040': 5}" in left, "it has not seen what was there when the attempt began"
+
+
+def test_a_rank_that_stays_knows_what_it_has_passed_over(reentry: Reentry, left: list[str]) -> None:
+    reentry.order(ORDER)
+    assert reentry.come_back(Protection(reentry, "")).state == {"samples": 32}  # type: ignore[arg-type]
+    assert not [call for call in left if call.startswith("pass over")]
 
 
 def test_replicas_that_differ_are_answered_and_no_gate_is_touched(reentry: Reentry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ttp
 from ttp.checkpoint.format.durable import inodes_in, newest_step, steps_of_run
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
+from ttp.mirror.source import read
 from ttp.runtime.directory_agreement import JobDirectories
 
 OFF = Settings(enable=False)
@@ -22,13 +24,13 @@ OFF = Settings(enable=False)
 class Run:
     """A run whose only weights have the same value in every step."""
 
-    def __init__(self, folder: Path, value: float) -> None:
+    def __init__(self, folder: Path, value: float, **options: Any) -> None:
         model = torch.nn.Linear(2, 1, bias=False)
         self.weight = model.weight
         with torch.no_grad():
             self.weight.fill_(value)
         self.optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.0)
-        self.session = ttp.start(self.optimizer, save_dirs=[folder], settings=OFF)
+        self.session = ttp.start(self.optimizer, save_dirs=[folder], **{"settings": OFF, **options})
 
     def train(self, last: int) -> None:
         for step in range(self.optimizer.current_step + 1, last + 1):
@@ -118,16 +120,18 @@ def test_a_step_that_appears_during_the_attempt_is_kept(tmp_path: Path) -> None:
     run.close()
 
 
-def test_a_process_in_a_lost_ones_place_takes_no_checkpoint_for_another_runs(
+def test_a_process_in_a_lost_ones_place_is_given_what_the_others_have_passed_over(
     earlier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It began after this attempt's own were written."""
+    """It begins after this attempt's own were written, so it does not look by itself."""
     run = Run(tmp_path, 2.0)
     assert run.session.holder.passed_over == {str(earlier): os.lstat(earlier).st_ino}
     run.close()
     monkeypatch.setattr("ttp.runtime.directory_agreement.vacant", lambda: 1)
     monkeypatch.setattr(JobDirectories, "_prepare", lambda self: (self.named, self.named))
     assert JobDirectories([str(tmp_path)], OFF, 1, torch.device("cpu")).before == {}
+    run.session.holder.pass_over({"/c/iter_0000042": 7})
+    assert run.session.holder.passed_over == {"/c/iter_0000042": 7}
 
 
 def test_the_end_knows_that_an_earlier_runs_checkpoint_holds_no_step_of_this_one(
@@ -145,6 +149,55 @@ def test_the_end_knows_that_an_earlier_runs_checkpoint_holds_no_step_of_this_one
     run.save()
     run.close()
     assert caplog.text.count("TTP has no checkpoint") == 1
+
+
+def test_checkpoints_from_before_the_one_that_was_resumed_from_are_this_runs_history(
+    tmp_path: Path, earlier: Path
+) -> None:
+    """They count, and go, as others do."""
+    first = Run(tmp_path, 1.0)
+    assert first.session.resume() is not None
+    first.train(5)
+    path = first.save()
+    first.train(7)
+    newest = first.save()
+    first.close()
+    for file in newest.iterdir():
+        file.unlink()
+    run = Run(tmp_path, 1.0, keep_checkpoint_max=1)
+    assert set(run.session.holder.passed_over) == {str(earlier), str(path), str(newest)}, "before it has resumed"
+    point = run.session.resume()
+    assert point is not None and point.path == str(path)
+    assert set(run.session.holder.passed_over) == {str(newest)}
+    run.train(6)
+    run.save()
+    run.close()
+    assert sorted(each.name for each in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
+
+
+def test_a_run_that_does_not_resume_keeps_what_it_saves(tmp_path: Path, earlier: Path) -> None:
+    """Checkpoints of higher steps do not count as newer ones of this run."""
+    run = Run(tmp_path, 2.0, keep_checkpoint_max=1)
+    run.train(1)
+    path = run.save()
+    run.close()
+    assert weights(path) == [2.0, 2.0] and weights(earlier) == [1.0, 1.0]
+
+
+def test_the_mirror_is_given_what_the_resume_has_passed_over(tmp_path: Path, earlier: Path) -> None:
+    """Not before: what is loaded may be copied still."""
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    mirrored = Settings(
+        enable=False, launched=True, attempt_dir=str(attempt), mirror=f"file://{tmp_path}/mirror", mirror_optional=True
+    )
+    (tmp_path / "mirror").mkdir()
+    run = Run(tmp_path, 2.0, settings=mirrored)
+    before = read(attempt)
+    assert before is not None and before.passed_over == {}
+    assert run.session.resume(check=refuse) is None
+    assert read(attempt) == replace(before, passed_over={str(earlier): os.lstat(earlier).st_ino})
+    run.close()
 
 
 def test_a_difference_of_replicas_names_a_checkpoint_of_this_run(tmp_path: Path, earlier: Path) -> None:
