@@ -175,6 +175,16 @@ def test_checkpoints_from_before_the_one_that_was_resumed_from_are_this_runs_his
     assert sorted(each.name for each in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
 
 
+def test_another_folders_checkpoint_of_the_step_that_was_resumed_from_is_not_its_history(
+    tmp_path: Path, earlier: Path
+) -> None:
+    run = Run(tmp_path, 2.0)
+    run.session.holder.pass_over({"/b/iter_0000002": 1, "/b/iter_0000003": 2, "/b/iter_0000004": 3})
+    assert run.session.resume() is not None
+    assert run.session.holder.passed_over == {"/b/iter_0000003": 2, "/b/iter_0000004": 3}
+    run.close()
+
+
 def test_a_run_that_does_not_resume_keeps_what_it_saves(tmp_path: Path, earlier: Path) -> None:
     """Checkpoints of higher steps do not count as newer ones of this run."""
     run = Run(tmp_path, 2.0, keep_checkpoint_max=1)
