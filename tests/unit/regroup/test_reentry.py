@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ttp.config import Settings
@@ -316,9 +317,19 @@ def test_a_process_in_a_lost_ones_place_takes_all_of_it(left: list[str]) -> None
     assert "pass over {'/c/iter_0000040': 5}" in left, "it has not seen what was there when the attempt began"
 
 
-def test_a_rank_that_stays_knows_what_it_has_passed_over(reentry: Reentry, left: list[str]) -> None:
+def test_a_rank_that_stays_gives_on_what_it_has_passed_over(
+    reentry: Reentry, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def exchange(mine: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        given.append(mine)
+        return [{"saves": (4, 1, ("dir", "tmp"))}, {**GIVEN, **mine}]
+
+    monkeypatch.setattr(module, "exchange_json", exchange)
     reentry.order(ORDER)
     assert reentry.come_back(Protection(reentry, "")).state == {"samples": 32}  # type: ignore[arg-type]
+    assert [mine["passed_over"] for mine in given] == [{"/c/iter_0000042": 7}]
     assert not [call for call in left if call.startswith("pass over")]
 
 
