@@ -26,6 +26,7 @@ from typing import Any
 from ttp import files
 from ttp.fork_server import frames
 from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.kill import kill_and_wait
 from ttp.fork_server.linux import adopting_orphans
 from ttp.fork_server.preload import NO_THREADS, read_at_import, shadowing, without_workers_own
 from ttp.fork_server.request import NotForked
@@ -280,8 +281,7 @@ class ForkServer:
             try:
                 process.wait(0.0 if imports else CLOSE_S)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+                kill_and_wait("the fork server", [process])
 
     def _await_imports(self) -> None:
         """Take in the answers about imports. Raises NotForked."""

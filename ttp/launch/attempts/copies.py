@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from ttp.copies.rules import Choice, Offer, choose
 from ttp.fork_server import frames
 from ttp.fork_server.client import ForkServer, Program
 from ttp.fork_server.forked_process import ForkedChild
+from ttp.fork_server.kill import kill_and_wait
 from ttp.fork_server.request import NotForked
 from ttp.identity.authority import Authority
 from ttp.identity.own import socket_name
@@ -176,9 +176,7 @@ class Copies:
         if self._orders is not None:
             self._orders.close()
         if self._process is not None:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
+            kill_and_wait("the copy keeper", [self._process])
         self._orders = self._process = None
         self._begins = False
         self._peer = self._unpublished = ""

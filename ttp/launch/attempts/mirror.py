@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ttp.fork_server.kill import kill_and_wait
 from ttp.launch.report.reporter import Reporter
 from ttp.launch.report.summary import lag_text
 from ttp.mirror import source
@@ -161,8 +162,7 @@ class Mirror:
         if process is not None:
             if process.stdin is not None:
                 process.stdin.close()
-            process.kill()
-            process.wait()
+            kill_and_wait("the mirror process", [process])
 
 
 def _left_s(deadline_s: float) -> float:

@@ -18,6 +18,7 @@ import threading
 import time
 
 from ttp.errors import ConfigError
+from ttp.fork_server.kill import kill_and_wait
 
 log = logging.getLogger("ttp.launch")
 
@@ -122,7 +123,7 @@ class EventCommand:
             process.communicate(event, self._run_s)
         except subprocess.TimeoutExpired:
             self._kill()
-            process.wait()
+            kill_and_wait("the command of --on-event", [process])
             return f"it ran for more than {self._run_s:g} s: killed"
         finally:
             self._process = None

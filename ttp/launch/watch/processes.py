@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ttp.fork_server.kill import KILL_WAIT_S
+
 
 class Lost(enum.Enum):
     """The exit status of a process that another process or library has reaped."""
@@ -141,7 +143,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def end_workers(
-    pids: Iterable[int], death_signal: signal.Signals | None, grace_s: float, kill_wait_s: float = 30.0
+    pids: Iterable[int], death_signal: signal.Signals | None, grace_s: float, kill_wait_s: float = KILL_WAIT_S
 ) -> list[int]:
     """Send `death_signal` to the workers' process groups (None: they have received it), and SIGKILL to those that still run after `grace_s`.
 
