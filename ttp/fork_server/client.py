@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -212,7 +211,7 @@ class ForkServer:
 
     def fork(self, programs: Sequence[Program]) -> list[ForkedChild]:
         """Fork workers (after `prepare`), as `subprocess.Popen` would start each in a session of its own. Raises NotForked: not all were
-        forked, and those that were are gone."""
+        forked, and those that were have been killed."""
         with self._lock:
             return self._fork(programs, ANSWER_S)
 
@@ -239,30 +238,34 @@ class ForkServer:
 
     def _fork(self, programs: Sequence[Program], answer_s: float) -> list[ForkedChild]:
         children: list[ForkedChild] = []
-        for first in range(0, len(programs), MOST_AT_ONCE):
-            some = programs[first : first + MOST_AT_ONCE]
+        try:
+            for first in range(0, len(programs), MOST_AT_ONCE):
+                some = programs[first : first + MOST_AT_ONCE]
+                answer = self._ask_to_fork(some, answer_s)
+                children += [ForkedChild(pid, one.argv) for pid, one in zip(answer["pids"], some, strict=False)]
+                if answer["error"]:
+                    raise NotForked(answer["error"])
+        except BaseException:  # a signal, too: the caller does not know of them
+            kill_and_wait("workers that were forked", children)
+            raise
+        self._deaths = 0
+        return children
+
+    def _ask_to_fork(self, programs: Sequence[Program], answer_s: float) -> dict[str, Any]:
+        """Return the answer about one batch. Raises NotForked."""
+        try:
             request = {
                 "kind": "fork",
                 "adopted": True,
                 "folder": os.getcwd(),
-                "programs": [one.request for one in some],
+                "programs": [one.request for one in programs],
             }
-            with open(os.devnull, "r+b", buffering=0) as null:
-                given = [descriptor for one in some for descriptor in one.descriptors]
+            with open(os.devnull, "r+b", buffering=0) as null, adopting_orphans():
+                given = [descriptor for one in programs for descriptor in one.descriptors]
                 descriptors = [number if _is_open(number) else null.fileno() for number in given]
-                try:
-                    with adopting_orphans():
-                        answer = self._ask(request, answer_s, descriptors)
-                except OSError as error:
-                    answer = {"pids": [], "error": f"the fork server did not fork: {error}"}
-            children += [ForkedChild(pid, one.argv) for pid, one in zip(answer["pids"], some, strict=False)]
-            if answer["error"]:
-                for child in children:
-                    child.send_signal(signal.SIGKILL)
-                    child.wait()
-                raise NotForked(answer["error"])
-        self._deaths = 0
-        return children
+                return self._ask(request, answer_s, descriptors)
+        except OSError as error:
+            raise NotForked(f"the fork server did not fork: {error}") from error
 
     def close(self) -> None:
         """End the server, for good."""
