@@ -33,6 +33,13 @@ MOST_RESTARTS = 2**31 - 1
 LEAST_MONITOR_S = 1e-3
 MOST_MONITOR_S = 3600.0
 """Of `--monitor-interval`."""
+MOST_SHUTDOWN = 2**31 - 1
+"""Seconds of `--shutdown-timeout`."""
+
+UNHANDLED = ("SIGKILL", "SIGSTOP")
+"""No process can handle them."""
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""torch's own name."""
 
 GLOO_TLS_FILES = tuple(f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{name}" for name in ("PKEY", "CERT", "CA_FILE"))
 """torch's own names."""
@@ -62,6 +69,11 @@ def check_arguments(args: Namespace) -> None:
             raise ConfigError(
                 f"invalid --signals-to-handle: got {name!r}, expected names of signals as in SIGTERM,SIGINT"
             )
+        if name.strip() in UNHANDLED:
+            raise ConfigError(
+                f"invalid --signals-to-handle: got {name!r}, which no process can handle, expected names of signals as in SIGTERM,SIGINT. Omit it"
+            )
+    _check_shutdown_timeout(getattr(args, "shutdown_timeout", 30))  # older versions of torch have none
     if args.log_dir and args.log_dir != os.devnull:
         _check_directory("--log-dir", Path(args.log_dir), files.make_folder)
     _check_gloo_transport()
@@ -69,6 +81,21 @@ def check_arguments(args: Namespace) -> None:
         if args.ttp_story.is_dir():
             raise ConfigError(f"invalid --ttp-story: got the directory {str(args.ttp_story)!r}, expected a file")
         _check_directory("--ttp-story", args.ttp_story.resolve().parent, partial(os.makedirs, exist_ok=True))
+
+
+def _check_shutdown_timeout(given: int | None) -> None:
+    """Check the seconds from SIGTERM to SIGKILL, which torch uses as it ends the workers, and not before. None: those of torch's variable."""
+    name, value = "--shutdown-timeout", str(given)
+    if given is None:
+        name, value = SHUTDOWN_VARIABLE, os.environ.get(SHUTDOWN_VARIABLE, "30")
+    try:
+        seconds = int(value)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= MOST_SHUTDOWN:
+        raise ConfigError(
+            f"invalid {name}: got {checked.shown(value)}, expected an integer from 0 to {MOST_SHUTDOWN} (seconds)"
+        )
 
 
 def _check_gloo_transport() -> None:
