@@ -21,6 +21,7 @@ from typing import Any
 
 from ttp.curves.board import StepPoints
 from ttp.errors import ConfigError
+from ttp.inputs import checked
 
 log = logging.getLogger("ttp.trainer")
 
@@ -128,11 +129,11 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of the file, oldest first (a line without its newline is still being written)."""
+    """Return the whole lines of the file, oldest first (a line without its newline is still being written), without damaged ones."""
     if not path.exists():
         return []
     content = path.read_bytes()
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+    return list(_undamaged(path, content[: content.rfind(b"\n") + 1].split(b"\n")))
 
 
 def account(lines: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -150,7 +151,7 @@ def lacks_only(path: Path, step: int) -> bool:
     """Say whether the account has all up to this step but this step's own line; one without any line has nothing to be completed. Reads from the
     end, and no more than it needs: a rank that takes a lost one's place must not wait for a file of a million lines."""
     known, upto = False, math.inf
-    for line in _newest_first(path):
+    for line in _undamaged(path, _newest_first(path)):
         known = True
         if "event" in line:
             upto = min(upto, line["from_step"])
@@ -159,7 +160,26 @@ def lacks_only(path: Path, step: int) -> bool:
     return known and step == 1
 
 
-def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+def _undamaged(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each line that is a step's or an event's. A disk or a power cut may have damaged others (blocks of zeros): they are
+    passed over with one warning, because a job must not fail at each restart over an account."""
+    warned = False
+    for line in filter(None, lines):
+        try:
+            fields = checked.mapping(json.loads(line), "line")
+            key = "from_step" if "event" in fields else "step"
+            checked.integer(fields.get(key), key)
+        except (ValueError, RecursionError) as exc:
+            if not warned:
+                log.warning(
+                    "%s: passed over damaged lines; the first that was read is %s: %s", path, checked.shown(line), exc
+                )
+            warned = True
+            continue
+        yield fields
+
+
+def _newest_first(path: Path) -> Iterator[bytes]:
     """Return the whole lines of the file, newest first."""
     with open(path, "rb") as file:
         end, rest, last = file.seek(0, os.SEEK_END), b"", True
@@ -170,10 +190,10 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
             if last and lines:
                 lines.pop()  # without its newline it is still being written, or torn
                 last = False
-            yield from (json.loads(line) for line in reversed(lines) if line)
+            yield from reversed(lines)
             end = begin
-        if rest and not last:
-            yield json.loads(rest)
+        if not last:
+            yield rest
 
 
 def _readable(value: float) -> float | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.errors import DatasetError
+from ttp.inputs import checked
 from ttp.inputs.input_file import read_json
 
 from . import prepare
@@ -117,7 +118,9 @@ def _noted(home: Path, files: Mapping[str, Path], asked_ns: int) -> dict[str, li
     known = {}
     for name, path in files.items():
         entry = noted.get(name) if isinstance(noted, dict) else None
-        if not isinstance(entry, list) or len(entry) != 5 or entry[:3] != _identity(path):
+        if not isinstance(entry, list) or [type(value) for value in entry] != [int, int, int, int, str]:
+            continue
+        if entry[:3] != _identity(path):
             continue
         if entry[3] - entry[1] > _RECENT_NS or entry[3] >= asked_ns:
             known[name] = entry
@@ -269,8 +272,8 @@ def _alone(what: str) -> Iterator[Progress]:
 
 def _share_in(path: Path) -> float:
     try:
-        return float(path.read_text(encoding="utf-8") or 0)
-    except (OSError, ValueError):  # it is being written
+        return checked.number(float(path.read_text(encoding="utf-8") or 0), "share", 0, 1)
+    except (OSError, ValueError):  # it is being written, or is damaged
         return 0.0
 
 

@@ -149,6 +149,75 @@ def test_what_the_account_lacks_is_found_from_the_end(
         assert lacks_only(path, step) == expected
 
 
+DAMAGED = [
+    b"\0" * 300 + b'{"step": 3}',
+    b"\0\0\0",
+    b"\xff\xfe{",
+    b'{"step": 3',
+    b"[3]",
+    b"3",
+    b"null",
+    b'{"loss": "0x1p+0"}',
+    b'{"step": "3"}',
+    b'{"step": null}',
+    b'{"step": true}',
+    b'{"step": 3.0}',
+    b'{"step": -3}',
+    b'{"event": "resume"}',
+    b'{"event": "resume", "from_step": "1"}',
+    b'{"event": "resume", "from_step": [1]}',
+    b"[" * 100_000,
+    b'{"step": ' + b"1" * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_damaged_lines_are_passed_over_with_one_warning(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever they are: the account is what the other lines say, a resume goes on, and a lost line is recovered in their place."""
+    path = tmp_path / "m"
+    good = [b'{"event": "start", "from_step": 0}', b'{"step": 1}', b'{"step": 2}']
+    path.write_bytes(b"\n".join([damaged, damaged, good[0], damaged, *good[1:], damaged, b""]))
+    assert read_lines(path) == [json.loads(line) for line in good]
+    assert len(caplog.records) == 1
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}: passed over damaged lines; the first") and len(message) < 700
+    assert "\n" not in message
+    caplog.clear()
+    file = MetricsFile(path)
+    assert file.resumed(3, {}, {"step": 3})
+    assert sorted(account(read_lines(path))) == [1, 2, 3]
+    assert len(caplog.records) == 2  # the resume's, and that of read_lines
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_account_of_nothing_but_damaged_lines_lacks_no_line(tmp_path: Path, damaged: bytes) -> None:
+    """It is as good as empty: nothing is invented."""
+    (tmp_path / "m").write_bytes((damaged + b"\n") * 3)
+    assert not lacks_only(tmp_path / "m", 1)
+    assert read_lines(tmp_path / "m") == []
+
+
+@pytest.mark.parametrize("block", [1, 16, 1 << 16])
+@pytest.mark.parametrize("before", [b"", b'{"step": 1}\n'])
+@pytest.mark.parametrize("torn", [b"", b'{"st', b'{"step": 2}'])
+def test_line_that_is_still_being_written_is_neither_read_nor_damaged(
+    tmp_path: Path,
+    block: int,
+    before: bytes,
+    torn: bytes,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its newline is what makes it whole; and a good file causes no warning."""
+    monkeypatch.setattr("ttp.trainer.metrics.BLOCK", block)
+    (tmp_path / "m").write_bytes(before + torn)
+    assert read_lines(tmp_path / "m") == ([{"step": 1}] if before else [])
+    assert lacks_only(tmp_path / "m", 2) == bool(before) and not lacks_only(tmp_path / "m", 3)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("torn", [b"", b'{"step": 1'])
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, torn: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its beginning is not even JSON: a new process of rank 0 would else wait for the account of a million steps."""

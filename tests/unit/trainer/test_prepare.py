@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -227,8 +228,27 @@ def test_a_restart_reads_only_the_files_that_have_changed(
     os.utime(text / "new", ns=(0, (text / "a").stat().st_mtime_ns))
     (text / "new").replace(text / "a")
     assert newly_read() == ["a"] and hash_files(text, cache)["a"] != before["a"]
-    next(cache.glob("hashes_*.json")).write_text("[1]")
-    assert newly_read() == ["a", "b", "c"]
+    note = next(cache.glob("hashes_*.json"))
+    noted = json.loads(note.read_text())
+    for damaged in ([1], {**noted, "a": 1}, {**noted, "a": [1]}, {**noted, "a": [*noted["a"][:4], 1]}):
+        note.write_text(json.dumps(damaged))
+        assert newly_read() == (["a"] if isinstance(damaged, dict) else ["a", "b", "c"])
+        assert hash_files(text, cache)["b"] == before["b"]
+    note.write_text(json.dumps({**noted, "a": [*noted["a"][:3], "now", noted["a"][4]]}))
+    assert newly_read() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "share"),
+    [(b"0.25", 0.25), (b"", 0), (b"nan", 0), (b"1e999", 0), (b"-7", 0), (b"x", 0), (b"\xff", 0), (b"\0\0", 0)],
+)
+def test_share_of_another_process_is_a_share_whatever_its_file_holds(
+    tmp_path: Path, content: bytes, share: float
+) -> None:
+    """A process that waits must not end because the file is damaged."""
+    (tmp_path / "lock").write_bytes(content)
+    assert text_cache._share_in(tmp_path / "lock") == share
+    assert text_cache._share_in(tmp_path / "none") == 0
 
 
 def test_a_cache_that_may_only_be_read_serves_its_tokens(

@@ -118,6 +118,18 @@ def test_line_that_was_lost_with_rank_0_comes_back_from_the_checkpoint(run: Run)
     assert lines[4]["lr"] == lines[3]["lr"] or len(lines[4]["lr"]) == 2
 
 
+def test_run_resumes_over_damaged_lines_of_its_metrics(run: Run) -> None:
+    """A power cut left zeros where a line was: the checkpoint is good, and the line comes back from it."""
+    changes = {"training_config.save_interval": 3, "training_config.training_iters": 3}
+    output = run("output", changes)
+    path, before = output / "metrics.jsonl", bits(output)
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + b"\0" * (len(last) - 1) + b"\n")
+    run("output", {**changes, "training_config.training_iters": 4})
+    assert bits(output)[3] == before[3] and sorted(bits(output)) == [1, 2, 3, 4]
+    assert "metrics.jsonl: passed over damaged lines" in (output / "log" / "rank_0" / "info.log").read_text()
+
+
 def test_the_logged_learning_rate_is_the_schedules_and_the_updates(run: Run, small_config: MakeConfig) -> None:
     """In the metrics, the log and the checkpoint's commit record; every step has another one, and a resumed run goes on in the
     schedule."""
