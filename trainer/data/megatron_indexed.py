@@ -26,6 +26,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Codes 6 and 7 are float64 and float32: no token ids."""
 
+_AGAIN = "copy both files again, or prepare the text again"
+
 SMALLEST_WIDE_VOCABULARY = 65500
 """From this many ids on Megatron writes int32, below it uint16."""
 
@@ -51,22 +53,27 @@ class IndexedTokens:
             body = np.memmap(index, mode="r", dtype=np.uint8)
             raw = np.memmap(tokens, mode="r", dtype=np.uint8)
         except (OSError, ValueError) as exc:  # ValueError: an empty file cannot be mapped
-            raise DatasetError(f"{prefix}: {index.name} or {tokens.name} cannot be read: {exc}") from None
+            raise DatasetError(f"{prefix}: {index.name} or {tokens.name} cannot be read: {exc}; {_AGAIN}") from None
         dtype, count, documents = _read_header(index, body)
         after = _HEADER.size
         if len(body) < after + 12 * count + 8 * documents:
             raise DatasetError(
                 f"{index}: has {len(body)} bytes, {count} sequences and {documents} document ends take"
-                f" {after + 12 * count + 8 * documents}: it was cut off; prepare it again"
+                f" {after + 12 * count + 8 * documents}: it was cut off; {_AGAIN}"
             )
         lengths = np.frombuffer(body, "<i4", count, after).astype(np.int64)
         offsets = np.frombuffer(body, "<i8", count, after + 4 * count)
         self.documents = np.frombuffer(body, "<i8", documents, after + 12 * count)
         """Number of each document's first sequence, and of all sequences at the end."""
         ends = offsets + lengths * dtype.itemsize
-        if count and (int(ends.max()) > len(raw) or int(offsets.min()) < 0 or int(lengths.min()) < 0):
+        if count and min(int(offsets.min()), int(lengths.min())) < 0:
+            raise DatasetError(f"{index}: got a length or an offset below 0, expected none: it is damaged; {_AGAIN}")
+        reach = (
+            max(int(offsets.max()), int(ends.max())) if count else 0
+        )  # an end beyond int64 wraps, its offset does not
+        if reach > len(raw):
             raise DatasetError(
-                f"{tokens}: has {len(raw)} bytes, {index.name} speaks of {int(ends.max())}: it was cut off, or is another's"
+                f"{tokens}: has {len(raw)} bytes, {index.name} speaks of {reach}: one of them was cut off, or is another's; {_AGAIN}"
             )
         self._raw, self._dtype, self._offsets = raw, dtype, offsets
         self._stops: npt.NDArray[Any] = np.cumsum(lengths)
@@ -148,11 +155,13 @@ class IndexedWriter:
 def _read_header(index: Path, body: npt.NDArray[Any]) -> tuple[np.dtype[Any], int, int]:
     """Return the tokens' type and the numbers of sequences and document ends."""
     if len(body) < _HEADER.size or bytes(body[: len(_MAGIC)]) != _MAGIC:
-        raise DatasetError(f"{index}: does not begin with {_MAGIC!r}, expected an index of Megatron's indexed data set")
+        raise DatasetError(
+            f"{index}: does not begin with {_MAGIC!r}, expected an index of Megatron's indexed data set; {_AGAIN}"
+        )
     _, version, code, count, documents = _HEADER.unpack(bytes(body[: _HEADER.size]))
     if version != _VERSION or code not in _TYPES:
         raise DatasetError(
-            f"{index}: got version {version}, type code {code}, expected version {_VERSION} and one of {_TYPES}; prepare it again"
+            f"{index}: got version {version}, type code {code}, expected version {_VERSION} and one of {_TYPES}; {_AGAIN}"
         )
     return np.dtype(_TYPES[code]).newbyteorder("<"), count, documents
 

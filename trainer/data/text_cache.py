@@ -60,7 +60,10 @@ def prepared(root: Path, tokenizer: Tokenizer, cache_dir: Path, column: str) -> 
         with _keeping(cache_dir), _turn(cache_dir / f"{key}.lock", f"preparing {root}") as progress:
             if not home.is_dir():
                 _prepare_into(home, root, tokenizer, column, progress)
-    return IndexedTokens(home / "tokens")
+    try:
+        return IndexedTokens(home / "tokens")
+    except DatasetError as exc:
+        raise DatasetError(f"{exc}: remove {home}, and the next start does so") from None
 
 
 def cache_key(root: Path, tokenizer: Tokenizer, column: str, cache_dir: Path) -> str:

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 
 from ttp.errors import DatasetError
+from ttp.inputs import checked
 
 from .megatron_indexed import IndexedTokens, prefix_of
 
@@ -91,16 +93,25 @@ class FileText:
 
 
 class ArrayTokens:
-    """Ids in one array on disk: a .npy file, or raw ones of a type that is said. Memory-mapped."""
+    """Ids in one array on disk: a .npy file, or raw ones of a type that is said. Memory-mapped.
+    Raises DatasetError."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.name = str(path)
         try:
-            array = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, mode="r", dtype=dtype)
-        except (OSError, ValueError) as exc:
-            raise DatasetError(f"{path}: cannot be read as an array of token ids: {exc}") from None
+            # Not np.load: for a .zip that is named .npy it returns something else.
+            array = open_memmap(path, mode="r") if path.suffix == ".npy" else np.memmap(path, mode="r", dtype=dtype)
+        except Exception as exc:  # numpy raises whatever it meets in a damaged header
+            expected = "a file of numpy.save" if path.suffix == ".npy" else f"raw ids of {dtype}"
+            raise DatasetError(
+                f"{path}: cannot be read as an array of token ids ({checked.shown(str(exc))}), expected {expected}; write it again, or"
+                " name another file"
+            ) from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DatasetError(f"{path}: got {array.dtype} of shape {array.shape}, expected integers in one dimension")
+            raise DatasetError(
+                f"{path}: got {array.dtype!s:.80} of shape {array.shape!s:.80}, expected integers in one dimension; write it again"
+                " so, or name another file"
+            )
         self.size = len(array)
         self._array: npt.NDArray[Any] = array
 

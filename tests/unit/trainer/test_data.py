@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -260,11 +263,62 @@ def test_ids_that_the_model_has_not_are_refused(small_config: MakeConfig, tmp_pa
         open_text(small_config({"dataset_config.tokenizer": tmp_path / "tok"}))
 
 
+def npz() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, ids=np.arange(9))
+    return stream.getvalue()
+
+
+def npy_with(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUM",
+        b"nothing",
+        npz(),
+        npz()[:-30],
+        pickle.dumps([1, 2]),
+        npy_with("{'descr': '<u2', 'fortran_order': False, 'shape': (9,), }")[:-64],
+        npy_with("{'descr': '<u2', 'fortran_order': False, 'shape': (9"),
+        npy_with("  {\n 1\n"),
+        npy_with("{'descr': '<u2', 'fortran_order': False, 'shape': (-9,), }"),
+        npy_with("{'descr': '<u4', 'fortran_order': False, 'shape': (4611686018427387904,), }"),
+        npy_with("{'descr': '<u2', 'fortran_order': False, 'shape': (18446744073709551616,), }"),
+        npy_with("{'descr': '|O', 'fortran_order': False, 'shape': (9,), }"),
+        npy_with("{'descr': '<u2', 'fortran_order': False, 'shape': (9,), }" + "\n" * 20_000),
+        npy_with("?\n" * 3_000),
+    ],
+)
+def test_damaged_arrays_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    """At the start, whatever numpy makes of them; the file is named, and what to do."""
+    path = tmp_path / "ids.npy"
+    path.write_bytes(content)
+    with pytest.raises(DatasetError) as caught:
+        token_files(path, "uint16")
+    message = str(caught.value)
+    assert message.startswith(f"{path}: cannot be read as an array of token ids (")
+    assert message.endswith("), expected a file of numpy.save; write it again, or name another file")
+    assert "\n" not in message and len(message) < len(str(path)) + 250
+
+
+@pytest.mark.parametrize("content", [b"", b"123"])
+def test_raw_ids_that_are_not_whole_are_refused(tmp_path: Path, content: bytes) -> None:
+    """With the type that the configuration gives them."""
+    (tmp_path / "raw.bin").write_bytes(content)
+    with pytest.raises(DatasetError, match=r"raw\.bin: cannot be read .*, expected raw ids of uint16; write it again"):
+        token_files(tmp_path / "raw.bin", "uint16")
+
+
 @pytest.mark.parametrize(
     ("array", "expected"),
     [
         (np.zeros(9), "float64 of shape"),
-        (np.zeros((3, 3), np.int32), r"shape \(3, 3\), expected integers in one dimension"),
+        (np.zeros((3, 3), np.int32), r"shape \(3, 3\), expected integers in one dimension; write it again so"),
+        (np.zeros(3, [(f"field_{number}", "u2") for number in range(300)]), r"^.{0,600}$"),
     ],
 )
 def test_arrays_that_are_not_token_ids_are_refused(tmp_path: Path, array: npt.NDArray[Any], expected: str) -> None:

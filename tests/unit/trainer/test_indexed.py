@@ -92,6 +92,38 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "text", [[3, 65536]])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "expected"),
+    [
+        ([2, 1], [0, 2**63 - 2], r"text\.bin: has 12 bytes, text\.idx speaks of 9223372036854775806: "),
+        ([2**31 - 1, 1], [2**63 - 1, 0], r"text\.bin: has 12 bytes, text\.idx speaks of 9223372036854775807: "),
+        ([2, 1], [0, 13], r"text\.bin: has 12 bytes, text\.idx speaks of 15: "),
+        ([2, 7], [0, 0], r"text\.bin: has 12 bytes, text\.idx speaks of 14: "),
+        ([2, 1], [0, -2], r"text\.idx: got a length or an offset below 0, expected none"),
+        ([2, 1], [0, -(2**63)], r"text\.idx: got a length or an offset below 0, expected none"),
+        ([2, -1], [0, 4], r"text\.idx: got a length or an offset below 0, expected none"),
+    ],
+)
+def test_sequences_outside_the_file_are_refused_at_the_start(
+    tmp_path: Path, lengths: list[int], offsets: list[int], expected: str
+) -> None:
+    """Also where the end of one is beyond 64 bits: else the first read of it fails, hours later."""
+    write(tmp_path / "text", DOCUMENTS)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 1)
+    index += struct.pack("<2i", *lengths) + struct.pack("<2q", *offsets) + struct.pack("<q", 2)
+    (tmp_path / "text.idx").write_bytes(index)
+    with pytest.raises(DatasetError, match=f"{expected}.*; copy both files again, or prepare the text again$"):
+        IndexedTokens(tmp_path / "text")
+
+
+def test_an_index_of_no_sequence_has_no_tokens(tmp_path: Path) -> None:
+    """It is whole."""
+    write(tmp_path / "text", DOCUMENTS)
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0))
+    tokens = IndexedTokens(tmp_path / "text")
+    assert tokens.size == 0 and tokens.read(0, 0).tolist() == []
+
+
 Spoil = Callable[[Path], object]
 
 
@@ -104,7 +136,7 @@ Spoil = Callable[[Path], object]
         (lambda prefix: (prefix.parent / "text.idx").write_bytes(b"x" * 60), "does not begin with"),
         (
             lambda prefix: (prefix.parent / "text.idx").write_bytes((prefix.parent / "text.idx").read_bytes()[:-9]),
-            "it was cut off; prepare it again",
+            "it was cut off",
         ),
         (
             lambda prefix: (prefix.parent / "text.idx").write_bytes(
@@ -118,5 +150,5 @@ def test_files_that_are_not_whole_are_refused(tmp_path: Path, spoil: Spoil, expe
     """When they are opened, with what is wrong."""
     write(tmp_path / "text", DOCUMENTS)
     spoil(tmp_path / "text")
-    with pytest.raises(DatasetError, match=expected):
+    with pytest.raises(DatasetError, match=f"{expected}.*; copy both files again, or prepare the text again$"):
         IndexedTokens(tmp_path / "text")

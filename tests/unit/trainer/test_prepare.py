@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -74,6 +75,22 @@ def test_the_second_call_takes_what_the_first_has_made(
     assert len(calls) == 3
     assert not list(cache.glob("*_tmp_*"))
     assert len({cache_key(text, tokenizer, column, cache) for column in ("text", "body")}) == 2
+
+
+def test_damaged_tokens_in_the_cache_are_refused_with_what_to_remove(
+    tmp_path: Path, text: Path, tokenizer: Tokenizer
+) -> None:
+    """Each start would find them again; without the folder the text is prepared anew."""
+    cache = tmp_path / "cache"
+    first = prepared(text, tokenizer, cache, "text").fingerprint()
+    (index,) = cache.glob("*/tokens.idx")
+    index.write_bytes(index.read_bytes()[:-9])
+    with pytest.raises(
+        DatasetError, match=f"tokens.idx: has .* again: remove {index.parent}, and the next start does so$"
+    ):
+        prepared(text, tokenizer, cache, "text")
+    shutil.rmtree(index.parent)
+    assert prepared(text, tokenizer, cache, "text").fingerprint() == first
 
 
 def test_a_long_document_is_cut_at_lines_and_is_still_one(
