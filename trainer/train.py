@@ -42,6 +42,8 @@ from .world import World, check_agreement, joined
 log = logging.getLogger("ttp.trainer")
 
 
+_NOTED_OTHERWISE = ". The same text causes this once where the checkpoint's was noted otherwise: by an earlier version, or prepared in another way"
+
 OnStep = Callable[[StepMetrics], None]
 
 
@@ -68,6 +70,7 @@ def started(
     output_dir = Path(config.training_config.output_dir).resolve()
     with open_logs(output_dir, world.rank) as run_log, run_log.errors(world.rank):
         text = open_text(config)
+        fingerprint = text.tokens.fingerprint()  # before ranks wait for each other: it reads the text
         kind = choose_device(config.training_config.device)
         shared = config.training_config.shared_device
         device = bind_shared(kind, world.rank) if shared else bind(kind, world.local_rank)
@@ -77,10 +80,10 @@ def started(
             make_deterministic()
         with joined(world, kind, device):
             check_agreement("configuration", json.dumps(plain(config), sort_keys=True), device)
-            check_agreement("text", f"{text.tokens.size} {text.tokens.fingerprint()}", device)
+            check_agreement("text", f"{text.tokens.size} {fingerprint}", device)
             mesh = build_mesh(config.parallel_config, world.size, world.rank, kind.name)
             log.info("%s", layout_line(config.parallel_config, mesh.data.size))
-            yield Trainer(config, world, mesh, device, text, run_log, output_dir, on_step)
+            yield Trainer(config, world, mesh, device, text, fingerprint, run_log, output_dir, on_step)
 
 
 def layout_line(parallel: ParallelConfig, data_parallel_size: int) -> str:
@@ -101,6 +104,7 @@ class Trainer:
         mesh: Mesh,
         device: torch.device,
         text: OpenedText[Any],
+        fingerprint: str,
         run_log: RunLog,
         output_dir: Path,
         on_step: OnStep,
@@ -115,7 +119,7 @@ class Trainer:
         self._on_step = on_step
         self.samples_per_step = config.batch_size(mesh.data.size)
         self.order = {
-            "text": text.tokens.fingerprint(),
+            "text": fingerprint,
             "seq_length": config.model_config.seq_length,
             "seed": config.training_config.seed,
             "shuffle": config.dataset_config.shuffle,
@@ -216,7 +220,9 @@ class Trainer:
         changed = changed_order(state["order"], self.order)
         if changed and self.world.rank == 0:
             log.warning(
-                "%s differs from the checkpoint's; the data order will not match the original run", ", ".join(changed)
+                "%s differs from the checkpoint's; the data, or their order, will not match the original run%s",
+                ", ".join(changed),
+                _NOTED_OTHERWISE if "text" in changed else "",
             )
         if self.metrics is not None:
             recovered = _recovered_line(point.record, state)

@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from ttp.errors import DatasetError
 
+from .spots import spot_hash
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -44,11 +46,13 @@ def prefix_of(path: Path) -> Path | None:
 
 
 class IndexedTokens:
-    """All sequences one after the other, in the index's order. Raises DatasetError for files that are not whole."""
+    """All sequences one after the other, in the index's order. `made_of`: a hash of the text that they were made of, if it is known. Raises
+    DatasetError for files that are not whole."""
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, made_of: str = "") -> None:
         index, tokens = _part(prefix, "idx"), _part(prefix, "bin")
         self.name = str(prefix)
+        self._made_of = made_of
         try:
             body = np.memmap(index, mode="r", dtype=np.uint8)
             raw = np.memmap(tokens, mode="r", dtype=np.uint8)
@@ -94,12 +98,9 @@ class IndexedTokens:
         return np.concatenate(parts) if parts else np.empty(0, self._dtype)
 
     def fingerprint(self) -> str:
-        """Of the index and of the tokens' ends: the tokens may be many."""
-        edge = 1 << 16
-        digest = hashlib.sha256(f"{self.size} {self._dtype} ".encode())
-        for part in (self._stops.tobytes(), self._raw[:edge].tobytes(), self._raw[-edge:].tobytes()):
-            digest.update(part)
-        return digest.hexdigest()[:16]
+        """Of the sequences' lengths, and of spots of the tokens: they may be many."""
+        lengths = hashlib.sha256(self._stops.tobytes()).hexdigest()
+        return spot_hash(self, f"{self._made_of} {self._dtype} {lengths}")
 
     def _run(self, offset: int, start: int, stop: int) -> npt.NDArray[Any]:
         size = self._dtype.itemsize

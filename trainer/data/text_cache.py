@@ -61,9 +61,9 @@ def prepared(root: Path, tokenizer: Tokenizer, cache_dir: Path, column: str) -> 
             if not home.is_dir():
                 _prepare_into(home, root, tokenizer, column, progress)
     try:
-        return IndexedTokens(home / "tokens")
+        return IndexedTokens(home / "tokens", key)
     except DatasetError as exc:
-        raise DatasetError(f"{exc}: remove {home}, and the next start does so") from None
+        raise DatasetError(f"{exc}: remove {home}, and the next attempt does so") from None
 
 
 def cache_key(root: Path, tokenizer: Tokenizer, column: str, cache_dir: Path) -> str:

@@ -22,6 +22,7 @@ from ttp.errors import DatasetError
 from ttp.inputs import checked
 
 from .megatron_indexed import IndexedTokens, prefix_of
+from .spots import spot_hash
 
 END_OF_TEXT = 0
 """What stands between two files that are read as bytes: it occurs in no string."""
@@ -39,7 +40,7 @@ class Tokens(Protocol):
         """Return the ids [start, stop), of any integer type."""
 
     def fingerprint(self) -> str:
-        """Return a short hash that changes when the tokens do."""
+        """Return a short hash that changes when the tokens do (of a long text: those at its spots). Raises DatasetError."""
 
 
 class MemoryText:
@@ -84,12 +85,12 @@ class FileText:
         return np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def fingerprint(self) -> str:
-        """Of names and sizes, not of contents: the text may be large."""
+        """Of names and sizes, and of spots of the contents: the text may be large."""
         lines = [
             f"{path.relative_to(self._root).as_posix()} {end}"
             for path, end in zip(self._files, self._ends, strict=True)
         ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return spot_hash(self, "\n".join(lines))
 
 
 class ArrayTokens:
@@ -119,12 +120,8 @@ class ArrayTokens:
         return self._array[start:stop]
 
     def fingerprint(self) -> str:
-        """Of type, number and both ends: the tokens may be many."""
-        edge = 1 << 16
-        digest = hashlib.sha256(f"{self.size} {self._array.dtype} ".encode())
-        digest.update(self._array[:edge].tobytes())
-        digest.update(self._array[-edge:].tobytes())
-        return digest.hexdigest()[:16]
+        """Of type, number and spots: the tokens may be many."""
+        return spot_hash(self, str(self._array.dtype))
 
 
 class Joined:

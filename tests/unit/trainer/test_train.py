@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ttp
 from tests.lone_process import lone_process
@@ -18,6 +19,7 @@ from tests.unit.trainer.conftest import MakeConfig
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.trainer import train as train_module
 from ttp.trainer.__main__ import main
+from ttp.trainer.data.tokens import MemoryText
 from ttp.trainer.metrics import MetricsFile, account, read_lines
 from ttp.trainer.parallel import micro_batches
 from ttp.trainer.schedule import learning_rate
@@ -306,14 +308,47 @@ def test_missing_text_ends_with_status_2_and_one_sentence(run: Run, capsys: pyte
 
 
 def test_other_text_than_the_checkpoints_is_said(run: Run, tmp_path: Path) -> None:
-    """It is allowed, and not silently."""
-    changes = {"training_config.save_interval": 3, "training_config.training_iters": 3}
+    """It is allowed, and not silently: also where its file has the same name and size as before."""
+    changes = {"training_config.save_interval": 1, "dataset_config.dataset_dir": tmp_path / "text"}
+    changed = []
+    for iters, text in ((1, "to be or not to be "), (2, "to be or not to be "), (3, "to do or not to do ")):
+        (tmp_path / "text").write_text(text * 100)
+        output = run("output", {**changes, "training_config.training_iters": iters})
+        info = (output / "log" / "rank_0" / "info.log").read_text()
+        changed.append(info.count("text differs from the checkpoint's; the data, or their order, will not match"))
+    assert changed == [0, 0, 1]
+
+
+def test_order_of_an_unchanged_text_is_reported_without_a_word_of_the_text(run: Run) -> None:
+    """Another seed leaves the text as it was."""
+    changes = {"training_config.save_interval": 1, "training_config.training_iters": 1}
     run("output", changes)
-    (tmp_path / "text").write_text("to be or not to be " * 100)
-    output = run(
-        "output", {**changes, "training_config.training_iters": 4, "dataset_config.dataset_dir": tmp_path / "text"}
-    )
-    assert "text differs from the checkpoint's" in (output / "log" / "rank_0" / "info.log").read_text()
+    output = run("output", {**changes, "training_config.training_iters": 2, "training_config.seed": 9})
+    info = (output / "log" / "rank_0" / "info.log").read_text()
+    assert "seed differs from the checkpoint's; the data, or their order, will not match the original run\n" in info
+
+
+def test_checkpoint_from_before_contents_were_compared_warns_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it noted of the text cannot be compared; the checkpoints after it can. The text is looked at once a start, before ranks have met."""
+    met: list[bool] = []
+
+    def older(text: MemoryText) -> str:
+        met.append(dist.is_initialized())
+        return "0" * 16
+
+    monkeypatch.setattr(MemoryText, "fingerprint", older)
+    changes = {"training_config.save_interval": 1}
+    run("output", {**changes, "training_config.training_iters": 1})
+    assert met == [False]
+    monkeypatch.undo()
+    warned = []
+    for iters in (2, 3):
+        output = run("output", {**changes, "training_config.training_iters": iters})
+        info = (output / "log" / "rank_0" / "info.log").read_text()
+        warned.append(
+            info.count(". The same text causes this once where the checkpoint's was noted otherwise: by an earlier")
+        )
+    assert warned == [1, 1]
 
 
 def test_trainer_uses_only_what_ttp_gives_to_everybody() -> None:
