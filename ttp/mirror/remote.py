@@ -12,13 +12,14 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from ttp.checkpoint.format.durable import fsync_directory
+from ttp.checkpoint.format.durable import fsync_directory, step_of_directory
 from ttp.config import credentials
 from ttp.mirror.url import S3, check_url
 
@@ -34,6 +35,17 @@ _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}")
 
 class RemoteError(OSError):
     """The store did not do what was asked, after all tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An upload that has not ended."""
+
+    folder: str
+    name: str
+    """The file's, once it is whole."""
+    id: str
+    """The store's name of the upload; of a folder on a file system: the unfinished file's."""
 
 
 def error_text(error: BaseException) -> str:
@@ -136,24 +148,30 @@ class Remote:
         except FileNotFoundError:
             return
 
-    def abort_unfinished(self, names: Collection[str] | None = None) -> int:
-        """Remove what interrupted uploads left of files with these names (None: of any); return how many. Raises RemoteError."""
+    def unfinished(self) -> list[Unfinished]:
+        """Return what interrupted or running uploads, of whatever program, have so far of files in published steps' folders. Raises RemoteError."""
         if self._local:
             left = [path for path in Path(self._root).glob("*/.*") if _UNFINISHED.fullmatch(path.name)]
-            gone = [path for path in left if names is None or path.name[1:-13] in names]
-            for path in gone:
-                path.unlink(missing_ok=True)
-            return len(gone)
-        if self._scheme not in S3:
-            return 0
-        bucket, _, prefix = self._root.partition("/")
-        of = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
-        found = self._call("", self._fs.call_s3, "list_multipart_uploads", **of).get("Uploads", [])
-        chosen = [each for each in found if names is None or each["Key"].rpartition("/")[2] in names]
-        for each in chosen:
-            abort = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
-            self._call(each["Key"], self._fs.call_s3, "abort_multipart_upload", **abort)
-        return len(chosen)
+            found = [Unfinished(path.parent.name, path.name[1:-13], path.name) for path in left]
+        elif self._scheme in S3:
+            bucket, _, prefix = self._root.partition("/")
+            of = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
+            uploads = self._call("", self._fs.call_s3, "list_multipart_uploads", **of).get("Uploads", [])
+            parts = [(each["Key"].removeprefix(of["Prefix"]).split("/"), each["UploadId"]) for each in uploads]
+            found = [Unfinished(names[0], names[1], upload) for names, upload in parts if len(names) == 2]
+        else:
+            found = []
+        return [each for each in found if step_of_directory(Path(each.folder)) is not None]
+
+    def abort(self, upload: Unfinished) -> None:
+        """Remove what an upload has so far: it cannot be finished then. Raises RemoteError."""
+        name = f"{upload.folder}/{upload.name}"
+        if self._local:
+            (Path(self._root) / upload.folder / upload.id).unlink(missing_ok=True)
+            return
+        bucket, _, key = self._path(name).partition("/")
+        of = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
+        self._call(name, self._fs.call_s3, "abort_multipart_upload", **of)
 
     @staticmethod
     def _needed(act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

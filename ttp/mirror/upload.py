@@ -61,10 +61,23 @@ class Uploader:
     def begin(self) -> int:
         """Remove what interrupted uploads of these directories left, and return how many; learn which step is the newest. Raises RemoteError."""
         self._learn_newest()
-        mine = (
-            None if not self.source.host else {file.name for path in published(self.source) for file in path.iterdir()}
-        )
-        return self.remote.abort_unfinished(mine)
+        paths = {path.name: path for path in published(self.source)}
+        found = self.remote.unfinished()
+        own = {each.folder: self._own_names(paths[each.folder]) for each in found if each.folder in paths}
+        mine = [each for each in found if each.name in own.get(each.folder, ())]
+        for each in mine:
+            self.remote.abort(each)
+        return len(mine)
+
+    def _own_names(self, path: Path) -> set[str]:
+        """Return the names of this node's files of a checkpoint; none where the mirror has no claim of it, or that of another write. Raises RemoteError."""
+        try:
+            content = read_bytes(path)
+            claim = _write_name(from_bytes(content, str(path / MANIFEST_NAME)), content)
+        except CheckpointError:  # broken, or removed meanwhile
+            return set()
+        names = {file.name for file in path.glob("*")}
+        return names if self.remote.read(f"{path.name}/{CLAIM_NAME}") == claim else set()
 
     def pending(self) -> list[Path]:
         """Return the published checkpoints that are to be copied, newest first: with `keep`, none that would be removed again."""

@@ -15,6 +15,11 @@ from ttp.mirror.remote import Remote, RemoteError, error_text
 from ttp.mirror.url import check_url
 
 
+def abort_all(store: Remote) -> None:
+    for each in store.unfinished():
+        store.abort(each)
+
+
 def big_file(path: Path, nbytes: int = 12 << 20) -> Path:
     path.write_bytes(os.urandom(nbytes))
     return path
@@ -122,17 +127,43 @@ def test_an_upload_that_is_cut_again_and_again_leaves_no_object_and_its_parts_ca
     assert store.sizes("iter_0000001") == {}
     s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"{tmp_path.name}/iter_0000001/data")
     s3.client().create_multipart_upload(Bucket=BUCKET, Key="another/iter_0000001/data")
-    assert store.abort_unfinished({"other"}) == 0
-    assert store.abort_unfinished() >= 1 and s3.uploads() == ["another/iter_0000001/data"]
-    Remote(f"s3://{BUCKET}/another").abort_unfinished()
+    assert {(each.folder, each.name) for each in store.unfinished()} == {("iter_0000001", "data")}
+    abort_all(store)
+    assert s3.uploads() == ["another/iter_0000001/data"]
+    abort_all(Remote(f"s3://{BUCKET}/another"))
+    assert s3.uploads() == []
+
+
+def test_only_uploads_into_the_folders_of_published_steps_are_found(s3: S3, s3_url: str, tmp_path: Path) -> None:
+    """Other programs use the bucket too, and another job mirrors to a folder below this one's."""
+    prefix, own = tmp_path.name, "iter_0000001/data"
+    others = ["data", "model/data", "iter_1/data", "iter_0000001/logs/data", f"other/{own}"]
+    for name in (own, *others):
+        s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{name}")
+    s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}_2/{own}")
+    store = Remote(s3_url)
+    assert [(each.folder, each.name) for each in store.unfinished()] == [("iter_0000001", "data")]
+    assert Remote(f"s3://{BUCKET}").unfinished() == [], "the whole bucket is the mirror"
+    s3.client().create_multipart_upload(Bucket=BUCKET, Key=own)
+    bucket = Remote(f"s3://{BUCKET}")
+    assert [(each.folder, each.name) for each in bucket.unfinished()] == [("iter_0000001", "data")]
+    abort_all(bucket)
+    abort_all(store)
+    assert sorted(s3.uploads()) == sorted([*(f"{prefix}/{name}" for name in others), f"{prefix}_2/{own}"])
+    for each in s3.client().list_multipart_uploads(Bucket=BUCKET)["Uploads"]:
+        s3.client().abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
 
 
 def test_a_file_that_was_copied_in_part_has_no_name_and_is_removed(tmp_path: Path) -> None:
     store = Remote(f"file://{tmp_path}/mirror")
     store.put(big_file(tmp_path / "data", 10), "iter_0000001/data")
     (tmp_path / "mirror" / "iter_0000001" / ".rest.0123456789ab").write_bytes(b"half")
-    assert store.abort_unfinished({"other"}) == 0 and store.abort_unfinished({"rest"}) == 1
-    assert store.sizes("iter_0000001") == {"data": 10}
+    store.put(big_file(tmp_path / "data", 10), "iter_0000001/.metadata")
+    (tmp_path / "mirror" / "other").mkdir()
+    (tmp_path / "mirror" / "other" / ".rest.0123456789ab").write_bytes(b"another program's")
+    assert [(each.folder, each.name) for each in store.unfinished()] == [("iter_0000001", "rest")]
+    abort_all(store)
+    assert store.sizes("iter_0000001") == {"data": 10, ".metadata": 10} and len(store.sizes("other")) == 1
 
 
 def test_what_a_copy_leaves_that_dies_in_its_middle_is_found_by_the_next_process(
@@ -148,7 +179,8 @@ def test_what_a_copy_leaves_that_dies_in_its_middle_is_found_by_the_next_process
         with pytest.raises(KeyboardInterrupt):
             store.put(big_file(tmp_path / "data", 10), "iter_0000001/data")
     assert store.read("iter_0000001/data") is None and len(store.sizes("iter_0000001")) == 1
-    assert store.abort_unfinished({"data"}) == 1 and store.sizes("iter_0000001") == {}
+    abort_all(store)
+    assert store.sizes("iter_0000001") == {}
 
 
 def test_a_file_that_comes_at_the_same_moment_from_elsewhere_stays(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.s3 import S3
+from tests.s3 import BUCKET, S3
 from tests.unit.checkpoint.cluster import Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
@@ -281,13 +281,63 @@ def test_of_a_checkpoint_that_goes_the_manifest_goes_first(
     assert up.remove_older() == [1] and names == [f"iter_0000001/{MANIFEST_NAME}", "iter_0000001"]
 
 
+def begin_upload(s3: S3, url: str, path: Path, name: str = "") -> None:
+    """Leave what a process leaves that dies in the upload of a file (default: the checkpoint's first)."""
+    key = f"{url.rpartition('/')[2]}/{path.name}/{name or read_manifest(path).files[0].name}"
+    s3.client().create_multipart_upload(Bucket=BUCKET, Key=key)
+
+
+def end_uploads(s3: S3) -> None:
+    for each in s3.client().list_multipart_uploads(Bucket=BUCKET)["Uploads"]:
+        s3.client().abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
+
+
 def test_interrupted_uploads_are_aborted_when_a_process_begins(s3: S3, s3_url: str, tmp_path: Path, job: Job) -> None:
-    job.save(tmp_path, 7)
-    s3.client().create_multipart_upload(Bucket="jobs", Key=f"{tmp_path.name}/iter_0000007/x")
+    path = job.save(tmp_path, 7)
+    uploader(s3_url, tmp_path).copy(path)
+    begin_upload(s3, s3_url, path)
     assert uploader(s3_url, tmp_path).begin() == 1 and s3.uploads() == []
-    s3.client().create_multipart_upload(Bucket="jobs", Key=f"{tmp_path.name}/iter_0000007/x")
-    assert uploader(s3_url, tmp_path, host="a").begin() == 0, "another node's upload goes on"
-    assert uploader(s3_url, tmp_path).begin() == 1
+
+
+def test_another_node_s_upload_goes_on_where_each_has_directories_of_its_own(
+    s3: S3, s3_url: str, tmp_path: Path, job: Job
+) -> None:
+    Cluster(tmp_path).save(job, 7)
+    a, b = (uploader(s3_url, tmp_path / host, host=host) for host in "ab")
+    paths = [tmp_path / host / "iter_0000007" for host in "ab"]
+    b.copy(paths[1])
+    begin_upload(
+        s3, s3_url, paths[1], next(path.name for path in paths[1].iterdir() if not (paths[0] / path.name).exists())
+    )
+    assert a.begin() == 0 and len(s3.uploads()) == 1
+    assert b.begin() == 1 and s3.uploads() == []
+
+
+def test_an_upload_that_this_run_did_not_begin_is_never_aborted(s3: S3, s3_url: str, tmp_path: Path, job: Job) -> None:
+    """Another program uploads into the folders of this run's steps, and another run mirrors to the same place."""
+    unclaimed, taken, own = (job.save(tmp_path, step) for step in (7, 9, 11))
+    other = uploader(s3_url, tmp_path / "other")
+    of_other = [job.later().save(tmp_path / "other", step) for step in (9, 13)]
+    uploader(s3_url, tmp_path).copy(own)
+    begin_upload(s3, s3_url, own, "notes.txt")
+    begin_upload(s3, s3_url, unclaimed)
+    for path in of_other:
+        other.copy(path)
+        begin_upload(s3, s3_url, path, read_manifest(taken).files[0].name)
+    before = s3.uploads()
+    assert len(before) == 4 and uploader(s3_url, tmp_path).begin() == 0 and s3.uploads() == before
+    assert other.begin() == 2 and len(s3.uploads()) == 2
+    end_uploads(s3)
+
+
+def test_an_upload_of_a_checkpoint_that_is_broken_by_now_does_not_end_a_process(
+    s3: S3, s3_url: str, tmp_path: Path, job: Job
+) -> None:
+    path = job.save(tmp_path, 7)
+    begin_upload(s3, s3_url, path)
+    (path / MANIFEST_NAME).write_bytes(b"{")
+    assert uploader(s3_url, tmp_path).begin() == 0
+    end_uploads(s3)
 
 
 def test_each_node_copies_its_own_files_and_one_puts_the_manifest_when_all_are_there(
