@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ttp.launch.report.time_use import (
 from ttp.proto.incident import EVENT, STAGES, read_incident
 from ttp.status.answer import End, FaultRow, HolderRow
 from ttp.status.find_job import journals
+from ttp.status.remembered import Remembered, state_of
 
 FALSE_ALARM, IN_PLACE = "false alarm", "in place"
 RESTARTED = "restarted"
@@ -118,8 +119,8 @@ def read(log_dir: Path) -> History:
         try:
             own = [path for path, attempt, _ in files if attempt == number]
             marks = time_marks.path_of(log_dir, number)
-            state = tuple(path.stat()[6:] for path in (*own, *([marks] if marks.exists() else [])))
-            found = _attempt(log_dir, number, state)
+            state = state_of([*own, *([marks] if marks.exists() else [])])
+            found = _attempts.get((log_dir, number), state, partial(_attempt, log_dir, number))
         except _UNREADABLE as error:
             text = f"the journal of attempt {number} in {log_dir} is broken ({_briefly(error)}): it is passed over"
             notes.append(text)
@@ -174,9 +175,12 @@ def read_report(path: Path) -> list[ReportLine]:
 # --- journals ---
 
 
-@lru_cache(maxsize=1024)
-def _attempt(log_dir: Path, number: int, state: object) -> PastAttempt | None:
-    """Read an attempt's journals; None: nothing is in them so far. `state`: of the files, so that those that do not change are read once."""
+_attempts: Remembered[tuple[Path, int], PastAttempt | None] = Remembered(1024)
+"""By folder and number. One has half a MiB at 2,000 ranks."""
+
+
+def _attempt(log_dir: Path, number: int) -> PastAttempt | None:
+    """Read an attempt's journals; None: nothing is in them so far."""
     lines = read_journals(log_dir, number, 0.0)
     if not lines:
         return None

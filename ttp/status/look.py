@@ -9,12 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.format.durable import steps_in
-from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
 from ttp.errors import CheckpointError
 from ttp.launch.report.time_use import mean_step_s
 from ttp.proto.address import split_address
@@ -25,6 +25,7 @@ from ttp.status.answer import CheckpointRow, CoverageNow, FaultRow, JobView, Lea
 from ttp.status.find_job import Job
 from ttp.status.goodput import job_time
 from ttp.status.history import History, PastAttempt
+from ttp.status.remembered import Remembered, state_of
 
 FEW_RANKS = 16
 """Up to so many have a line each, of more the first of those that need a look."""
@@ -345,14 +346,18 @@ def _checkpoints(directories: Iterable[Path]) -> tuple[list[CheckpointRow], list
 
 def _checkpoint_row(directory: Path, step: int, path: Path) -> CheckpointRow:
     try:
-        cause, written_unix_s, nbytes = _manifest(path)
+        state = state_of([path / MANIFEST_NAME])
+        cause, written_unix_s, nbytes = _manifests.get(path, state, partial(_manifest, path))
     except (CheckpointError, OSError):
         return CheckpointRow(str(directory), step, str(path), "", None, None)
     return CheckpointRow(str(directory), step, str(path), cause, written_unix_s, nbytes)
 
 
-@lru_cache(maxsize=1024)
+_manifests: Remembered[Path, tuple[str, float, int]] = Remembered(1024)
+"""By checkpoint: another one may take its place."""
+
+
 def _manifest(path: Path) -> tuple[str, float, int]:
-    """Return cause, time and size of a published checkpoint, which does not change. Raises CheckpointError, OSError."""
+    """Return cause, time and size of a published checkpoint. Raises CheckpointError, OSError."""
     manifest = read_manifest(path)
     return manifest.cause.kind.value, manifest.created_unix_s, manifest.nbytes
