@@ -226,13 +226,14 @@ def set_aside(path: Path) -> None:
     _set_aside(path, inputs, Path(f"{inputs}.1"))
 
 
-def set_aside_later(log_dir: Path) -> None:
-    """Do so with the journals of all later attempts than the first, which is about to begin, as an earlier launch had more attempts; and
-    with the stacks of all its hangs and the curve of its status page. Raises OSError."""
+def set_aside_earlier(log_dir: Path, attempt: int) -> None:
+    """Do so with all journals of this attempt, before its first controller is started, and of later ones: an earlier launch had more attempts, or
+    more standbys. Before the first attempt also with the stacks of all its hangs and the curve of its status page. Raises OSError."""
     for path in (*log_dir.glob("journal_*.jsonl"), *log_dir.glob("standby_*_*.jsonl")):
-        if path.stem.split("_")[1] != "0":
+        number = path.stem.split("_")[1]
+        if number.isdecimal() and int(number) >= attempt:
             set_aside(path)
-    for path in (*log_dir.glob("stacks_*.txt"), log_dir / "status_curve.json"):
+    for path in (*log_dir.glob("stacks_*.txt"), log_dir / "status_curve.json") if attempt == 0 else ():
         _set_aside(path)
 
 

@@ -15,10 +15,10 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from ttp import files
 from ttp.config import Settings, ordered_by
 from ttp.controller.agent_link import request_shutdown
-from ttp.controller.journal import set_aside_later
+from ttp.controller.journal import set_aside, set_aside_earlier
 from ttp.controller.process import CannotListen, ControllerProcess, unwritable_log_dir
 from ttp.errors import ConfigError, ControllerError, NotWritable
-from ttp.exchange import controller_file, discovery
+from ttp.exchange import controller_file, discovery, last_step, saved_alone, time_marks
 from ttp.exchange.sealed_store import attempts_seal, sealed
 from ttp.groups.vacancy import vacant
 from ttp.runtime.standby import start_job_controller
@@ -57,8 +57,7 @@ class JobController:
     def _start(self) -> str:
         settings, log_dir = self._settings, self._log_dir
         try:
-            if settings.round_number == 0:
-                _set_older_journals_aside(log_dir)
+            _set_earlier_files_aside(log_dir, settings.round_number)
             self._process = start_job_controller(settings, 0, self._world_size, log_dir)
         except CannotListen as error:
             refused = self._refused_port(error)
@@ -169,10 +168,12 @@ class JobController:
         process.terminate()
 
 
-def _set_older_journals_aside(log_dir: Path) -> None:
-    """Make room for a new job's journals. Raises NotWritable."""
+def _set_earlier_files_aside(log_dir: Path, attempt: int) -> None:
+    """Move what an earlier launch has written of this attempt: whatever is there later is this launch's, by any clock. Raises NotWritable."""
     try:
         files.make_folder(log_dir)
-        set_aside_later(log_dir)
+        set_aside_earlier(log_dir, attempt)
+        for of_rank_zero in (last_step, saved_alone, time_marks):
+            set_aside(of_rank_zero.path_of(log_dir, attempt))
     except OSError as error:
         raise unwritable_log_dir(log_dir, error) from None

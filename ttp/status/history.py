@@ -188,7 +188,7 @@ def _attempt(log_dir: Path, number: int) -> PastAttempt | None:
     assembled = next((line for line in lines if line["event"] in ("assembled", "took_over")), None)
     whole: Mapping[str, Any] = next((line["fields"] for line in lines if line["event"] == "assembled"), {})
     begun_unix_s = float(lines[0]["unix_s"])
-    times = attempt_time(number, lines, time_marks.read(log_dir, number, begun_unix_s), begun_unix_s)
+    times = attempt_time(number, lines, time_marks.read(log_dir, number, 0.0), begun_unix_s)
     directories = [line["fields"]["directory"] for line in lines if line["event"] == "write_sent"]
     directories += [str(Path(line["fields"]["path"]).parent) for line in lines if line["event"] == "published"]
     found = PastAttempt(
@@ -386,7 +386,7 @@ def _end(
     if line is None:
         if newest is None or not newest.finished:
             return None
-        known = last_step.read(log_dir, newest.number, newest.begun_unix_s)
+        known = last_step.read(log_dir, newest.number, 0.0)
         step, saved = (known.step, known.saved_step) if known is not None else (None, None)
         return End(newest.last_unix_s, "all ranks have finished", "", step, saved, None)
     last = line.get("last")

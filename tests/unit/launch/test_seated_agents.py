@@ -281,6 +281,19 @@ def test_an_attempt_of_a_seated_node_has_its_seat(monkeypatch: pytest.MonkeyPatc
     assert [call.kwargs["seated"] for call in made.call_args_list] == ["", "s"]
 
 
+def test_an_attempt_begins_where_rank_zero_starts_its_first_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes a lost rank 0's place starts none."""
+    monkeypatch.setattr(attempt_module, "PeerAgents", mock.Mock())
+    launching = mock.Mock(total_timeout_s=5.0, poll_s=0.01)
+    for hosts, vacant in ((True, 0), (True, 7), (False, 0)):
+        attempt = attempt_module.Attempt(
+            launching, job_id="j", job_store=JobStore("127.0.0.1", 1, 0), start_id="s", pids={}, nodes=2,
+            node=1, hosts_rank_zero=hosts, vacant=vacant,
+        )  # fmt: skip
+        attempt.close()
+        assert attempt._start.begins_here is (hosts and not vacant)
+
+
 def test_a_hold_ends_once_another_agent_has_the_place() -> None:
     """Its survivors would be held until TTP_OT, and have devices that the node could give to others."""
     running = RunningAttempt(60.0, True, nodes=2)

@@ -42,7 +42,7 @@ from ttp.mindio.saving.save_calls import Call
 from ttp.processor.async_log import AsyncLog
 from ttp.processor.stacks import StackWriter
 from ttp.runtime.directory_lock import RunDirectories
-from ttp.runtime.job_controller import _set_older_journals_aside
+from ttp.runtime.job_controller import _set_earlier_files_aside
 from ttp.trainer.logs import open_logs
 
 MASKS = (0, 0o022, 0o077)
@@ -132,7 +132,7 @@ def campaigns(folder: Path) -> None:
 
 
 def of_a_controller(folder: Path) -> None:
-    _set_older_journals_aside(folder / "first")
+    _set_earlier_files_aside(folder / "first", 0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ControllerError):
         patch.setattr("ttp.controller.process._fork_or_execute", lambda *given: raises(OSError("x")))
         start_controller(ControllerSettings("job", 1, 1), folder / "log" / "journal_0.jsonl")

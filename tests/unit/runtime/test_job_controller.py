@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ttp.config import Settings, ordered_by, replaces
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, NotWritable
 from ttp.exchange import discovery
+from ttp.runtime import job_controller
 from ttp.runtime.job_controller import JobController
 
 
@@ -22,6 +23,32 @@ def test_it_comes_to_the_controller_that_had_it_started(tmp_path: Path, monkeypa
             assert JobController(Settings(), tmp_path, rank, 2).open(1.0) == address
         assert replaces() == 7
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_moves_an_earlier_launch_s_files_of_its_attempt_before_the_controller_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the attempts before it are this launch's."""
+    names = ["journal_{}.jsonl", "standby_{}_2.jsonl", "last_step_{}.json", "saved_alone_{}.json", "times_{}.jsonl"]
+    foreign = "journal_old.jsonl"
+
+    def stop(*_: object) -> None:
+        found.append({path.name for path in tmp_path.iterdir() if path.is_file()})
+        raise NotWritable("stop")
+
+    monkeypatch.setattr(job_controller, "start_job_controller", stop)
+    found: list[set[str]] = []
+    for attempt in (0, 2):
+        for name in names:
+            for number in (0, 2):
+                (tmp_path / name.format(number)).touch()
+        for name in ("journal_10.jsonl", foreign):
+            (tmp_path / name).touch()
+        with pytest.raises(NotWritable):
+            JobController(Settings(round_number=attempt), tmp_path, 0, 1).open(1.0)
+    of_first = {foreign, *(name.format(0) for name in names)}
+    assert found == [{foreign, *(name.format(2) for name in names[2:])}, of_first]
+    assert len([path for path in (tmp_path / "earlier").iterdir() if path.name.endswith("_saved_alone_0.json")]) == 1
 
 
 def test_the_variable_is_checked() -> None:

@@ -9,7 +9,7 @@ import pytest
 from ttp.controller.core.facts.events import ControllerSettings, Event, Received, Tick
 from ttp.controller.core.facts.events import Journal as Line
 from ttp.controller.core.machine import initial, transition
-from ttp.controller.journal import Journal, set_aside_later
+from ttp.controller.journal import Journal, set_aside_earlier
 from ttp.controller.replay import compare, main
 from ttp.errors import ProtocolError
 from ttp.proto.messages import Progress, Registration, ShardGroup, WorkerExit
@@ -75,7 +75,11 @@ def test_the_journal_of_an_earlier_launch_is_moved_aside_and_replays_there(tmp_p
     record(path, EVENTS[:2])
     (tmp_path / "stacks_0.txt").write_text("where rank 1 stood")
     (tmp_path / FILE_NAME).write_text("{}")
-    set_aside_later(tmp_path)
+    set_aside_earlier(tmp_path, 1)
+    assert not list((tmp_path / "earlier").glob("*stacks*")), "an attempt of the same launch may have written them"
+    path.rename(kept := tmp_path / "kept")
+    set_aside_earlier(tmp_path, 0)
+    kept.rename(path)
     assert [each.read_text() for each in (tmp_path / "earlier").glob(f"*_{FILE_NAME}")] == ["{}"], "the page's curves"
     assert not (tmp_path / FILE_NAME).exists()
     (stacks,) = (tmp_path / "earlier").glob("*_stacks_0.txt")

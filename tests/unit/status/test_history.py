@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.status.jobs import BEGAN, Event, comes, end, fault, incident, journal, report, start
+from ttp.exchange import last_step, time_marks
 from ttp.status import history
 from ttp.status.answer import End
 from ttp.status.goodput import job_time
@@ -326,3 +327,16 @@ def test_without_the_jobs_beginning_it_is_not_known(tmp_path: Path) -> None:
 def test_an_attempt_that_never_assembled_trained_nothing(tmp_path: Path) -> None:
     journal(tmp_path, 0, *comes(0.0)[:1])
     assert goodput_of(history.read(tmp_path), BEGAN + 10.0, None) == 0.0
+
+
+def test_where_the_clock_was_set_back_the_last_step_and_the_first_one_are_known(tmp_path: Path) -> None:
+    """Rank 0 has written them under earlier times than those of its registration."""
+    journal(tmp_path, 0, *comes(0.0), (30.0, "finished", {}))
+    time_marks.path_of(tmp_path, 0).write_text(
+        json.dumps({"unix_s": BEGAN - 3600.0, "event": "stepped", "step": 1, "took_s": 0.0}) + "\n"
+    )
+    last = {"unix_s": BEGAN - 3590.0, "step": 9, "saved_step": 9}
+    last_step.path_of(tmp_path, 0).write_text(json.dumps(last))
+    known = history.read(tmp_path)
+    assert known.end is not None and (known.end.last_step, known.end.saved_step) == (9, 9)
+    assert known.times[0].first_step == 1

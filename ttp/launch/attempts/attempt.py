@@ -89,7 +89,9 @@ class Attempt:
         self._nodes = nodes
         self._hosts_rank_zero = hosts_rank_zero
         self._ended: set[int] = set()
-        self._start = AttemptStart(number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size)
+        self._start = AttemptStart(
+            number=job_store.round_number, begun_unix_s=begun_unix_s, world_size=world_size, begins_here=hosts_rank_zero and not vacant,
+        )  # fmt: skip
         self._reporter = launching.reporter
         if self._reporter is not None:
             self._reporter.begin(hosts_rank_zero, self._start.number)

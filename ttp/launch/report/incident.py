@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.launch.report.exit_status import Recorded, is_peer_error
-from ttp.launch.report.journals import Line, leading_lines
+from ttp.launch.report.journals import Line, leading_lines, read_journals
 from ttp.launch.watch.hang_stacks import gather, main_frames, read_asked, read_blocks
 from ttp.proto.incident import EVENT, Culprit, Incident, read_incident, trace_end
 from ttp.proto.messages import CauseKind
@@ -26,6 +26,10 @@ _NO_TIME = "a second signal killed the ranks before"
 _UNDECIDED = "not known on this node: its journal ends before a decision"
 _NEVER_DECIDED = "the controllers ended before a decision"
 _UNLED = "no controller on this node led the ranks"
+_LEFT_OUT = (
+    "not known on this node: the journals of attempt {} in {} are from before its begin by this node's clock, and were left out."
+    " They may be an earlier launch's. If a clock was set back, read in them what was saved"
+)
 _SAVED_UNKNOWN = "not known on this node: ranks exited with their state saved, and no journal here records the step"
 
 
@@ -223,6 +227,8 @@ def _unled(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | No
         return None
     causes_first = sorted(exits, key=lambda rank: (rank in raised and is_peer_error(raised[rank]), rank))
     why = "the journal has no fault" if lines else _UNLED
+    if ending.log_dir is not None and not lines and read_journals(ending.log_dir, start, 0.0):
+        why = _LEFT_OUT.format(start, ending.log_dir)
     incident = Incident(
         kind="unled" if exits else "elsewhere",
         culprits=tuple(

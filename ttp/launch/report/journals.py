@@ -6,7 +6,8 @@ Owns which lines count. Loads no torch: `ttp status` reads them, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ Line = Mapping[str, Any]
 """`{"unix_s", "event", "fields", "controller"}`: the controller is 0 for the one that the attempt began with, i for a standby."""
 
 
-def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
+def read_journals(log_dir: Path, start: int, since_unix_s: float) -> list[Line]:
     """Return the lines of an attempt's leading controllers, in order of time, without lines that were cut off.
 
-    An earlier job may have appended to files of the same names: lines older than the attempt are not the attempt's.
-    Raises OSError, and ValueError for a line that no controller writes; what its fields must hold, their readers know.
+    Where an earlier launch's may be there as well, those before the first that is as new as `since_unix_s` are not the attempt's: controllers
+    only append. Raises OSError, and ValueError for a line that no controller writes; what its fields must hold, their readers know.
     """
     lines: list[Line] = []
     for path in _journals(log_dir, start):
@@ -33,11 +34,21 @@ def read_journals(log_dir: Path, start: int, begun_unix_s: float) -> list[Line]:
                 for number, text in enumerate(file, 1)
                 if text.endswith("\n")
             ]
-        lines += [{**line, "controller": place} for line in read if line["unix_s"] >= begun_unix_s]
+        own = dropwhile(lambda line: line["unix_s"] < since_unix_s, read)
+        lines += [{**line, "controller": place} for line in _in_order(own)]
     try:
         return leading_lines(lines)
     except (LookupError, TypeError) as error:
         raise ValueError(f"got a line whose fields no controller writes ({type(error).__name__}: {error})") from None
+
+
+def _in_order(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield a controller's lines with times that never go back: the clock may have been set back between two of them."""
+    back_s, last_unix_s = 0.0, float("-inf")
+    for line in lines:
+        back_s = max(back_s, last_unix_s - line["unix_s"])
+        last_unix_s = line["unix_s"] + back_s
+        yield {**line, "unix_s": last_unix_s}
 
 
 def _read_line(text: str, where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Arit
 """What a journal that is missing, cut off or altered may raise."""
 
 
+def _clock_s() -> float:
+    """Return the wall clock against one that is never set."""
+    return time.time() - time.monotonic()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStart:
     """One attempt, as the agent on rank 0's node knows it."""
@@ -71,6 +76,15 @@ class AttemptStart:
     begun_unix_s: float
     world_size: int = 0
     """0: not known."""
+    begins_here: bool = False
+    """Rank 0 begins it on this node: it moves an earlier launch's files away before it has the first controller."""
+    clock_s: float = field(default_factory=_clock_s)
+    """Where the wall clock was when it began."""
+
+    @property
+    def since_unix_s(self) -> float:
+        """From when on files are this attempt's; where the clock was set back, by that clock."""
+        return 0.0 if self.begins_here else self.begun_unix_s + min(0.0, _clock_s() - self.clock_s)
 
 
 class Reporter:
@@ -182,7 +196,7 @@ class Reporter:
     def watch(self, attempt: AttemptStart, log_dir: Path) -> bool:
         """Show the attempt's table when all ranks are registered; False: not yet."""
         try:
-            lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s)
+            lines = read_journals(log_dir, attempt.number, attempt.since_unix_s)
         except _UNREADABLE as error:
             log.warning("attempt %d: cannot read the table of shards: %s", attempt.number, error)
             return True
@@ -197,7 +211,7 @@ class Reporter:
         elif (sizes := journal_sizes(log_dir, attempt.number)) != self._sizes:
             self._sizes = sizes
             try:
-                lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s)
+                lines = read_journals(log_dir, attempt.number, attempt.since_unix_s)
                 with self._lock:
                     self._report_recoveries(attempt, lines, log_dir)
                     self._report_slow_ranks(attempt, lines, ended=False)
@@ -363,7 +377,7 @@ class Reporter:
     def _end(self, attempt: AttemptStart, ending: AttemptEnd, introduce: bool) -> bool:
         """Report an attempt's fault, if it had one; return whether it is known how it ended."""
         log_dir = ending.log_dir
-        lines = read_journals(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else []
+        lines = read_journals(log_dir, attempt.number, attempt.since_unix_s) if log_dir is not None else []
         if log_dir is not None:
             if introduce:  # a short attempt, which ended before the journals were read
                 self._introduce(attempt, log_dir, lines)
@@ -374,13 +388,13 @@ class Reporter:
         self._report_recoveries(attempt, lines, log_dir)
         if introduce and self._here:  # else another node has reported them
             self._report_slow_ranks(attempt, lines, ended=True)
-        account = saved_alone.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else None
+        account = saved_alone.read(log_dir, attempt.number, attempt.since_unix_s) if log_dir is not None else None
         report = report_of(attempt.number, lines, ending, report_of_save(attempt.number, account) if account else None)
         if ending.first_step is not None:
             self._compare(attempt.number, ending.first_step, ending.skipped)
         self._ended_in_fault, self._last = report is not None, None
         if ending.succeeded and log_dir is not None:
-            self._last = last_step.read(log_dir, attempt.number, attempt.begun_unix_s)
+            self._last = last_step.read(log_dir, attempt.number, attempt.since_unix_s)
         unannounced = report is not None and report.is_unannounced(ending)
         known = self._time_of(attempt, lines, log_dir)
         if report is None:
@@ -409,7 +423,7 @@ class Reporter:
 
     def _time_of(self, attempt: AttemptStart, lines: Sequence[Line], log_dir: Path | None) -> AttemptTime:
         """Return where an attempt's time went, without its fault."""
-        marks = time_marks.read(log_dir, attempt.number, attempt.begun_unix_s) if log_dir is not None else []
+        marks = time_marks.read(log_dir, attempt.number, attempt.since_unix_s) if log_dir is not None else []
         begun = self._begun_unix_s if attempt.number == 0 else attempt.begun_unix_s
         known = without_fault(attempt_time(attempt.number, lines, marks, begun, attempt.world_size))
         return replace(known, last_step=max(known.last_step, self._last.step if self._last is not None else 0))
@@ -480,6 +494,6 @@ def _known_only_here(attempt: AttemptStart, ending: AttemptEnd) -> bool:
     try:
         if (ending.log_dir / f"journal_{attempt.number}.jsonl").exists():
             return False
-        return bool(read_journals(ending.log_dir, attempt.number, attempt.begun_unix_s))
+        return bool(read_journals(ending.log_dir, attempt.number, attempt.since_unix_s))
     except _UNREADABLE:
         return False
