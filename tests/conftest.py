@@ -70,3 +70,13 @@ def signals_are_left_as_they_were(request: pytest.FixtureRequest) -> Iterator[No
     for number in changed:
         signal.signal(number, before[number])
     assert not changed, f"{request.node.nodeid} has left these handlers behind: {changed}"
+
+
+@pytest.fixture(autouse=True)
+def environment_is_as_it_was() -> Iterator[None]:
+    """What a program sets for its children, run in this process, is not inherited by what the next tests start."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)

@@ -118,6 +118,8 @@ def test_a_run_that_keeps_one_keeps_a_signed_one(tmp_path: Path, keys: Keys) -> 
         model = torch.nn.Linear(8, 4)
         optimizer = ttp.TTPReplicaOptimizer(model.named_parameters(), replicas=1, lr=0.05)
         session = ttp.start(optimizer, save_dirs=[folder], settings=given, keep_checkpoint_max=1 if step == 2 else None)
+        if step == 2:
+            assert session.resume() is not None
         do_steps(model, optimizer, session, step)
         session.save()
         session.close()
