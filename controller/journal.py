@@ -35,6 +35,8 @@ from ttp.inputs.input_file import open_regular
 from .core.facts.events import ControllerSettings, Effect, Event, HeartbeatBatch
 
 SEGMENT_BYTES = 64 << 20
+MOST_QUEUED = 300_000
+"""Inputs that wait to be written, some hundred bytes each: a log directory may not answer for hours."""
 BATCH_LINES = 512
 """At most so many lines between two flushes; under less load every line is flushed."""
 
@@ -84,6 +86,8 @@ class Journal:
         self._input_bytes = 0
         """Of the inputs file behind its state; counted by the thread that writes."""
         self._state_queued = False
+        self._lost = 0
+        """Inputs since the last one that was queued: the disk does not answer, and they would fill the memory."""
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._heartbeats: list[tuple[float, Event]] = []
         """Not queued yet; of the driver's thread, and of `close` once that has ended."""
@@ -111,15 +115,23 @@ class Journal:
         self._state_queued = True
         self._queue_heartbeats()
         self._queue.put(("state", state))
+        if self._lost:
+            self._queue.put(("lost", self._lost))
+            self._lost = 0
 
     @property
     def wants_state(self) -> bool:
-        """The inputs file has grown enough: call `starting_state` with the state of now."""
-        return self._input_bytes >= self._segment_bytes and not self._state_queued
+        """The inputs file has grown enough, or lacks inputs that were lost and the disk answers again: call `starting_state` with the state of now."""
+        grown = self._queue.qsize() < MOST_QUEUED if self._lost else self._input_bytes >= self._segment_bytes
+        return grown and not self._state_queued
 
     def input(self, now: float, event: Event) -> None:
         """Record an event that is about to go into the machine at its time `now`. Several heartbeats in one are written with what comes behind them, a
-        tick at the latest: each line on its own would wake the thread a thousand times a second."""
+        tick at the latest: each line on its own would wake the thread a thousand times a second. While too many wait to be written it is lost, with all
+        that follow until `starting_state`."""
+        if self._lost or self._queue.qsize() >= MOST_QUEUED:
+            self._lost += 1
+            return
         if isinstance(event, HeartbeatBatch):
             self._heartbeats.append((now, event))
             return
@@ -196,6 +208,8 @@ class Journal:
             self._flush()
             content.set()
             return
+        if kind == "lost":
+            raise OSError(f"its disk did not answer, and {content:,} inputs are not in the files for a replay")
         if kind == "event":
             unix_s, monotonic_s, event, fields = content
             line = {"unix_s": unix_s, "monotonic_s": monotonic_s, "event": event, "fields": plain_json(fields)}

@@ -6,11 +6,12 @@ same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ class Trainer:
             "validation_share": config.dataset_config.validation_share,
         }
         """All that decides which text a position stands for."""
+        self.configuration = hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
         self.metrics = MetricsFile(output_dir / "metrics.jsonl") if world.rank == 0 else None
         replicas = config.parallel_config.replicas(mesh.data.size, config.training_config.use_distributed_optimizer)
         self.chunks = build_chunks(config, mesh, device)
@@ -199,6 +201,15 @@ class Trainer:
             elif self.config.dataset_config.micro_batch_num == 1:
                 log.info("gradient_accumulation_shard: with one micro-batch a step it saves memory and no more is sent")
 
+    def _check_same(self, changed: Sequence[str], state: Mapping[str, Any]) -> None:
+        """This process is in a lost one's place: raise NotAsBefore where it would train otherwise than the others."""
+        differing = [*changed, *(["configuration"] if state.get("configuration") != self.configuration else [])]
+        if differing:
+            raise ttp.errors.NotAsBefore(
+                f"this process takes a lost one's place, and its {', '.join(differing)} differ from the job's: a file was changed since the job began,"
+                " or is another one on this node. Give all nodes the same; a restart takes what is there then"
+            )
+
     def _resume(self) -> tuple[int, int]:
         """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -218,6 +229,8 @@ class Trainer:
                 " resume from another checkpoint, or use resume: never and an empty output_dir"
             )
         changed = changed_order(state["order"], self.order)
+        if not point.path:
+            self._check_same(changed, state)
         if changed and self.world.rank == 0:
             log.warning(
                 "%s differs from the checkpoint's; the data, or their order, will not match the original run%s",
@@ -284,7 +297,13 @@ class Trainer:
         tokens = self.sequences.counted(self.consumed, self.samples_per_step)
         epoch = self.sequences.epoch(self.consumed)
         consumed = self.consumed + self.samples_per_step
-        state = {"consumed_samples": consumed, "epoch": epoch, "loss_divisor": divisor, "order": self.order}
+        state = {
+            "consumed_samples": consumed,
+            "epoch": epoch,
+            "loss_divisor": divisor,
+            "order": self.order,
+            "configuration": self.configuration,
+        }
         self.session.set_step_state(step, state)
         result = self.optimizer.step(sums=[loss])
         self.step, self.consumed = step, consumed

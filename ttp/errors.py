@@ -94,8 +94,8 @@ class NotRepeatable(TTPError, ValueError):
 
 
 class NotAsBefore(TTPError):
-    """After a recovery in place, training that was entered again has other batches or learning rates than before. A restart begins the program anew, and may have the
-    same."""
+    """In a recovery in place, training that was entered again has other batches or learning rates than before, or a new process runs another program or
+    configuration than the others. A restart begins the program anew, and all ranks have the same."""
 
 
 class ReplicasDiffer(TTPError):

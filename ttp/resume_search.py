@@ -102,7 +102,7 @@ class ResumeSearch:
         if found is not None:
             self._holder.resumes_from(str(found.path), found.manifest.step)
         if self._mirror is not None:
-            self._mirror.pass_over(self._holder.passed_over)
+            self._mirror.tell_agent(self._holder.passed_over)
         if found is not None:
             return found, reasons
         if choice not in ("auto", "never"):

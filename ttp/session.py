@@ -212,8 +212,8 @@ class Session:
         if settings.mirror and publisher is None:
             from ttp.runtime.mirror_resume import MirrorResume  # fsspec takes a while
 
-            self._mirror = MirrorResume(settings, self._directories, self.rank, self._device, keys.verify)
-            self._mirror.tell_agent(kept)
+            self._mirror = MirrorResume(settings, places, self.rank, self._device, keys.verify, kept)
+            self._mirror.tell_agent({})
         self._first_step = optimizer.current_step
         self.warns_unsaved = not own
         """Say at the end that the last step is not on disk; False: another part of the program does, or saves by itself."""
@@ -282,10 +282,9 @@ class Session:
         Raises CheckpointMismatch (another model), CorruptCheckpoint (the named path is not valid), CheckpointError,
         ConfigError (the optimizer has trained already).
         """
-        if self.optimizer.current_step:
+        if step := self.optimizer.current_step:
             raise ConfigError(
-                f"resume after step {self.optimizer.current_step}: a checkpoint is loaded once, before the first step; start the"
-                " job again to go back"
+                f"resume after step {step}: a checkpoint is loaded once, before the first step; start the job again to go back"
             )
         with refusals_in_one_line(), self.pause(RESUME_AT_MOST_S):
             return self._resume(choice, check) if not vacant() else self._take_place()
@@ -295,6 +294,8 @@ class Session:
         assert self.reentry is not None and self._protection is not None
         self.reentry.wait_ordered()
         given = self.reentry.come_back(self._protection)
+        if self._mirror is not None:
+            self._mirror.tell_agent(self.holder.passed_over)
         self.reentry.begin(self.enters_again_after)
         self._first_step, self.regrouping.recovered = given.step, True
         return ResumePoint(given.step, given.state, given.record, "", ()) if given.step else None

@@ -123,19 +123,9 @@ def test_a_job_looks_the_same_under_ttprun_and_torchrun(tmp_path: Path, how: str
     for name, program in (("ttprun", TTPRUN), ("torchrun", TORCHRUN)):
         out = tmp_path / name
         out.mkdir()
-        environ = {
-            **WARM,
-            "TORCHELASTIC_ERROR_FILE": str(out / "error.json"),
-            "BEFORE": json.dumps(
-                [
-                    *(set(os.environ) - OWN_VARIABLES - NCCL_SETTINGS.keys()),
-                    *WARM,
-                    "BEFORE",
-                    "LAUNCH_TEST_MARK",
-                    "LC_CTYPE",
-                ]
-            ),
-        }
+        inherited = set(os.environ) - OWN_VARIABLES - NCCL_SETTINGS.keys()
+        before = [*inherited, *WARM, "BEFORE", "LAUNCH_TEST_MARK", "LC_CTYPE"]
+        environ = {**WARM, "TORCHELASTIC_ERROR_FILE": str(out / "error.json"), "BEFORE": json.dumps(before)}
         options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", str(out / "logs"), "--redirects", "3")
         with Launch(out, REPORTING, *options, program=program, environ=environ, arguments=[how]) as job:
             status = job.wait()

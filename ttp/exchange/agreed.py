@@ -47,10 +47,26 @@ class Agreements:
                     f"this process takes a lost one's place, and {name} is not in the job's store: {error}"
                 ) from error
         value = make()
-        needed = settings.launched and settings.in_place != "off" and GROUPS.replaceable
-        if needed and settings.master_port and dist.is_initialized() and dist.get_rank(group) == 0:
+        if _is_needed(settings) and dist.get_rank(group) == 0:
             self._open(settings).set(key, json.dumps(value))
         return value
+
+    def of_this_rank(self, name: str, value: Any) -> Any:
+        """Keep a JSON value of this rank's for a process that takes its place, and return it. There return that of the rank's first process. Raises
+        ControllerError: it is not known there."""
+        settings = Settings.from_env()
+        if not (vacant() or _is_needed(settings)):
+            return value
+        key = f"ttp/own/{settings.round_number}/{name}/{dist.get_rank()}"
+        if not vacant():
+            self._open(settings).set(key, json.dumps(value))
+            return value
+        try:
+            return json.loads(self._open(settings).get(key))
+        except RuntimeError as error:
+            raise ControllerError(
+                f"this process takes a lost one's place, and that one's {name} is not in the job's store: {error}"
+            ) from error
 
     def _open(self, settings: Settings) -> Any:
         if self._store is None:
@@ -59,5 +75,12 @@ class Agreements:
         return self._store
 
 
+def _is_needed(settings: Settings) -> bool:
+    """Return whether a process may take the place of one of this job."""
+    replaceable = settings.launched and settings.in_place != "off" and GROUPS.replaceable
+    return replaceable and bool(settings.master_port) and dist.is_initialized()
+
+
 AGREEMENTS = Agreements()
 agree = AGREEMENTS.agree
+of_this_rank = AGREEMENTS.of_this_rank

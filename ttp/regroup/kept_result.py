@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from ttp import files
-from ttp.exchange.agreed import agree
+from ttp.errors import NotAsBefore
+from ttp.exchange.agreed import agree, of_this_rank
 from ttp.exchange.imported_modules import INSTALLED
 from ttp.exchange.json_collectives import broadcast_json
 from ttp.inputs import checked
@@ -66,8 +67,17 @@ def this_program(world_size: int, device: str, layout: str) -> RehearsedProgram:
 
 
 def agreed_program(world_size: int, device: torch.device, layout: str) -> RehearsedProgram:
-    """Return what rank 0 runs: on other ranks other modules may be imported, or the layout be another part's (all ranks call)."""
+    """Return what rank 0 runs: on other ranks other modules may be imported, or the layout be another part's (all ranks call). Raises NotAsBefore in a
+    process that takes a lost one's place and runs something else than that one did."""
     mine = this_program(world_size, device.type, layout)
+    runs = {"script": mine.script, "ttp": mine.ttp, "torch": mine.torch}
+    before = of_this_rank("program", runs)
+    if changed := [name for name, value in runs.items() if before[name] != value]:
+        files = "the script, or a module of its own that it imports, was" if "script" in changed else "versions were"
+        raise NotAsBefore(
+            f"this process takes a lost one's place, and {files} changed on this node since the job began ({', '.join(changed)}): this rank would"
+            " train with other code than the others. The step is written, and the job restarts with what is there now"
+        )
     return RehearsedProgram(**agree("rehearsed program", lambda: broadcast_json(asdict(mine), device)))
 
 

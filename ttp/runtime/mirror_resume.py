@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ttp.checkpoint.reader import Reader
 from ttp.config import Settings
 from ttp.errors import CheckpointError
 from ttp.exchange.json_collectives import exchange_json
+from ttp.groups.vacancy import vacant
 from ttp.mirror import fetch
 from ttp.mirror.remote import Remote
 from ttp.mirror.source import MirrorSource
@@ -45,42 +45,38 @@ class MirrorResume:
     """All ranks make one, and call `look` in the same order."""
 
     def __init__(
-        self, settings: Settings, directories: JobDirectories, rank: int, device: torch.device, key: VerifyKey | None
+        self,
+        settings: Settings,
+        directories: JobDirectories,
+        rank: int,
+        device: torch.device,
+        key: VerifyKey | None,
+        kept: int | None,
     ) -> None:
-        """Raises ConfigError."""
+        """`kept`: checkpoints that the job keeps; None: all. Raises ConfigError."""
         self._remote = Remote(settings.mirror, tries=_TRIES)
         self._settings = settings
         self._directories = directories
         self._rank = rank
         self._device = device
         self._key = key
-        self._source: MirrorSource | None = None
-        """What the agent copies, where this rank has written it."""
+        self._kept = kept or 0
 
-    def tell_agent(self, kept: int | None) -> None:
-        """Write for this node's agent what it copies (the rank that looks after the directories). `kept`: checkpoints that the job keeps."""
+    def tell_agent(self, passed_over: Mapping[str, int]) -> None:
+        """Write for this node's agent what it copies (the rank that looks after the directories). `passed_over`: checkpoints, inode by path, that are
+        not this run's, and are neither copied nor counted. A process in a lost one's place does so when it knows of them."""
         settings, keep = self._settings, self._settings.mirror_keep
-        if not self._directories.keeps:
+        if not self._directories.keeps or vacant():
             return
         if not (settings.launched and settings.attempt_dir):
             show(logging.WARNING, "TTP_MIRROR: nothing is mirrored without ttprun; resuming from the mirror works")
             return
         host = "" if settings.shared_dirs else settings.host
-        self._source = MirrorSource(tuple(self._directories.used), host, (kept or 0) if keep < 0 else keep)
-        self._write(self._source)
-
-    def pass_over(self, passed_over: Mapping[str, int]) -> None:
-        """The resume has chosen: these checkpoints (inode by path) are not this run's, and are neither copied nor counted."""
-        if self._source is not None and passed_over:
-            self._source = replace(self._source, passed_over=dict(passed_over))
-            self._write(self._source)
-
-    def _write(self, source: MirrorSource) -> None:
-        directory = self._settings.attempt_dir
+        used, most = tuple(self._directories.used), self._kept if keep < 0 else keep
         try:
-            source.write(Path(directory))
+            MirrorSource(used, host, most, dict(passed_over)).write(Path(settings.attempt_dir))
         except OSError as error:
-            show(logging.WARNING, f"nothing is mirrored: {directory} cannot be written: {error}")
+            show(logging.WARNING, f"nothing is mirrored: {settings.attempt_dir} cannot be written: {error}")
 
     def look(
         self, choice: str, found: Reader | None, open_step: Callable[[int], Reader | None], *, passed_over: bool

@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -360,14 +361,8 @@ def _until_killed(store: Any, groups: ProcessGroups, pairs: list[Any], rank: int
 
 def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
     """Rank 1 then does as one does that takes a lost one's place: its groups have no peers, and nothing is asked of the others."""
-    os.environ.update(
-        MASTER_ADDR=store.host,
-        MASTER_PORT=str(store.port),
-        TTP_LAUNCHED="1",
-        RANK=str(dist.get_rank()),
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-    )
+    place = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "RANK": str(dist.get_rank())}
+    os.environ.update(place | {"TTP_LAUNCHED": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     half = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     asked: list[str] = []
     agreed_module.READ_AT_MOST = timedelta(seconds=2)  # for what is not there
@@ -380,10 +375,12 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
         return Agreements().agree(name, make, group)
 
     agreed("kept by no program that a new process could join", 1)
-    assert not [key for key in store.list_keys() if "agreed" in key]
+    assert Agreements().of_this_rank("program", "a") == "a"
+    assert not [key for key in store.list_keys() if "ttp/" in key]
     dist.barrier()
     GROUPS.replaceable = True  # as ttp.init_process_group says
     assert agreed("shards", ["a", "b"]) == ["a", "b"] and agreed("own", dist.get_rank(), half) == dist.get_rank()
+    assert Agreements().of_this_rank("program", [dist.get_rank()]) == [dist.get_rank()]
     dist.barrier()
     if (rank := dist.get_rank()) == 1:
         dist.destroy_process_group()
@@ -394,11 +391,14 @@ def a_new_process_reads_what_the_others_have_agreed_on(store: Any) -> None:
         assert GROUPS.backend == "gloo", "what the groups are made with once there are peers"
         asked.clear()
         assert agreed("shards", ["wrong"]) == ["a", "b"] and agreed("own", -1, half) == 1 and not asked
-        try:
-            Agreements().agree("nothing", lambda: asked.extend(["nothing"]))
-            raise AssertionError("expected that an unknown value is refused")
-        except ControllerError as error:
-            assert "this process takes a lost one's place, and nothing is not in the job's store" in str(error)
+        assert Agreements().of_this_rank("program", "another") == [1], "that of the rank's first process"
+        agree = partial(Agreements().agree, "nothing", lambda: asked.extend(["nothing"]))
+        for ask, whose in ((agree, ""), (partial(Agreements().of_this_rank, "nothing", 0), "that one's ")):
+            try:
+                ask()
+                raise AssertionError("expected that an unknown value is refused")
+            except ControllerError as error:
+                assert f"takes a lost one's place, and {whose}nothing is not in the job's store" in str(error)
         assert not asked
         os.environ["TTP_VACANT"] = ""
     dist.destroy_process_group()

@@ -70,13 +70,15 @@ def test_the_list_is_all_that_ttprun_uses() -> None:
 
 
 def test_the_list_has_every_variable_of_torchs_rendezvous_that_ttprun_sets() -> None:
-    """torch's own, not those of its launcher (`TORCHELASTIC_...`), which its documentation names."""
+    """torch's own, not those of its launcher (`TORCHELASTIC_...`, `TORCH_ELASTIC_...`), which its documentation names."""
     used = {
         node.value
         for path in LAUNCH.rglob("*.py")
         if path.name != "torch_names.py"
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"TORCH_\w+", node.value)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"TORCH_(?!ELASTIC_)\w+", node.value)
     }
     assert used == VARIABLES
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ttp.errors import NotAsBefore
 from ttp.regroup import kept_result
 from ttp.regroup.kept_result import (
     MOST_BYTES,
@@ -144,6 +145,27 @@ def test_all_ranks_keep_results_of_rank_0s_program(monkeypatch: pytest.MonkeyPat
     assert agreed_program(2, torch.device("cpu"), "{this rank's}") == PROGRAM
     monkeypatch.setattr(kept_result, "broadcast_json", lambda value, device: value)
     assert agreed_program(2, torch.device("cpu"), "{}") == this_program(2, "cpu", "{}")
+
+
+@pytest.mark.parametrize("name", ["script", "ttp", "torch"])
+def test_a_process_in_a_lost_ones_place_that_runs_something_else_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file was changed while the job ran, or is another one on a spare node: this rank would train with other code than the others."""
+    mine = this_program(2, "cpu", "{}")
+    before = {"script": mine.script, "ttp": mine.ttp, "torch": mine.torch}
+    kept_as: list[object] = []
+
+    def of_this_rank(what: str, value: object) -> object:
+        kept_as.append((what, value))
+        return before
+
+    monkeypatch.setattr(kept_result, "of_this_rank", of_this_rank)
+    monkeypatch.setattr(kept_result, "broadcast_json", lambda value, device: value)
+    assert agreed_program(2, torch.device("cpu"), "{}") == mine and kept_as == [("program", before)]
+    before = before | {name: "another"}
+    with pytest.raises(NotAsBefore, match=rf"changed on this node since the job began \({name}\)"):
+        agreed_program(2, torch.device("cpu"), "{}")
 
 
 def test_a_script_is_known_by_its_content_and_by_that_of_its_own_modules(

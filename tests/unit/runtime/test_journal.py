@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -348,3 +349,38 @@ def test_a_line_that_cannot_be_written_costs_itself_alone(tmp_path: Path, capsys
     journal.write_event(2.0, 2.0, "second", {"step": 7})
     journal.close()
     assert [line.event for line in read_events(path)][-1] == "second"
+
+
+def test_a_disk_that_does_not_answer_costs_inputs_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has happened is kept. When the disk answers again, a file begins that can be replayed; the one before ends where inputs were lost."""
+    monkeypatch.setattr(journals, "MOST_QUEUED", 10)
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.starting_state(initial(SETTINGS, 0.1))
+    answers, write = threading.Event(), journal._write
+
+    def hang(kind: str, content: object) -> None:
+        assert answers.wait(60.0)
+        write(kind, content)
+
+    monkeypatch.setattr(journal, "_write", hang)
+    for number in range(50):
+        journal.input(float(number), Tick())
+        journal.input(number + 0.5, EVENTS[3])
+    assert journal._queue.qsize() <= 11 and not journal.wants_state
+    journal.write_event(60.0, 60.0, "published", {"step": 7})
+    answers.set()
+    assert journal.wait_written() and journal.wants_state
+    journal.input(60.5, EVENTS[3])
+    journal.starting_state(initial(SETTINGS, 61.0))
+    assert not journal.wants_state
+    journal.input(62.0, EVENTS[0])
+    journal.close()
+    assert [line.event for line in read_events(path)] == ["published"]
+    last, before = read_inputs(inputs_path(path)), read_inputs(Path(f"{inputs_path(path)}.1"))
+    assert [event for _, event in last.inputs] == [EVENTS[0]]
+    times = [now for now, _ in before.inputs]
+    assert 0 < len(times) < 100 and times == [number / 2 for number in range(len(times))], "without a gap"
+    assert "its disk did not answer, and " in capsys.readouterr().err

@@ -8,18 +8,22 @@ import os
 import re
 import sys
 import types
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ttp.errors import ConfigError
+import ttp
+from ttp.errors import ConfigError, NotAsBefore
 from ttp.trainer.devices.binding import bind, bind_shared, choose_device
 from ttp.trainer.devices.device_table import DEVICES, DeviceName
 from ttp.trainer.logs import LOGGER, open_logs
 from ttp.trainer.metrics import StepMetrics
+from ttp.trainer.train import Trainer
 from ttp.trainer.world import World, check_agreement, joined, world_from_env
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,6 +158,43 @@ def test_ranks_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather", gather)
     with pytest.raises(ConfigError, match=r"ranks \[1, 3\] were started with another text than rank 0"):
         check_agreement("text", "abc", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("path", "configuration", "text", "differs"),
+    [
+        ("", "as it was", "as it was", ""),
+        ("", "another", "as it was", "configuration"),
+        ("", "as it was", "another", "text"),
+        ("/c/iter_0000003", "another", "another", ""),
+    ],
+)
+def test_a_process_in_a_lost_ones_place_trains_as_the_others_do(
+    path: str, configuration: str, text: str, differs: str
+) -> None:
+    """With the configuration and the text that they have; a restart takes what is there then."""
+    state = {
+        "consumed_samples": 12,
+        "epoch": 0,
+        "loss_divisor": 1,
+        "order": {"text": "as it was"},
+        "configuration": "as it was",
+    }
+    trainer: Any = SimpleNamespace(
+        optimizer=SimpleNamespace(param_groups=[]),
+        config=SimpleNamespace(training_config=SimpleNamespace(resume="auto", seed=1)),
+        session=SimpleNamespace(resume=lambda choice, check: ttp.ResumePoint(3, state, None, path, ())),
+        world=SimpleNamespace(size=2, rank=1),
+        metrics=None,
+        order={"text": text},
+        configuration=configuration,
+    )
+    trainer._check_same = partial(Trainer._check_same, trainer)
+    if differs:
+        with pytest.raises(NotAsBefore, match=f"its {differs} differ from the job's"):
+            Trainer._resume(trainer)
+    else:
+        assert Trainer._resume(trainer) == (3, 12)
 
 
 STEP = StepMetrics(
