@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.conftest import JOB_S, RunJob, arguments, run_to_end
+from tests.chaos.conftest import JOB_S, SMALL, RunJob, arguments, run_to_end
 from tests.chaos.test_kills import assert_equal
 from ttp.chaos.observed.training_job import TrainingJob
 
@@ -85,3 +85,31 @@ def test_a_controller_that_dies_after_its_order_costs_no_step(tmp_path: Path, wh
     # The new controller writes: rank 0 has left its groups. Where the new process is slow to begin, its silence is the reason that is found first.
     assert reason in ("rank 0 has a gate that cannot open again", "a fault of kind silent")
     assert_equal(job, whole_job(2))
+
+
+EDITED = """
+import runpy
+
+import part
+
+runpy.run_module("ttp.trainer", run_name="__main__", alter_sys=True)
+"""
+"""The bundled trainer with a module beside it."""
+
+
+@pytest.mark.long
+def test_a_module_that_is_edited_during_the_run_is_seen_and_the_step_is_written(tmp_path: Path) -> None:
+    """The new process would train with other code than the others; after the restart all have the new one."""
+    (tmp_path / "edited.py").write_text(EDITED)
+    (tmp_path / "part.py").write_text("LOSS = 1\n")
+    (tmp_path / "job").mkdir()
+    program, steps = [str(tmp_path / "edited.py")], (*SMALL, "--training_config.training_iters=300")
+    with TrainingJob(tmp_path / "job", ranks=2, overrides=steps, environ=ON, program=program) as job:
+        job.wait_for_step(4)
+        (tmp_path / "part.py").write_text("LOSS = 2\n")
+        job.kill(1)
+        assert job.wait(JOB_S) == 0, job.console_tail(80)
+    text = (job.output_dir / "console.log").read_text(errors="replace")
+    assert "changed on this node since the job began (script)" in text
+    assert len(job.starts()) == 2 and "training continues after step" not in text and "no step lost" in text
+    assert job.leftovers() == []
