@@ -330,24 +330,6 @@ def test_a_spare_before_its_job_has_no_time_limit(monkeypatch: pytest.MonkeyPatc
     waits.end()
 
 
-def test_the_store_is_kept_at_the_end_for_a_spare_to_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one the launcher ends at once."""
-    kept: list[Endpoint] = []
-    monkeypatch.setattr(Stores, "linger", lambda self, place: kept.append(place))
-    for waits in (False, True):
-        place = free_place()
-        server = serve(place)
-        bench = Bench(place)
-        bench.join()
-        until(lambda: len(bench.made) == 1)  # noqa: B023
-        bench.made[0].joined.set()
-        bench.thread.join(30)
-        if waits:
-            Entry("job", "node-c").renew(server, place, SPARE)
-        bench.store_failover.shutdown()
-        assert kept == [place] * waits and departures.succeeded(server, "job")
-
-
 def test_a_node_that_leaves_says_so_once() -> None:
     """Its place is free from then on; the launcher's own end does not publish it again."""
     place = free_place()

@@ -4,6 +4,7 @@
     ttp/left/<run id>/<n>    `node-b: ...`, the n-th node's reason
     ttp/over/<run id>        the reason of the node that has closed the rendezvous for all
     ttp/succeeded/<run id>   a node on which the job has succeeded
+    ttp/waits/<run id>       set by a node that waits for a place
     ttp/sick/<run id>        how many nodes have been excluded so far, because their health checks failed
     ttp/sick/<run id>/<n>    the n-th of them as JSON: its name, and the reason
     ttp/drain/<run id>/<n>   why the agent with the n-th entry (`spare_nodes.py`) shall leave at a step boundary
@@ -113,6 +114,21 @@ def succeeded(store: Store, run_id: str) -> bool:
     return bool(store.check([_succeeded(run_id)]))
 
 
+def end(store: Store, run_id: str) -> tuple[str, bool]:
+    """Return why the job is over, empty if no node has published it, and whether it has succeeded on a node."""
+    return over(store, run_id), succeeded(store, run_id)
+
+
+def publish_wait(store: Store, run_id: str) -> None:
+    """Publish that a node waits for a place: it has to read the job's end."""
+    store.set(_waits(run_id), "1")
+
+
+def has_waited(store: Store, run_id: str) -> bool:
+    """Return whether a node waits for a place, or has done so."""
+    return bool(store.check([_waits(run_id)]))
+
+
 def _left(run_id: str) -> str:
     return f"ttp/left/{run_id}"
 
@@ -131,3 +147,7 @@ def _over(run_id: str) -> str:
 
 def _succeeded(run_id: str) -> str:
     return f"ttp/succeeded/{run_id}"
+
+
+def _waits(run_id: str) -> str:
+    return f"ttp/waits/{run_id}"

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ttp.inputs import checked
-from ttp.launch.rendezvous.spare_nodes import RUNNING, Silence, read_agents
+from ttp.launch.rendezvous import departures
+from ttp.launch.rendezvous.spare_nodes import JOINING, RUNNING, SPARE, Agent, Silence, read_agents
 
 log = logging.getLogger("ttp.launch")
 
@@ -56,7 +57,7 @@ class WasReplaced(Exception):
 
 def has_all_nodes(store: Store, run_id: str, silence: Silence, most: int) -> bool:
     """Return whether a job runs with `most` nodes. torch's rendezvous may lack one whose place another has, and let a newcomer in, for which the others
-    would make room. `silence`: the caller's own."""
+    would make room. `silence`: the caller's own. Where one does, publish that this node waits for a place."""
     if (job := read(store, run_id)) is None:
         return False
     agents = read_agents(store, run_id)
@@ -64,7 +65,21 @@ def has_all_nodes(store: Store, run_id: str, silence: Silence, most: int) -> boo
     here = [
         agent for agent in agents if agent.number not in lost and (agent.state, agent.start) == (RUNNING, job.start)
     ]
+    if len(here) >= most:
+        departures.publish_wait(store, run_id)
     return len(here) >= most
+
+
+def publish_end(store: Store, run_id: str, own: Agent, why: str) -> bool:
+    """Publish that the job is over, for all: it has failed, or (`why` is empty) succeeded on the node of agent `own`. Return whether other nodes wait, which have to
+    read it."""
+    if why:
+        departures.publish_over(store, run_id, why)
+    else:
+        departures.publish_success(store, run_id, own.node)
+    others = (agent for agent in read_agents(store, run_id) if agent.number != own.number)
+    waits = any(agent.state in (SPARE, JOINING) for agent in others)
+    return waits or departures.has_waited(store, run_id)
 
 
 def publish(store: Store, run_id: str, job: RunningJob) -> None:

@@ -10,10 +10,10 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -36,12 +36,10 @@ from ttp.launch.rendezvous.spare_nodes import (
     MOST_AGENTS,
     RUNNING,
     SICK,
-    SPARE,
     Entry,
     MeetingAnew,
     PlaceTaken,
     Silence,
-    read_agents,
     seated,
     sit_down,
 )
@@ -204,23 +202,30 @@ class FailoverRendezvous(RendezvousHandler):
         self._entry.met(start, size, self._epoch)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round at the endpoint in use. Raises RendezvousTimeoutError (TooFewNodes where another allocation may help),
-        RendezvousClosedError (why the job is over), OtherSecret, WasReplaced."""
+        """Join the next round at the endpoint in use; the time limit begins anew while the job has no place for this node. Raises
+        RendezvousTimeoutError (TooFewNodes where another allocation may help), RendezvousClosedError (why the job is over),
+        RendezvousGracefulExitError (it has succeeded without this node), OtherSecret, WasReplaced."""
         waiting = self._waiting
         self._stop_polling()
         if waiting is not None and waiting.over:
             raise RendezvousClosedError(f"the job {self._run_id!r} is over: {waiting.over}")
         if waiting is not None and self._place is not None:
-            if (
-                waiting.unanswered > 1 and not waiting.connected
-            ):  # else it is slow: `find` waits for it, so that not all move
+            # A store that is connected is slow: `find` waits for it, so that not all move.
+            if waiting.unanswered > 1 and not waiting.connected:
                 self._stores.gave_no_answer(self._place)
             elif waiting.unanswered <= 1:
                 self._stores.ask(self._place, functools.partial(self._entry.renew, place=self._place, state=JOINING))
         began = time.monotonic()
         while True:
             left_s = began + self._join_timeout_s - time.monotonic()
-            if left_s <= 0:
+            first, self._anew = self._stores.epoch == 0, False
+            place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
+            joined = None
+            if place is not None and self._was_replaced():
+                raise WasReplaced(f"another node has the place of {self._entry.agent.node}")
+            if place is not None and self._has_all_nodes(place, left_s):
+                began = time.monotonic()
+            elif left_s <= 0:
                 where = ", ".join(map(str, self._stores.endpoints))
                 why = self._stores.trouble() or "all endpoints answer. Check that every node was started"
                 sick = f"; excluded: {'; '.join(map(str, self._excluded))}" if self._excluded else ""
@@ -228,16 +233,10 @@ class FailoverRendezvous(RendezvousHandler):
                 raise kind(
                     f"too few nodes joined within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout) at {where}: {why}{sick}"
                 )
-            first, self._anew = self._stores.epoch == 0, False
-            place = self._stores.find(first and time.monotonic() - began < FIRST_PATIENCE_S, left_s)
-            joined = None
-            if place is not None:
-                if self._was_replaced():
-                    raise WasReplaced(f"another node has the place of {self._entry.agent.node}")
-                joined = self._join(place, left_s) if not self._has_all_nodes(place, left_s) else None
+            elif place is not None:
+                joined = self._join(place, left_s)
             if joined is not None:
-                assert self._inner is not None
-                assert place is not None
+                assert self._inner is not None and place is not None
                 self._secret.met = True
                 self._anew_meeting.met(place, joined.rank)
                 self._poll(place)
@@ -246,13 +245,15 @@ class FailoverRendezvous(RendezvousHandler):
                 time.sleep(ROUND_S)
 
     def _has_all_nodes(self, place: Endpoint, within_s: float) -> bool:
-        """Return whether a job runs there that has no place for this node, which was never of it."""
+        """Return whether a job runs there that has no place for this node, which was never of it. Raises what `_end` returns."""
         if self._entry.agent.start >= 0:
             return False
         look = functools.partial(
             running_job.has_all_nodes, run_id=self._run_id, silence=self._silence, most=self._max_nodes
         )
         full = bool(self._stores.ask(place, look, within_s))
+        if full and (end := self._end(place, within_s)) is not None:
+            raise end
         if full and not self._waits_for_place:
             self._waits_for_place = True
             log.warning(
@@ -260,6 +261,17 @@ class FailoverRendezvous(RendezvousHandler):
                 self._max_nodes,
             )
         return full
+
+    def _end(self, place: Endpoint, within_s: float) -> RendezvousClosedError | RendezvousGracefulExitError | None:
+        """Return the error for a node that is not needed any more: the job has failed, or has succeeded without it. None: neither is known."""
+        found = self._stores.ask(place, functools.partial(departures.end, run_id=self._run_id), within_s)
+        why, succeeded = found or ("", False)
+        if succeeded and not why:
+            if self._entry.agent.start < 0:
+                log.warning("the job %r has succeeded without this node. Give a new job a new --rdzv-id", self._run_id)
+                return RendezvousGracefulExitError(f"the job {self._run_id!r} has succeeded")
+            why = "it has succeeded on other nodes, which do not meet this one again"
+        return RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {why}") if why else None
 
     def _join(self, place: Endpoint, left_s: float) -> RendezvousInfo | None:
         """Try to join at one endpoint; None: it is lost, or the job uses another one. Raises WasReplaced."""
@@ -317,8 +329,8 @@ class FailoverRendezvous(RendezvousHandler):
             self._inner = inner
             return joined
         except RendezvousClosedError:
-            why = self.failed_elsewhere() or "no node has reported why"
-            raise RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: {why}") from None
+            unknown = RendezvousClosedError(f"the job {self._run_id!r} is over at {place}: no node has reported why")
+            raise self._end(place, CLOSE_S) or unknown from None
         except OtherSecret:
             raise
         except (*_FAILURES, RuntimeError, ValueError) as error:
@@ -354,7 +366,8 @@ class FailoverRendezvous(RendezvousHandler):
                 log.warning("a node is excluded: %s", each)
         self._departed[place] = (before or 0) + len(reasons)
         if before is not None:
-            _log_departures(reasons)
+            for why in reasons:
+                log.warning("a node has left: %s", why)
             self._departure_seen = self._departure_seen or bool(reasons)
 
     def take_excluded(self) -> list[Excluded]:
@@ -476,24 +489,12 @@ class FailoverRendezvous(RendezvousHandler):
         place = self._place
         ours = place is not None and not self._stores.hangs(place) and not self._was_replaced()
         if place is not None and ours and self._stores.look(place, CLOSE_S) is not None:
-            spares = self._stores.ask(place, lambda store: self._publish_end(store, why), CLOSE_S)
+            publish = functools.partial(running_job.publish_end, run_id=self._run_id, own=self._entry.agent, why=why)
+            others_wait = self._stores.ask(place, publish, CLOSE_S)
             if inner is not None:
                 closing = BoundedCall(inner.shutdown)
                 closed = closing.wait(CLOSE_S) and closing.succeeded
-            if why or spares:
+            if why or others_wait:
                 self._stores.linger(place)
         self._stores.close()
         return closed
-
-    def _publish_end(self, store: Store, why: str) -> bool:
-        """Publish that the job is over; return whether spare nodes wait, which have to read it."""
-        if why:
-            departures.publish_over(store, self._run_id, why)
-        else:
-            departures.publish_success(store, self._run_id, self._entry.agent.node)
-        return any(agent.state == SPARE for agent in read_agents(store, self._run_id))
-
-
-def _log_departures(reasons: Sequence[str]) -> None:
-    for why in reasons:
-        log.warning("a node has left: %s", why)
