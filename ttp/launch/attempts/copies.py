@@ -85,6 +85,8 @@ class Copies:
         """What the keeper gets when it begins."""
         self._attempt_store: Store | None = None
         self._node, self._nodes = 0, 1
+        self._placed: tuple[int, int, tuple[int, ...]] | None = None
+        """This node, of how many, and its ranks, in the last attempt."""
         self._peer = ""
         self._port = 0
         """Where this node's keepers listen for the others."""
@@ -172,6 +174,20 @@ class Copies:
             self._forget()
             raise KeeperLost(f"the copy keeper was lost: {error}") from error
 
+    def _order_again(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the keeper carry out an order; where it ends meanwhile, another one, once: an order that was carried out in part may be given again. Not
+        where it gave no answer in time: other nodes do not wait for longer. Raises KeeperLost."""
+        if self._orders is None:
+            self._start(None)  # the keeper was lost, its copies are here
+        try:
+            return self._order(order)
+        except KeeperLost as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise
+            log.warning("%s; starting another one", error)
+        self._start(None)
+        return self._order(order)
+
     def _forget(self) -> None:
         if self._orders is not None:
             self._orders.close()
@@ -222,7 +238,8 @@ class Copies:
         plain. ranks: of this node. Returns what was saved; None: nothing was to be.
         """
         self._node, self._nodes, self._attempt_store, self._peer = node, nodes, store, ""
-        saved, settled = self._recover(number, store) if number else (None, True)
+        before, self._placed = self._placed, (node, nodes, tuple(ranks))
+        saved, settled = self._recover(number, store, before == self._placed) if number else (None, True)
         credentials = None
         if secret is not None and nodes > 1:
             credentials = Authority(secret, job_id).issue(Identity(job_id, Role.KEEPER, node=host)).encode()
@@ -237,16 +254,15 @@ class Copies:
                 self._has_begun(self._orders)
         return saved
 
-    def _recover(self, number: int, store: Store) -> tuple[SavedCopies | None, bool]:
-        """Return what was saved, and whether the nodes came to an end: else a node was lost, and the copies are needed in the next attempt."""
+    def _recover(self, number: int, store: Store, fits: bool) -> tuple[SavedCopies | None, bool]:
+        """Return what was saved, and whether the nodes came to an end: else a node was lost, or a step that copies have could not be saved, and the
+        copies are needed in the next attempt. `fits`: this attempt's copies need the same memory. Where they need other memory, copies that could not be
+        saved take no room from them."""
         begun = time.monotonic()
         mine: dict[str, Any] = {"offers": [], "groups": {}, "directories": [], "newest": 0}
-        for _ in range(2):
-            if self._orders is None and self._owner.all():
-                self._start(None)  # the keeper was lost, its copies are here
+        if self._orders is not None or self._owner.all():
             with contextlib.suppress(KeeperLost):
-                mine = self._order({"do": "offers"})
-                break
+                mine = self._order_again({"do": "offers"})
         try:
             everyone = self._exchange(store, "offers", mine, OFFERS_S)
             names = {offer: name for node, said in enumerate(everyone) for offer, name in _offers(node, said)}
@@ -269,7 +285,7 @@ class Copies:
         except (OSError, RuntimeError, ValueError) as error:  # torch's DistError
             log.error("copies in memory could not be saved before this attempt: %s", error)
             return None, False
-        return None, True
+        return None, not fits
 
     def _save(
         self, store: Store, turn: str, choice: Choice, names: Mapping[Offer, str], directories: Sequence[str]
@@ -314,7 +330,7 @@ class Copies:
 
     def _carry_out(self, order: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return self._order(order)
+            return self._order_again(order)
         except KeeperLost as error:
             return {"error": str(error), "damaged": ""}
 
