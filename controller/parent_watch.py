@@ -48,7 +48,9 @@ def _open(pid: int) -> int | None:
 
 def _runs(pid: int, handle: int | None) -> bool:
     if handle is not None:
-        return not select.select([handle], [], [], 0)[0]
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return not poll.poll(0)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import select
 import socket
 import time
 from collections.abc import Sequence
@@ -84,7 +83,7 @@ class CopyMemory:
         """Return the keeper's next message; None: there was none in time. Raises OSError: there will be none."""
         if self._channel is None:
             raise OSError("there is no copy keeper")
-        if not select.select([self._channel], [], [], timeout_s)[0]:
+        if not frames.readable(self._channel, timeout_s):
             return None
         try:
             return frames.receive(self._channel)[0]

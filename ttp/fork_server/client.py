@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -305,7 +304,7 @@ class ForkServer:
         until_s = None if within_s is None else time.monotonic() + within_s
         while self._unanswered:
             assert self._channel is not None
-            if until_s is not None and not _readable(self._channel, until_s - time.monotonic()):
+            if until_s is not None and not frames.readable(self._channel, until_s - time.monotonic()):
                 raise NotForked("the fork server still imports")
             self._imported = self._receive(PRELOAD_S)
             failed = self._imported["failed"]
@@ -370,12 +369,6 @@ def not_forkable(args: Sequence[str]) -> str:
     if not os.path.isfile(args[2]) or zipfile.is_zipfile(args[2]):
         return f"{args[2]} is not a Python file"
     return ""
-
-
-def _readable(channel: socket.socket, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    return bool(poll.poll(1000.0 * max(0.0, timeout_s)))
 
 
 def _is_open(descriptor: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -47,6 +48,13 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
             os.close(descriptor)
         raise
     return message, descriptors
+
+
+def readable(channel: socket.socket, timeout_s: float | None) -> bool:
+    """Say whether a message, or the end of the other side, comes within `timeout_s`; None: without a limit. Of a descriptor of any number."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else 1000.0 * max(0.0, timeout_s)))
 
 
 def _read(content: bytes) -> dict[str, Any]:

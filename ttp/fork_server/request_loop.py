@@ -97,8 +97,10 @@ class RequestLoop:
         """Return a channel with a request."""
         if self._listener is None:
             return self._channel
-        ready, _, _ = select.select([self._channel, self._listener], [], [])
-        if self._channel in ready:
+        poll = select.poll()  # a descriptor keeps the agent's number, which may be 1,024 or more
+        for each in (self._channel, self._listener):
+            poll.register(each, select.POLLIN)
+        if self._channel.fileno() in dict(poll.poll()):
             return self._channel
         channel, _ = self._listener.accept()
         channel.settimeout(REQUEST_S)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.high_descriptors import high_socket
 from tests.unit.copies.material import described
 from ttp.copies import copy_memory
 from ttp.copies.copy_memory import CopyMemory
@@ -131,6 +132,31 @@ def test_a_keeper_that_is_lost_during_a_message_gets_no_other() -> None:
         rank.say({"do": "copied"})
     with pytest.raises(OSError, match="there is no copy keeper"):
         rank.say({"do": "copied"})
+    os.close(memory)
+
+
+def test_a_rank_with_many_open_files_gets_its_keepers_answers() -> None:
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, SIZE)
+    asked = threading.Event()
+
+    def serve(channel: socket.socket) -> None:
+        frames.receive(channel)
+        frames.send(channel, {}, [memory])
+        frames.receive(channel)
+        asked.wait()
+        frames.send(channel, {"safe": 1})
+
+    with keeper(serve) as address:
+        rank = CopyMemory(address, DESCRIPTION)
+        assert rank._channel is not None
+        rank._channel = high_socket(rank._channel)
+        try:
+            assert rank.next_message(0.0) is None
+        finally:
+            asked.set()
+        assert rank.next_message(None) == {"safe": 1}
+        rank.close()
     os.close(memory)
 
 

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.high_descriptors import high_socket
 from tests.unit.fork_server.conftest import END_S, module, run, serving, until
 from ttp.fork_server import client, frames, request, request_loop
 from ttp.fork_server.client import ForkServer, Listener, Program
@@ -47,6 +49,22 @@ def test_a_worker_does_not_run_when_its_server_was_killed_before_the_answer(
             server.fork([Program(tuple(args), environ, (0, write_end, write_end))])
         os.close(write_end)
         assert out.read() == ""
+
+
+def test_a_server_takes_requests_at_the_numbers_that_an_agent_with_many_open_files_gives_it() -> None:
+    ours, theirs = map(high_socket, socket.socketpair())
+    listener = Listener()
+    with ours, theirs, socket.socket(socket.AF_UNIX) as other:
+        loop = request_loop.RequestLoop(os.getpid(), theirs, high_socket(listener.socket))
+        frames.send(ours, {})
+        assert loop._next() is theirs
+        frames.receive(theirs)
+        other.connect(str(listener.path))
+        with loop._next() as channel:
+            assert channel is not theirs and channel.family is socket.AF_UNIX
+        assert loop._listener is not None
+        loop._listener.close()
+    listener.close()
 
 
 def test_a_request_that_was_given_up_is_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.high_descriptors import high
 from ttp.controller.agent_link import request_status
 from ttp.controller.journal import read_events
 from ttp.controller.parent_watch import Guardians
@@ -50,6 +51,17 @@ def test_a_guardian_that_is_gone_already_does_not_count(children: list[Child]) -
     end(children[0])
     assert not Guardians((children[0].pid,)).alive()
     assert Guardians((children[0].pid, children[1].pid)).alive()
+
+
+def test_a_standby_with_many_open_files_knows_its_guardian(
+    children: list[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pidfd_open = os.pidfd_open
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: high(pidfd_open(pid)))
+    guardians = Guardians((children[0].pid,))
+    assert guardians.alive()
+    end(children[0])
+    assert not guardians.alive()
 
 
 def test_without_guardians_none_is_ever_gone() -> None:

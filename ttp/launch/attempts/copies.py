@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -104,10 +103,10 @@ class Copies:
         if self._process is not None and self._process.poll() is not None:
             log.warning("the copy keeper (process %d) has ended; its copies are kept", self._process.pid)
             self._forget()
-        if self._process is None and select.select([self._ranks], [], [], 0)[0]:
+        if self._process is None and frames.readable(self._ranks, 0.0):
             self._start(server)
         if self._orders is not None and self._begins:
-            if not select.select([self._orders], [], [], 0)[0]:
+            if not frames.readable(self._orders, 0.0):
                 return
             with contextlib.suppress(EOFError, OSError):  # its end is seen above
                 self._has_begun(self._orders)
