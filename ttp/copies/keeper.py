@@ -32,7 +32,6 @@ from ttp.copies.region import Description, Region, data_bytes, region_bytes
 from ttp.errors import CheckpointError
 from ttp.fork_server import frames
 from ttp.fork_server.linux import LowShare, end_with_parent
-from ttp.identity.credentials import Credentials
 from ttp.identity.own import process_behind
 from ttp.inputs import checked
 from ttp.proto.messages import Cause, CauseKind, FileEntry, ShareResult
@@ -259,6 +258,7 @@ class Keeper:
         """Carry out the agent's orders until it ends."""
         orders: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "begin": self._begin,
+            "credentials": self._renew_credentials,
             "peer": self._set_peer,
             "offers": self._offers,
             "write": self._write,
@@ -275,7 +275,6 @@ class Keeper:
 
     def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
         """Another attempt begins. Answer with this keeper's address for the others; empty: there is no other node."""
-        credentials = request["credentials"] and Credentials.decode(request["credentials"])
         listener = self._listener
         try:
             if listener is None and request["host"]:
@@ -283,8 +282,7 @@ class Keeper:
         finally:
             with self._lock:
                 self._attempt, self._job_id, self._peer = request["attempt"], request["job_id"], ""
-                self._server = transfer.context(credentials, server=True) if credentials else None
-                self._client = transfer.context(credentials, server=False) if credentials else None
+                self._server, self._client = transfer.contexts(request["credentials"])
                 kept = set(self._ask({"do": "all"})[0].get("memories", {}))
                 self._regions = {name: region for name, region in self._regions.items() if name in kept}
                 self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
@@ -294,6 +292,12 @@ class Keeper:
             threading.Thread(target=self.serve_keepers, args=(listener,), daemon=True).start()
         port = self._listener.getsockname()[1] if self._listener is not None else 0
         return {"address": f"{request['host']}:{port}" if port else ""}
+
+    def _renew_credentials(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Those before expire soon. Connections that there are go on with them."""
+        with self._lock:
+            self._server, self._client = transfer.contexts(request["credentials"])
+        return {}
 
     def _set_peer(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._lock:

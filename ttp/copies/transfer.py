@@ -46,6 +46,15 @@ def context(credentials: Credentials, *, server: bool) -> ssl.SSLContext:
     return found
 
 
+def contexts(encoded: object) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """Return a keeper's for the connections that it takes, and for those that it makes; without credentials None each: they are plain. Raises
+    ValueError, OSError."""
+    if not encoded:
+        return None, None
+    credentials = Credentials.decode(encoded)
+    return context(credentials, server=True), context(credentials, server=False)
+
+
 def check_keeper(channel: socket.socket, job_id: str) -> None:
     """Raise OSError unless the other side is a keeper of this attempt. Without TLS nothing is known of it."""
     if not isinstance(channel, ssl.SSLSocket):

@@ -83,7 +83,8 @@ class Renewed:
             self._next_unix_s = now + RETRY_S
         if kept is None:
             return self._renew()
-        threading.Thread(target=self._try_to_renew, name="ttp-renew", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            threading.Thread(target=self._try_to_renew, name="ttp-renew", daemon=True).start()
         return kept
 
     def _renew(self) -> Credentials:

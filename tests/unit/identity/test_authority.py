@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from ttp.identity.authority import LIFETIME_S, SKEW_S, Authority
-from ttp.identity.credentials import Credentials, Renewed
+from ttp.identity.credentials import RETRY_S, Credentials, Renewed
 from ttp.identity.role import ANY_CONTROLLER, KEEPER_NAME, Identity, Role, controller_name
 from ttp.identity.secret import Secret, make_secret
 
@@ -136,6 +136,27 @@ def test_old_credentials_are_renewed_beside_connections_and_kept_where_that_fail
     going_on.release()
     assert answers.get(timeout=10.0) == 200.0
     assert renewed().certificate == b"60.0" and not asked.acquire(blocking=False)  # it is not tried again at once
+
+
+def test_where_no_thread_can_be_started_old_credentials_are_kept_and_renewed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def obtain() -> Credentials:
+        return Credentials(b"", str(now[0]).encode(), b"", renew_unix_s=now[0] + 50.0)
+
+    renewed = Renewed(obtain, clock=lambda: now[0])
+    first = renewed()
+    now[0] = 60.0
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert renewed() is first
+    now[0] += RETRY_S
+    until(lambda: renewed() is not first)
 
 
 def test_the_first_credentials_are_waited_for_and_their_error_is_raised() -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -29,6 +30,7 @@ from ttp.fork_server.forked_process import ForkedChild
 from ttp.fork_server.kill import kill_and_wait
 from ttp.fork_server.request import NotForked
 from ttp.identity.authority import Authority
+from ttp.identity.credentials import Credentials, Renewed
 from ttp.identity.own import socket_name
 from ttp.identity.role import Identity, Role
 from ttp.identity.secret import Secret
@@ -81,7 +83,11 @@ class Copies:
         self._begins = False
         """The keeper was ordered to begin, and its answer was not read yet."""
         self._attempt: dict[str, Any] = {}
-        """What the keeper gets when it begins."""
+        """What the keeper gets when it begins, beside its certificate."""
+        self._credentials: Renewed | None = None
+        """None: transfers are plain, or there are none."""
+        self._given: Credentials | None = None
+        """What the keeper has of them."""
         self._attempt_store: Store | None = None
         self._node, self._nodes = 0, 1
         self._placed: tuple[int, int, tuple[int, ...]] | None = None
@@ -112,6 +118,7 @@ class Copies:
                 self._has_begun(self._orders)
         if self._unpublished:
             self._publish_address()
+        self._renew_credentials()
         if self._orders is not None and self._nodes > 1 and not self._peer:
             with contextlib.suppress(RuntimeError, OSError, KeeperLost):
                 key = f"ttp/copies/address/{(self._node + 1) % self._nodes}"
@@ -199,8 +206,18 @@ class Copies:
     def _begin_keeper(self, orders: socket.socket) -> None:
         """Order it to begin the attempt. Its answer is not waited for: a new one imports torch first, and the ranks need their agent meanwhile.
         Raises OSError."""
-        frames.send(orders, {"do": "begin", "port": self._port, **self._attempt})
+        self._given = self._credentials() if self._credentials is not None else None
+        credentials = self._given.encode() if self._given is not None else None
+        frames.send(orders, {"do": "begin", "port": self._port, "credentials": credentials, **self._attempt})
         self._begins = True
+
+    def _renew_credentials(self) -> None:
+        """Give the keeper its next certificate once there is one: in an attempt of days it connects to other nodes' keepers again and again."""
+        if self._orders is None or self._credentials is None or (new := self._credentials()) is self._given:
+            return
+        with contextlib.suppress(KeeperLost):  # the next one begins with it
+            if "error" not in self._order({"do": "credentials", "credentials": new.encode()}):
+                self._given = new
 
     def _has_begun(self, orders: socket.socket) -> None:
         """Read its answer. Raises EOFError, OSError."""
@@ -239,12 +256,11 @@ class Copies:
         self._node, self._nodes, self._attempt_store, self._peer = node, nodes, store, ""
         before, self._placed = self._placed, (node, nodes, tuple(ranks))
         saved, settled = self._recover(number, store, before == self._placed) if number else (None, True)
-        credentials = None
+        self._credentials = None
         if secret is not None and nodes > 1:
-            credentials = Authority(secret, job_id).issue(Identity(job_id, Role.KEEPER, node=host)).encode()
-        self._attempt = {
-            "attempt": number, "job_id": job_id, "host": host if nodes > 1 else "", "credentials": credentials,
-        }  # fmt: skip
+            peer = Identity(job_id, Role.KEEPER, node=host)
+            self._credentials = Renewed(partial(Authority(secret, job_id).issue, peer))
+        self._attempt = {"attempt": number, "job_id": job_id, "host": host if nodes > 1 else ""}
         if settled:
             self._owner.drop({name for name in self._owner.all() if name not in {own(rank) for rank in ranks}})
         if self._orders is not None:
