@@ -101,8 +101,8 @@ class ResumeSearch:
             found = self._mirror.look(choice, found, open_step, passed_over=bool(reasons))
         if found is not None:
             self._holder.resumes_from(str(found.path), found.manifest.step)
-        if self._mirror is not None:
-            self._mirror.tell_agent(self._holder.passed_over)
+        if self._mirror is not None and (others := self._holder.passed_over):
+            self._mirror.tell_agent(others)
         if found is not None:
             return found, reasons
         if choice not in ("auto", "never"):

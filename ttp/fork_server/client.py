@@ -130,24 +130,24 @@ class ForkServer:
     def _start(self, environ: Mapping[str, str]) -> None:
         self._end()
         self._environ = without_workers_own(environ)
-        ours, theirs = socket.socketpair()
         listening = [str(self._listener.socket.fileno())] if self._listener is not None else []
         room = _ROOM + sum(len(os.fsencode(word)) + 1 for word in sys.argv)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", str(PROGRAM), str(os.getpid()), str(theirs.fileno()), *listening, "-" * room],
-                stdin=subprocess.DEVNULL,
-                env={**NO_THREADS, **self._environ, "_TTP_ROOM": "-" * _ROOM},
-                pass_fds=[theirs.fileno(), *map(int, listening)],
-                start_new_session=True,
-            )
+            ours, theirs = socket.socketpair()
+            with theirs, contextlib.ExitStack() as failed:
+                failed.enter_context(ours)
+                sockets = [str(theirs.fileno()), *listening]
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", str(PROGRAM), str(os.getpid()), *sockets, "-" * room],
+                    stdin=subprocess.DEVNULL,
+                    env={**NO_THREADS, **self._environ, "_TTP_ROOM": "-" * _ROOM},
+                    pass_fds=[*map(int, sockets)],
+                    start_new_session=True,
+                )
+                failed.pop_all()
         except OSError as error:
-            ours.close()
-            self._process = None
             self._reason = f"the fork server cannot be started: {error}"
             return
-        finally:
-            theirs.close()
         self._channel = ours
         with contextlib.suppress(OSError):  # it has ended already, and whoever asks it will know
             self._send({"kind": "preload", "modules": [*self._modules, *self._added]})

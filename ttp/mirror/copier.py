@@ -1,4 +1,4 @@
-"""The mirror process of a node's agent: its argument is JSON (`ttp.mirror.source`), and TTP_MIRROR the URL.
+"""The mirror process of a node's agent: its argument is the descriptor of a file of JSON (`ttp.mirror.source`), and TTP_MIRROR the URL.
 
 Owns the loop, its pauses and its reports: JSON lines on stdout, which the agent reads. The end of its stdin: finish the newest checkpoint, then exit. It has a low
 priority, is the first that the kernel picks when memory runs out, and dies with its agent.
@@ -31,6 +31,8 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 NEVER_TAKEN = 5
 """A store that has refused so many times, and never taken a write, is not waited for at the job's end."""
+_DOUBLED = 16
+"""Pauses are, so many times at most: a store may be away for days."""
 _NICE = 15
 _TOGETHER = 3
 """So many of the newest may lack files of other nodes."""
@@ -88,7 +90,7 @@ class Loop:
             self._failures += 1
             self._begun = False  # a cut upload may have left its parts
             self._report("failed", error=str(error), failures=self._failures)
-            return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S)
+            return min(FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, _DOUBLED), LONGEST_PAUSE_S)
 
     def _begin(self) -> None:
         if aborted := self._uploader.begin():
@@ -118,7 +120,9 @@ def main() -> None:
     lower_priority(_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    source, remote = parse(json.loads(sys.argv[1])), Remote(Settings.from_env().mirror)
+    with open(int(sys.argv[1]), "rb") as content:
+        source = parse(json.load(content))
+    remote = Remote(Settings.from_env().mirror)
 
     def say(fields: dict[str, Any]) -> None:
         print(json.dumps(fields), flush=True)

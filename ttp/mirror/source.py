@@ -5,6 +5,7 @@ Owns the file `mirror_source.json` in the attempt's directory. Where all ranks s
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -34,8 +35,12 @@ class MirrorSource:
         return json.dumps(asdict(self))
 
     def write(self, attempt_dir: Path) -> None:
-        """Raises OSError."""
-        files.replace(attempt_dir / _NAME, self.to_json())
+        """Raises OSError, also for more than is read."""
+        content = self.to_json()
+        if len(content) > _MOST_BYTES:  # of ASCII
+            what = f"{len(content)} bytes that name {len(self.passed_over)} checkpoints of other runs, expected at most {_MOST_BYTES}"
+            raise OSError(errno.EFBIG, f"got {what}. Move those checkpoints to another directory")
+        files.replace(attempt_dir / _NAME, content)
 
 
 def parse(content: object) -> MirrorSource:

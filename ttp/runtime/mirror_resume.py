@@ -69,14 +69,16 @@ class MirrorResume:
         if not self._directories.keeps or vacant():
             return
         if not (settings.launched and settings.attempt_dir):
-            show(logging.WARNING, "TTP_MIRROR: nothing is mirrored without ttprun; resuming from the mirror works")
+            if not passed_over:  # it was said at the start
+                show(logging.WARNING, "TTP_MIRROR: nothing is mirrored without ttprun; resuming from the mirror works")
             return
         host = "" if settings.shared_dirs else settings.host
         used, most = tuple(self._directories.used), self._kept if keep < 0 else keep
         try:
             MirrorSource(used, host, most, dict(passed_over)).write(Path(settings.attempt_dir))
         except OSError as error:
-            show(logging.WARNING, f"nothing is mirrored: {settings.attempt_dir} cannot be written: {error}")
+            cost = "the mirror takes checkpoints of other runs for this one's" if passed_over else "nothing is mirrored"
+            show(logging.WARNING, f"{cost}: {settings.attempt_dir} cannot be written: {error}")
 
     def look(
         self, choice: str, found: Reader | None, open_step: Callable[[int], Reader | None], *, passed_over: bool

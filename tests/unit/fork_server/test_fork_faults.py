@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -65,6 +66,23 @@ def test_a_server_takes_requests_at_the_numbers_that_an_agent_with_many_open_fil
         assert loop._listener is not None
         loop._listener.close()
     listener.close()
+
+
+@pytest.mark.parametrize("name", ["socketpair", "Popen"])
+def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_not_forked_from(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    server, before = ForkServer([]), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket if name == "socketpair" else subprocess, name, refuse)
+        server.start(os.environ)
+    assert server.pid == 0 and len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(NotForked, match=r"the fork server cannot be started: .*Too many open files"):
+        server.prepare([sys.executable, "-u", __file__], os.environ)
+    server.close()
 
 
 def test_a_request_that_was_given_up_is_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,9 +347,9 @@ def test_a_process_that_dies_again_and_again_is_not_waited_for(
     monkeypatch.setattr("ttp.launch.attempts.mirror.time", clock)
     agent.mirror.finish()
     assert caplog.text.count("the mirror process ended (status 1)") == 5 and len(slept) == 4
-    assert "died 5 times: the newest checkpoint is not in the mirror" in caplog.text
+    assert "died, or could not be started, 5 times: the newest checkpoint is not in the mirror" in caplog.text
     (line,) = agent.story()
-    assert (line["what"], line["behind_steps"]) == ("expired", 7) and "died 5 times" in line["error"]
+    assert (line["what"], line["behind_steps"]) == ("expired", 7) and "could not be started, 5 times" in line["error"]
 
 
 _STARTER = """

@@ -127,21 +127,24 @@ class Copies:
                     self._order({"do": "peer", "address": self._peer})
 
     def _start(self, server: ForkServer | None) -> None:
-        ours, theirs = socket.socketpair()
-        memory, theirs_memory = socket.socketpair()
         try:
-            self._process = self._run(server, theirs)
-            self._orders = ours
-            ours.settimeout(ORDER_S)
-            threading.Thread(target=self._give_memory, args=(memory,), name="ttp-copies", daemon=True).start()
-            frames.send(ours, {"do": "start"}, [theirs_memory.fileno(), self._ranks.fileno()])
-            self._begin_keeper(ours)
-        except OSError as error:
+            self._orders, theirs = socket.socketpair()
+            with theirs:
+                memory, theirs_memory = socket.socketpair()
+                with theirs_memory:
+                    giving = threading.Thread(target=self._give_memory, args=(memory,), name="ttp-copies", daemon=True)
+                    try:
+                        giving.start()
+                    except RuntimeError:
+                        memory.close()
+                        raise
+                    self._process = self._run(server, theirs)
+                    self._orders.settimeout(ORDER_S)
+                    frames.send(self._orders, {"do": "start"}, [theirs_memory.fileno(), self._ranks.fileno()])
+            self._begin_keeper(self._orders)
+        except (OSError, RuntimeError) as error:  # no thread can be started
             log.error("a copy keeper cannot be started: %s; ranks are without copies", error)
             self._forget()
-        finally:
-            theirs.close()
-            theirs_memory.close()
 
     @staticmethod
     def _run(server: ForkServer | None, channel: socket.socket) -> subprocess.Popen[bytes] | ForkedChild:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ RESTART_S = 1.0
 LONGEST_RESTART_S = 60.0
 LAST_LINES_S = 5.0
 """For the lines that it has written before its end."""
+_DOUBLED = 16
+"""So many times at most: a process may die again and again for days."""
 _LAST_STARTS = 5
 """A process that has died so many times at the job's end is not started again."""
 
@@ -66,12 +69,19 @@ class Mirror:
             self._kill()
             self._source, self._deaths, self._start_at_s = found, 0, 0.0
         if self._process is not None and (status := self._process.poll()) is not None:
-            pause_s = min(RESTART_S * 2.0**self._deaths, LONGEST_RESTART_S)
-            log.warning("the mirror process ended (status %d); starting it again in %g s", status, pause_s)
+            log.warning("the mirror process ended (status %d); starting it again in %g s", status, self._put_off())
             self._kill()
-            self._deaths, self._start_at_s = self._deaths + 1, time.monotonic() + pause_s
         if self._source is not None and self._process is None and time.monotonic() >= self._start_at_s:
-            self._start(self._source)
+            try:
+                self._start(self._source)
+            except OSError as error:
+                log.warning("the mirror process cannot be started: %s; trying again in %g s", error, self._put_off())
+
+    def _put_off(self) -> float:
+        """Start it later, and later each time; return in how many seconds."""
+        pause_s = min(RESTART_S * 2.0 ** min(self._deaths, _DOUBLED), LONGEST_RESTART_S)
+        self._deaths, self._start_at_s = self._deaths + 1, time.monotonic() + pause_s
+        return pause_s
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,7 +113,11 @@ class Mirror:
             if deaths:
                 time.sleep(min(RESTART_S * 2.0 ** (deaths - 1), _left_s(deadline_s)))
             if self._process is None:
-                self._start(given)
+                try:
+                    self._start(given)
+                except OSError as error:
+                    log.warning("the mirror process cannot be started: %s", error)
+                    continue
             assert self._process is not None and self._process.stdin is not None
             self._process.stdin.close()  # a signal may come before it has its handler
             try:
@@ -114,7 +128,7 @@ class Mirror:
                 return ""
             log.warning("the mirror process ended (status %d) before the newest checkpoint was copied", status)
             self._kill()
-        return f"the mirror process died {_LAST_STARTS} times"
+        return f"the mirror process died, or could not be started, {_LAST_STARTS} times"
 
     @staticmethod
     def _await_end(process: subprocess.Popen[str], deadline_s: float) -> int:
@@ -133,12 +147,27 @@ class Mirror:
             self._reporter.mirror({"what": "expired", **now, "error": reason})
 
     def _start(self, given: MirrorSource) -> None:
-        command = [sys.executable, "-m", "ttp.mirror.copier", given.to_json()]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self._reader = threading.Thread(target=self._read, args=(self._process,), name="ttp-mirror", daemon=True)
-        self._reader.start()
+        """Raises OSError: it does not run."""
+        with open(os.memfd_create("ttp-mirror-source"), "w+b") as content:  # an argument has at most 128 KiB
+            content.write(given.to_json().encode())
+            content.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ttp.mirror.copier", str(content.fileno())],
+                pass_fds=[content.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        reader = threading.Thread(target=self._read, args=(self._process,), name="ttp-mirror", daemon=True)
+        try:
+            reader.start()
+        except RuntimeError as error:
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._kill()
+            raise OSError(str(error)) from error
+        self._reader = reader
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
