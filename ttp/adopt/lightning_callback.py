@@ -218,6 +218,9 @@ class _Callbacks:
 class _Batches:
     """The batches of one epoch, as Lightning's own fetcher gives them."""
 
+    counts_itself = True
+    """Lightning's loop counts them as well, and would end the epoch by its own count of another number of ranks."""
+
     def __init__(self, fetcher: Any) -> None:
         self._fetcher = fetcher
         loaders = fetcher.combined_loader.flattened

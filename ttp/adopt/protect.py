@@ -32,7 +32,7 @@ from ttp.adopt.trainer_state.feed import Feed
 from ttp.adopt.trainer_state.host_objects import HostObjects, Stateful, check_taken
 from ttp.adopt.trainer_state.loader_parts import parts
 from ttp.adopt.trainer_state.loader_states import LoaderStates, check_kept
-from ttp.adopt.trainer_state.position import DataPosition
+from ttp.adopt.trainer_state.position import DataPosition, check_position
 from ttp.adopt.trainer_state.seeds import Seeds
 from ttp.adopt.trainer_state.seen import SeenBatches, check_record
 from ttp.adopt.usage import Usage
@@ -208,7 +208,7 @@ class Guard:
         self._seen = seen = SeenBatches(session.rank, session.world_size, options.on_data_mismatch)
         self._loader_states = LoaderStates(session.rank, session.world_size, adopted.exchange)
         self._feed = Feed(seeds, seen, self._loader_states)
-        self._position = DataPosition(self._feed)
+        self._position = DataPosition(self._feed, seen)
         session.holder.step_states.late = lambda: {
             "seen": seen.record(),
             "loaders": list(self._loader_states.kept),
@@ -468,9 +468,7 @@ class Guard:
 def _check_state(state: Mapping[str, Any]) -> None:
     """Judge what a checkpoint has of `_take`. Raises ValueError naming the key."""
     check_taken(state)
-    position = checked.mapping(*checked.field(dict(state), "position", ""))
-    for name in ("epoch", "batch"):
-        checked.integer(*checked.field(position, name, "position"))
+    check_position(*checked.field(dict(state), "position", ""))
     seed, path = checked.field(dict(state), "seed", "")
     checked.integer(seed, path, -(2**63), 2**64 - 1)
     if "seen" in state:  # older checkpoints have none of these

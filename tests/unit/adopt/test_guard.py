@@ -16,6 +16,7 @@ import ttp
 from ttp.adopt import protect, transformers_callback
 from ttp.adopt.trainer_state.host_objects import from_json, to_json
 from ttp.adopt.trainer_state.position import DataPosition
+from ttp.adopt.trainer_state.seen import SeenBatches
 from ttp.adopt.transformers_callback import TTPCallback
 from ttp.checkpoint import find
 from ttp.checkpoint.format.manifest import read_manifest
@@ -42,7 +43,7 @@ class Unwatched:
 
 def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
     """A loop over range(epochs) would get no batch from its second epoch on, and say nothing."""
-    position = DataPosition(Unwatched())
+    position = DataPosition(Unwatched(), SeenBatches(0, 1, "error"))
     assert list(position.batches([1, 2])) == [(0, 1), (1, 2)]
     with pytest.raises(ConfigError, match=r"again after the end of epoch 0, expected once in each epoch"):
         list(position.batches([1, 2]))
@@ -50,7 +51,7 @@ def test_batches_of_an_epoch_that_is_over_are_refused() -> None:
 
 def test_batches_that_a_loop_left_go_on_where_it_left_them() -> None:
     """A break is not an end; the next epoch begins anew, and so does one after a load."""
-    position = DataPosition(Unwatched())
+    position = DataPosition(Unwatched(), SeenBatches(0, 1, "error"))
     reported = []
     for epoch in position.epochs(2):
         for _, batch in position.batches("abc"):
@@ -75,7 +76,10 @@ def test_what_reads_ahead_goes_within() -> None:
         if kept is not None:
             yield kept
 
-    within, around = DataPosition(Unwatched()), DataPosition(Unwatched())
+    within, around = (
+        DataPosition(Unwatched(), SeenBatches(0, 1, "error")),
+        DataPosition(Unwatched(), SeenBatches(0, 1, "error")),
+    )
     assert next(within.batches(prefetched("abc"))) == (0, "a") and within.batch == 1
     assert next(prefetched(batch for _, batch in around.batches("abc"))) == "a" and around.batch == 2
 

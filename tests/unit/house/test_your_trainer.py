@@ -8,7 +8,7 @@ import re
 import ttp
 from tests.shown import ROOT
 from ttp.adopt import usage
-from ttp.adopt.trainer_state import seen
+from ttp.adopt.trainer_state import position, seen
 from ttp.adopt.transformers_callback import TTPCallback
 
 LOOPS, TEXT = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("your_trainer.md", "ttp_protect.md"))
@@ -54,8 +54,8 @@ def test_what_the_callback_hands_on_are_arguments() -> None:
 
 def test_quoted_warnings_are_said_by_the_code() -> None:
     """A message that changes has to change here, too."""
-    for table, module, count in (("words", usage, 3), ("mismatches", seen, 5)):
-        code = inspect.getsource(module)
+    for table, modules, count in (("words", [usage], 3), ("mismatches", [seen, position], 9)):
+        code = "".join(map(inspect.getsource, modules))
         words = [piece.strip() for row in part(table) for piece in row[0].strip("`").split("...") if piece.strip()]
         assert len(words) == count and all(word in code for word in words), words
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import BatchSampler, DistributedSampler
+
 _PARTS = ("base_dataloader", "_dataloader", "flattened", "batch_sampler", "sampler", "_sampler", "dataset", "datasets")
 """accelerate's and Fabric's wrapped loader, the loaders of Lightning's CombinedLoader, the sampler that it wraps, and what torch's have, its concatenated data sets among them."""
 
@@ -40,6 +42,32 @@ def inner(loader: Any) -> Any:
     for name in ("base_dataloader", "_dataloader"):
         loader = getattr(loader, name, loader)
     return loader
+
+
+def samples_in_batch(loader: Any) -> int:
+    """Return how many samples all ranks together take, from the beginning of an epoch's order, for one batch of each; 0 where that is not certain."""
+    batches: Any = getattr(inner(loader), "batch_sampler", None)
+    ranks = 0
+    if type(batches).__name__ == "BatchSamplerShard":  # accelerate's
+        ranks, batches = 1 if batches.split_batches else batches.num_processes, batches.batch_sampler
+    if getattr(loader, "counts_itself", False) or not (isinstance(batches, BatchSampler) and _is_of_torch(batches)):
+        return 0
+    if isinstance(batches.sampler, DistributedSampler):
+        ranks = batches.sampler.num_replicas if _is_of_torch(batches.sampler) and not ranks else 0
+    return int(batches.batch_size * ranks)
+
+
+def _is_of_torch(part: object) -> bool:
+    """Return whether a sampler's class is torch's or torchdata's: another one may divide an epoch in its own way."""
+    return type(part).__module__.partition(".")[0] in ("torch", "torchdata")
+
+
+def length(loader: Any) -> int:
+    """Return how many batches an epoch has on this rank; 0 where that is not known."""
+    try:
+        return len(inner(loader).batch_sampler)
+    except (AttributeError, TypeError, NotImplementedError):
+        return 0
 
 
 def streams(loader: object) -> list[Any]:

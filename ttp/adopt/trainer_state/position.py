@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from ttp.adopt.trainer_state.loader_parts import length, samples_in_batch
+from ttp.adopt.trainer_state.seen import SeenBatches
 from ttp.errors import ConfigError
+from ttp.inputs import checked
+from ttp.runtime.rank_runtime import show
 
 T = TypeVar("T")
+
+_COUNTED = ("ranks", "samples", "length")
+"""What a batch was counted by."""
 
 
 class IteratorWatch(Protocol):
@@ -26,13 +34,16 @@ class IteratorWatch(Protocol):
 class DataPosition:
     """Counts batches, and skips on resume those that were trained on."""
 
-    def __init__(self, watch: IteratorWatch) -> None:
+    def __init__(self, watch: IteratorWatch, seen: SeenBatches) -> None:
+        """`seen`: knows the ranks, and what follows data that differ."""
         self.epoch = 0
         self.batch = 0
         """Batches of `epoch` that were handed out."""
+        self._ranks = self._samples = self._length = 0
+        """On how many ranks they were counted, the samples of one batch of each, and the epoch's batches; 0: not known."""
         self._over = -1
         """The epoch whose end was reached."""
-        self._watch = watch
+        self._watch, self._seen = watch, seen
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of `count`, the first where the checkpoint stood."""
@@ -42,12 +53,16 @@ class DataPosition:
 
     def batches(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch, each with its number in it; those before are fetched and dropped, from the epoch's first or from
-        the newest state that the loader has of its own (not with `refetch`). So it must give the same ones again in every run. Raises ConfigError when they are asked for again after the epoch's end."""
+        the newest state that the loader has of its own (not with `refetch`). So it must give the same ones again in every run. Raises ConfigError when they are asked for again after the epoch's end, DataMismatch where it
+        is not known which ones remain."""
         if self._over == self.epoch:
             raise ConfigError(
                 f"batches() was called again after the end of epoch {self.epoch}, expected once in each epoch that"
                 " `for epoch in guard.epochs(count)` counts, for the training data; iterate over other loaders themselves"
             )
+        self._count_on(loader)
+        if self._over == self.epoch:
+            return
         skipped = self.batch
         first = self._watch.begin(loader, self.epoch, skipped, refetch=refetch)
         batches = iter(loader)
@@ -56,6 +71,12 @@ class DataPosition:
             try:
                 batch = next(batches)
             except StopIteration:
+                if index < skipped:
+                    self._seen.differs(
+                        f"the loader ended before batch {index} of epoch {self.epoch}, of which {skipped} batches were trained on before"
+                        f" {self._seen.event}, expected the same data in every attempt: give the loader what it had",
+                        on_all_ranks=True,
+                    )
                 self._over = self.epoch
                 return
             self._watch.fetched(self.epoch, index, batch)
@@ -64,7 +85,53 @@ class DataPosition:
                 yield index, batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "batch": self.batch}
+        counted = {"ranks": self._ranks, "samples": self._samples, "length": self._length}
+        return {"epoch": self.epoch, "batch": self.batch, **counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epoch, self.batch, self._over = int(state_dict["epoch"]), int(state_dict["batch"]), -1
+        # Older checkpoints have none of these.
+        self._ranks, self._samples, self._length = (int(state_dict.get(name, 0)) for name in _COUNTED)
+
+    # --- inside ---
+
+    def _count_on(self, loader: object) -> None:
+        """Have `batch` count the batches of this loader on this job's ranks. Raises DataMismatch."""
+        ranks, samples = self._seen.world_size, samples_in_batch(loader)
+        if self.batch and self._ranks not in (0, ranks):
+            if self._length and self.batch >= self._length:
+                self._over = self.epoch
+                return
+            self.batch = self._recounted(ranks, samples)
+        self._ranks, self._samples, self._length = ranks, samples, length(loader)
+
+    def _recounted(self, ranks: int, samples: int) -> int:
+        """Return after how many batches on `ranks` as many samples were handed out. Raises DataMismatch."""
+        where = f"epoch {self.epoch} was interrupted after {self.batch} batches on each of {self._ranks} ranks, and goes on with {ranks}"
+        if not (self._samples and samples):
+            self._seen.differs(
+                f"{where}: got a loader of which it is not certain what that is on another number of ranks, expected torch's"
+                f" DistributedSampler, or a loader that accelerate has prepared. Skipping {self.batch} batches on each rank may leave samples"
+                f" out, or train on them twice: resume with {self._ranks} ranks",
+                on_all_ranks=True,
+            )
+            return self.batch
+        before = self.batch * self._samples
+        recounted, twice = divmod(before, samples)
+        skips = f"Skipping {recounted} batches on each rank"
+        if twice:
+            self._seen.differs(
+                f"{where}: got {before} samples, expected a multiple of {samples}, which all ranks take at once. {skips} trains on {twice}"
+                f" samples twice: resume with {self._ranks} ranks",
+                on_all_ranks=True,
+            )
+        elif self._seen.rank == 0:
+            show(logging.INFO, f"{where}. {skips}: {before} samples, as before")
+        return recounted
+
+
+def check_position(position: object, path: str) -> None:
+    """Judge what a checkpoint has of `DataPosition.state_dict`. Raises ValueError naming the key."""
+    fields = checked.mapping(position, path)
+    for name in ("epoch", "batch", *(_COUNTED if "ranks" in fields else ())):
+        checked.integer(*checked.field(fields, name, path))

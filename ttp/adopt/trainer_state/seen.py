@@ -37,7 +37,7 @@ class SeenBatches:
 
     def __init__(self, rank: int, world_size: int, on_mismatch: str) -> None:
         """`on_mismatch`: one of `CHOICES`."""
-        self._rank, self._world_size = rank, world_size
+        self.rank, self.world_size = rank, world_size
         self._on_mismatch = on_mismatch
         # Tuples that are replaced as a whole: other threads read them without a lock.
         self._batches: tuple[tuple[int, int, Fingerprint], ...] = ()
@@ -62,8 +62,8 @@ class SeenBatches:
         expected = self._expected_batches.pop((epoch, index), "")
         if expected and (got := found.value()) != expected:
             try:
-                self._differs(
-                    f"batch {index} of epoch {epoch} on rank {self._rank} is not the one that this run had there before {self._event}: got"
+                self.differs(
+                    f"batch {index} of epoch {epoch} on rank {self.rank} is not the one that this run had there before {self.event}: got"
                     f" fingerprint {got}, expected {expected}. {_FROM_STATE if from_state else _FROM_FIRST}"
                 )
             except NotAsBefore:
@@ -92,8 +92,8 @@ class SeenBatches:
     def record(self) -> dict[str, Any]:
         """Return the record as JSON values. Any thread: what a device still copies is left out."""
         return {
-            "rank": self._rank,
-            "world_size": self._world_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
             "batches": [[epoch, index, known] for epoch, index, each in self._batches if (known := each.known())],
             "passes": [[step, each.known(), rates] for step, each, rates in self._passes],
             "first": self._first,
@@ -102,9 +102,9 @@ class SeenBatches:
     def expect(self, record: Mapping[str, Any]) -> None:
         """Compare what comes with the record of a checkpoint, as far as it is this rank's in a job of the same size."""
         self._begun = False
-        if record.get("world_size") != self._world_size:
+        if record.get("world_size") != self.world_size:
             return
-        mine = record["rank"] == self._rank
+        mine = record["rank"] == self.rank
         self._expected_passes = {step: (batch if mine else "", rates) for step, batch, rates in record["passes"]}
         if not mine:
             return
@@ -112,17 +112,28 @@ class SeenBatches:
         self._first = record["first"]
         self._newest_expected = record["passes"][-1][1] if record["passes"] else ""
 
-    # --- inside ---
-
     @property
-    def _event(self) -> str:
+    def event(self) -> str:
+        """What began this attempt, for messages."""
         return "the recovery in place" if self.recovered else "the restart"
+
+    def differs(self, text: str, *, on_all_ranks: bool = False) -> None:
+        """Other data come than before the restart: warn, or raise DataMismatch. `on_all_ranks`: rank 0 warns for all."""
+        if self._on_mismatch == "warn":
+            if self.rank == 0 or not on_all_ranks:
+                show(logging.WARNING, text)
+        elif self.recovered:
+            raise NotAsBefore(text)
+        else:
+            raise DataMismatch(f"{text}; or continue with other data by on_data_mismatch='warn'")
+
+    # --- inside ---
 
     def _compare_rates(self, step: int, rates: Sequence[float], expected: Sequence[float]) -> None:
         for group, (got, before) in enumerate(zip(rates, expected, strict=False)):
             if not math.isclose(got, before, rel_tol=1e-9):
-                self._differs(
-                    f"the learning rate of param group {group} in step {step} is not the one before {self._event}: got {got!r}, expected"
+                self.differs(
+                    f"the learning rate of param group {group} in step {step} is not the one before {self.event}: got {got!r}, expected"
                     f" {before!r}. Give ttp.protect every scheduler whose step() follows each update (accelerate: the prepared one) as"
                     " schedulers=[...], and others as state={...}"
                 )
@@ -135,24 +146,16 @@ class SeenBatches:
             " from guard.batches(loader)"
         )
         if expected and got and got != expected:
-            self._differs(
-                f"the model was called with another batch in step {step} on rank {self._rank} than before {self._event}: got fingerprint"
+            self.differs(
+                f"the model was called with another batch in step {step} on rank {self.rank} than before {self.event}: got fingerprint"
                 f" {got}, expected {expected}. {what_to_do}"
             )
         elif not expected and got and got == self._first != self._newest_expected:
             show(
                 logging.WARNING,
-                f"rank {self._rank} begins after {self._event}, in step {step}, with the batch of step 1: the data may begin again."
+                f"rank {self.rank} begins after {self.event}, in step {step}, with the batch of step 1: the data may begin again."
                 f" {what_to_do}",
             )
-
-    def _differs(self, text: str) -> None:
-        if self._on_mismatch == "warn":
-            show(logging.WARNING, text)
-        elif self.recovered:
-            raise NotAsBefore(text)
-        else:
-            raise DataMismatch(f"{text}; or continue with other data by on_data_mismatch='warn'")
 
 
 def check_record(record: object, path: str) -> None:
