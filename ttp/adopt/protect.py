@@ -283,24 +283,27 @@ class Guard:
         self._usage.asks_for_epochs()
         return self._position.epochs(count)
 
-    def batches(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[T]:
+    def batches(self, loader: Iterable[T], *, refetch: bool | None = None, limit: int | None = None) -> Iterator[T]:
         """Yield the batches that are left of this epoch: in place of `loader`, which must give the same ones again in every
         run (a function of seed and epoch, as DistributedSampler is). A loader with a `state_dict` of its own goes on from it, unless it
         has workers, whose random numbers no state has. `refetch`: True fetches its batches again from the epoch's first, as those of any other; False
-        goes on from the state with workers, too."""
+        goes on from the state with workers, too. `limit`: the epoch ends after so many, in place of a `break` behind the step."""
         self._looks_at(loader)
-        return (batch for _, batch in self._position.batches(loader, refetch=refetch))
+        return (batch for _, batch in self._position.batches(loader, refetch=refetch, limit=limit))
 
-    def enumerate(self, loader: Iterable[T], *, refetch: bool | None = None) -> Iterator[tuple[int, T]]:
+    def enumerate(
+        self, loader: Iterable[T], *, refetch: bool | None = None, limit: int | None = None
+    ) -> Iterator[tuple[int, T]]:
         """Yield the batches that are left of this epoch with their numbers in it, from 0: in place of `enumerate(loader)`. For what
         depends on that number, as gradient accumulation does: in an epoch that is gone on with it does not begin at 0."""
         self._looks_at(loader)
-        return self._position.batches(loader, refetch=refetch)
+        return self._position.batches(loader, refetch=refetch, limit=limit)
 
     # --- beside the steps ---
 
     def save(self, *, wait: bool = True) -> str:
         """Write a checkpoint of the current step (all ranks call, between two steps); return its path. `wait`: see `Session.save`."""
+        self._position.warn_if_left()
         return self.session.save(wait=wait)
 
     @contextlib.contextmanager

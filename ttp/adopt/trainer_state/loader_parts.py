@@ -50,7 +50,7 @@ def samples_in_batch(loader: Any) -> int:
     ranks = 0
     if type(batches).__name__ == "BatchSamplerShard":  # accelerate's
         ranks, batches = 1 if batches.split_batches else batches.num_processes, batches.batch_sampler
-    if getattr(loader, "counts_itself", False) or not (isinstance(batches, BatchSampler) and _is_of_torch(batches)):
+    if counts_itself(loader) or not (isinstance(batches, BatchSampler) and _is_of_torch(batches)):
         return 0
     if isinstance(batches.sampler, DistributedSampler):
         ranks = batches.sampler.num_replicas if _is_of_torch(batches.sampler) and not ranks else 0
@@ -62,12 +62,18 @@ def _is_of_torch(part: object) -> bool:
     return type(part).__module__.partition(".")[0] in ("torch", "torchdata")
 
 
-def length(loader: Any) -> int:
-    """Return how many batches an epoch has on this rank; 0 where that is not known."""
+def length(loader: Any, limit: int | None = None) -> int:
+    """Return how many batches an epoch has on this rank, at most `limit`; 0 where that is not known."""
     try:
-        return len(inner(loader).batch_sampler)
+        batches = len(inner(loader).batch_sampler)
     except (AttributeError, TypeError, NotImplementedError):
-        return 0
+        return limit or 0
+    return batches if limit is None else min(batches, limit)
+
+
+def counts_itself(loader: object) -> bool:
+    """Return whether the loop that takes the batches counts them as well, and has its own count after a restart."""
+    return getattr(loader, "counts_itself", False)
 
 
 def streams(loader: object) -> list[Any]:
