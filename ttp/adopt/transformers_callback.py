@@ -31,7 +31,7 @@ from transformers.trainer_utils import has_length
 
 from ttp.adopt.protect import Guard, protect
 from ttp.adopt.trainer_state.host_objects import from_json
-from ttp.adopt.transformers_reentry import EnteredTrainer
+from ttp.adopt.transformers_reentry import EnteredTrainer, exporting
 from ttp.checkpoint import find
 from ttp.checkpoint.find import open_checkpoint
 from ttp.checkpoint.format.signature import key_of_environment
@@ -66,6 +66,8 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         """From the beginning of training on."""
         self._entered: EnteredTrainer | None = None
         """The Trainer, where `train` of this callback was called."""
+        self._trainer: Any = None
+        """The Trainer, once `checkpoint` was called, as `train` does."""
 
     def train(self, trainer: Any) -> Any:
         """Call `trainer.train` with what `checkpoint` returns, protected; return what it returns (all ranks call, `ttp_to_persist` is not needed). With
@@ -87,6 +89,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         Rank 0 writes it into the Trainer's output directory, which all ranks share. Raises CheckpointError on every rank where it
         cannot.
         """
+        self._trainer = trainer
         path = refusal = ""
         cause: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -134,6 +137,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         loader: Any = objects.get("train_dataloader")
         if (guard := self.guard) is None:
             guard = self.guard = self._protect(state, loader, objects)
+            self._say_what_begins_anew(args)
             session = guard.session
             if self._entered is not None and (session.reentry is not None or session.regrouping.rehearses):
                 raise Regroup("training begins anew, now that its session has begun")
@@ -153,7 +157,7 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
     def _protect(self, state: Any, loader: Any, objects: dict[str, Any]) -> Guard:
         optimizer, schedule = objects["optimizer"], objects["lr_scheduler"]
         follows_updates = not isinstance(schedule, ReduceLROnPlateau)
-        self._progress = _Progress(state, streams=loader is not None and not has_length(loader))
+        self._progress = _Progress(state, streams=loader is not None and not has_length(loader), trainer=self._trainer)
         model = objects["model"]
         if self._entered is not None and self._options.get("in_place"):
             model = self._entered.model
@@ -190,6 +194,16 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
         if self.guard is not None:
             self.guard.save()  # the last step is on disk before anybody leaves
 
+    def _say_what_begins_anew(self, args: Any) -> None:
+        """The Trainer gives callbacks their state back only where it was asked to."""
+        names = [type(each).__name__ for each in exporting(self._trainer)] if self._trainer is not None else []
+        if names and not args.restore_callback_states_from_checkpoint and self.guard and not self.guard.session.rank:
+            show(
+                logging.WARNING,
+                f"{', '.join(names)}: each restart begins its counts anew, as restore_callback_states_from_checkpoint is False; give"
+                " TrainingArguments(restore_callback_states_from_checkpoint=True), and they go on",
+            )
+
     def _say_one_pass(self, where: str) -> None:
         """The Trainer would skip as many batches of the first pass, and train on others. Raises DataMismatch."""
         if self._options.get("on_data_mismatch", "error") == "error":
@@ -206,10 +220,11 @@ class TTPCallback(TrainerCallback):  # type: ignore[misc]
 class _Progress:
     """The Trainer's own progress as host state. It is given back through the Trainer's checkpoint, before training begins."""
 
-    def __init__(self, state: Any, *, streams: bool) -> None:
-        """`streams`: the training data have no length."""
+    def __init__(self, state: Any, *, streams: bool, trainer: Any = None) -> None:
+        """`streams`: the training data have no length. `trainer`: whose callbacks export their state."""
         self._state = state
         self._streams = streams
+        self._trainer = trainer
         self.passes = 0
         """Passes over a stream that were begun, over all attempts; 0 where the data have a length, which the Trainer reckons with."""
 
@@ -225,6 +240,9 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the history of the log, which grows with every step."""
         fields = {field.name: getattr(self._state, field.name) for field in dataclasses.fields(self._state)}
+        if self._trainer is not None:  # the Trainer writes them only in a save of its own
+            live = TrainerState(stateful_callbacks=[*exporting(self._trainer), self._trainer.control])
+            fields["stateful_callbacks"] = live.stateful_callbacks
         return {**fields, "log_history": [], _PASSES: self.passes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -37,11 +37,7 @@ class EnteredTrainer:
         """Return why this Trainer cannot be entered again; empty: it can."""
         args = self._trainer.args
         # They count: a new process would begin at 0, and ranks would stop at different steps.
-        counting = [
-            type(each).__name__
-            for each in self._trainer.callback_handler.callbacks
-            if isinstance(each, ExportableState)
-        ]
+        counting = [type(each).__name__ for each in exporting(self._trainer)]
         cases = (
             (self._trainer.model_init is not None, "model_init"),
             (bool(args.neftune_noise_alpha), "neftune_noise_alpha"),
@@ -71,3 +67,8 @@ class EnteredTrainer:
                 return trainer.train(resume_from_checkpoint=folder)
         finally:
             del trainer._load_from_checkpoint
+
+
+def exporting(trainer: Any) -> list[Any]:
+    """Return the Trainer's callbacks that export a state, which a resume may give back: they count something."""
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]

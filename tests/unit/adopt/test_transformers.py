@@ -154,3 +154,104 @@ def test_callbacks_that_count_are_refused_in_place_by_their_name(tmp_path: Path)
     assert entered.why_not(None) == "transformers.Trainer with EarlyStoppingCallback, whose state no new process has"
     trainer.remove_callback(EarlyStoppingCallback)
     assert entered.why_not(None) == "", "the Trainer's own callbacks keep none"
+
+
+class Counts(EarlyStoppingCallback):  # type: ignore[misc]
+    """One that the Trainer keeps under another name."""
+
+
+def stops_early(folder: Path, restores: bool, saved: int = 0, named: str = "train") -> list[tuple[str, int, int]]:
+    """Train with evaluations behind each step, none of which is better than the first; return the kind, patience and count of each that counts."""
+    settings = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=0.0,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        label_names=["x"],
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        restore_callback_states_from_checkpoint=restores,
+    )
+    samples = list(torch.ones(20, 3))
+    protection = TTPCallback(save_dirs=[folder], settings=OFF, save_interval=saved)
+    counting = [Counts(50), EarlyStoppingCallback(4), EarlyStoppingCallback(60)]
+    trainer: Any = Trainer(
+        model=Model(),
+        args=settings,
+        train_dataset=samples,
+        eval_dataset=samples[:2],
+        data_collator=lambda each: {"x": torch.stack(each)},
+        callbacks=[protection, *([Stop(saved)] if saved else [])],
+    )
+    trainer.callback_handler.callbacks.extend(counting)
+    try:
+        if named == "train":
+            protection.train(trainer)
+        elif named == "neither":
+            trainer.train()
+        else:
+            trainer.train(resume_from_checkpoint=protection.checkpoint(trainer))
+    except ZeroDivisionError:
+        pass
+    finally:
+        trainer.accelerator.free_memory()
+        protection.close()
+    return [
+        (type(each).__name__, each.early_stopping_patience, each.early_stopping_patience_counter)
+        for each in trainer.callback_handler.callbacks
+        if isinstance(each, EarlyStoppingCallback)
+    ]
+
+
+@pytest.mark.parametrize(("named", "restores"), [("train", True), ("checkpoint", True), ("train", False)])
+def test_callbacks_that_count_go_on_after_a_restart_where_the_trainer_restores_them(
+    tmp_path: Path, named: str, restores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of evaluations 1 to 7 two get lost, each behind a saved step. Where it does not restore them, each attempt warns of it."""
+    said: list[str] = []
+    monkeypatch.setattr(transformers_callback, "show", lambda level, line: said.append(line))
+    stops_early(tmp_path, restores, 3, named)
+    stops_early(tmp_path, restores, 5, named)
+    counted = {each[:2]: each[2] for each in stops_early(tmp_path, restores, named=named)}
+    counts = 4 if restores else 2
+    assert counted == {
+        ("Counts", 50): counts,
+        ("EarlyStoppingCallback", 4): counts,
+        ("EarlyStoppingCallback", 60): counts,
+    }
+    line = (
+        "Counts, EarlyStoppingCallback, EarlyStoppingCallback: each restart begins its counts anew, as"
+        " restore_callback_states_from_checkpoint is False; give"
+    )
+    assert [each.startswith(line) for each in said] == ([] if restores else [True] * 3)
+
+
+def test_a_trainer_that_the_callback_was_not_given_is_trained_as_before(tmp_path: Path) -> None:
+    """Neither `train` nor `checkpoint` of the callback was called: its callbacks cannot be seen."""
+    assert stops_early(tmp_path, False, named="neither")[1] == ("EarlyStoppingCallback", 4, 4)
+
+
+def test_the_trainers_control_is_kept_as_it_is_and_only_rank_0_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(transformers_callback, "show", lambda level, line: said.append(line))
+    settings = TrainingArguments(output_dir=str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True)
+    trainer: Any = Trainer(model=Model(), args=settings, callbacks=[EarlyStoppingCallback()])
+    trainer.control.should_epoch_stop = True
+    kept = transformers_callback._Progress(trainer.state, streams=False, trainer=trainer).state_dict()
+    assert kept["stateful_callbacks"]["TrainerControl"]["args"]["should_epoch_stop"]
+    protection = TTPCallback(save_dirs=[tmp_path])
+    protection._trainer = trainer
+    for rank in (0, 1):
+        protection.guard = SimpleNamespace(session=SimpleNamespace(rank=rank))  # type: ignore[assignment]
+        protection._say_what_begins_anew(settings)
+        assert len(said) == 1
