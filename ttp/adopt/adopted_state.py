@@ -141,7 +141,7 @@ class AdoptedState:
         if len(groups) != len(self._known):
             raise ConfigError(
                 f"{name} has {len(groups)} param groups, it had {len(self._known)} when ttp.protect was called: add all groups"
-                " before ttp.protect, with lr=0 or requires_grad=False as long as they are not trained"
+                " before ttp.protect, with lr=0 or requires_grad=False as long as they are not trained (set by the step in every attempt)"
             )
         for index, (group, known) in enumerate(zip(groups, self._known, strict=True)):
             params = group["params"]
@@ -352,6 +352,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def clean_name(name: str) -> str:
     """Return a parameter's name as the unwrapped model has it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def parameters_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the model's parameters with their names, which no wrapper changes."""
+    return [(clean_name(name).removeprefix("module."), param) for name, param in model.named_parameters()]
 
 
 def _create(optimizer: Optimizer) -> None:

@@ -24,11 +24,13 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ttp.adopt.adopted_state import parameters_of
 from ttp.adopt.averages import Average
 from ttp.adopt.guard_options import GuardOptions
 from ttp.adopt.megatron import distributed_optimizer
 from ttp.adopt.optimizer import AdoptedOptimizer
 from ttp.adopt.trainer_state.feed import Feed
+from ttp.adopt.trainer_state.frozen_parameters import FrozenParameters
 from ttp.adopt.trainer_state.host_objects import HostObjects, Stateful, check_taken
 from ttp.adopt.trainer_state.loader_parts import parts
 from ttp.adopt.trainer_state.loader_states import LoaderStates, check_kept
@@ -105,7 +107,7 @@ def protect(
     on_nonfinite: what follows a step in which the loss that the model returns, the gradient of its output or, with `clip`, the norm is NaN or infinite
     on some rank: "warn" (once, by that rank), "skip" (the update changes nothing; with `clip` that is so in any case), "stop" (NonFinite on all ranks,
     before the update). Without `clip` a number that first comes up within the backward pass is seen in the next step's loss.
-    on_data_mismatch: after a restart, other batches or learning rates than before it are an "error", or only a reason to "warn".
+    on_data_mismatch: after a restart, other batches, learning rates or frozen parameters than before are an "error", or only a reason to "warn".
     copies: "memory" keeps copies of what each rank holds in its node's memory and, of what has no replica on another node, in the next node's: a
     fault that takes state without a replica then costs a few steps, in place of all since the newest checkpoint. copy_every: behind every so many
     steps; None: as often as the budget lets. copy_budget: copies take at most this part of the steps' time.
@@ -205,7 +207,10 @@ class Guard:
         if not options.save_wait:
             session.prepare_saves()
         self._seeds = seeds = Seeds(adopted.device, enabled=options.reseed)
-        self._seen = seen = SeenBatches(session.rank, session.world_size, options.on_data_mismatch)
+        frozen = FrozenParameters(parameters_of(model))
+        self._seen = seen = SeenBatches(
+            session.rank, session.world_size, options.on_data_mismatch, frozen, adopted.learning_rates
+        )
         self._loader_states = LoaderStates(session.rank, session.world_size, adopted.exchange)
         self._feed = Feed(seeds, seen, self._loader_states)
         self._position = DataPosition(self._feed, seen)

@@ -1,6 +1,6 @@
 """What this rank trained on in its newest steps, and whether a restart trains on the same.
 
-Owns the record of the newest batches and learning rates that goes into a checkpoint, and its comparison with what comes again after the
+Owns the record of the newest batches, learning rates and frozen parameters that goes into a checkpoint, and its comparison with what comes again after the
 restart. Only what was seen before the fault can be compared: the batches that a resume fetches and drops, and batch and learning rates of
 the step in flight at the fault. Never changes the data, and never waits for another rank.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttp.adopt.trainer_state.fingerprint import Fingerprint
+from ttp.adopt.trainer_state.frozen_parameters import FrozenParameters, check_frozen
 from ttp.errors import DataMismatch, NotAsBefore
 from ttp.inputs import checked
 from ttp.runtime.rank_runtime import show
@@ -26,6 +27,10 @@ _FROM_FIRST = (
     "Let the loader give the same batches in every attempt: seed what shuffles it, call sampler.set_epoch(epoch), draw augmentations"
     " from torch's, numpy's or Python's generator without persistent_workers, set up data before ttp.protect"
 )
+_FROZEN = (
+    "requires_grad is in no checkpoint. Set it in every attempt in front of the step's first forward pass, as a function of the step or"
+    " the epoch (`epoch >= 2`, not `==`)"
+)
 _FROM_STATE = (
     "The loader went on from its own state_dict. Where that does not lead to the same batches, have them fetched again by"
     " guard.batches(loader, refetch=True)"
@@ -35,8 +40,19 @@ _FROM_STATE = (
 class SeenBatches:
     """The record of one rank. Written by the training thread; `record` may be called by any."""
 
-    def __init__(self, rank: int, world_size: int, on_mismatch: str) -> None:
-        """`on_mismatch`: one of `CHOICES`."""
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        on_mismatch: str,
+        frozen: FrozenParameters | None = None,
+        rates: Callable[[], Sequence[float]] = list,
+    ) -> None:
+        """`on_mismatch`: one of `CHOICES`. `rates`: returns the learning rates as they are now."""
+        self._rates = rates
+        self._saved_rates: Sequence[float] = ()
+        """Those as the checkpoint was written."""
+        self._frozen = frozen or FrozenParameters([])
         self.rank, self.world_size = rank, world_size
         self._on_mismatch = on_mismatch
         # Tuples that are replaced as a whole: other threads read them without a lock.
@@ -77,17 +93,18 @@ class SeenBatches:
         if step == 1 and not counted:
             self._first = found.value()
         begun, self._begun = self._begun, True
-        if begun and not self._expected_passes:
-            return
-        batch, expected = self._expected_passes.pop(step, ("", []))
-        self._expected_passes = {later: each for later, each in self._expected_passes.items() if later > step}
-        try:
-            self._compare_rates(step, rates, expected)
-            if not counted and not begun and step > 1:
-                self._compare_inputs(step, found.value(), batch)
-        except NotAsBefore:
-            self._passes = before  # a restart is to have what was there
-            raise
+        if not begun or self._expected_passes:
+            batch, expected = self._expected_passes.pop(step, ("", []))
+            self._expected_passes = {later: each for later, each in self._expected_passes.items() if later > step}
+            try:
+                self._compare_rates(step, rates, expected)
+                self._compare_frozen(step)
+                if not counted and not begun and step > 1:
+                    self._compare_inputs(step, found.value(), batch)
+            except NotAsBefore:
+                self._passes = before  # a restart is to have what was there
+                raise
+        self._frozen.keep(step)
 
     def record(self) -> dict[str, Any]:
         """Return the record as JSON values. Any thread: what a device still copies is left out."""
@@ -97,12 +114,16 @@ class SeenBatches:
             "batches": [[epoch, index, known] for epoch, index, each in self._batches if (known := each.known())],
             "passes": [[step, each.known(), rates] for step, each, rates in self._passes],
             "first": self._first,
+            "frozen": self._frozen.record(),
         }
 
     def expect(self, record: Mapping[str, Any]) -> None:
         """Compare what comes with the record of a checkpoint, as far as it is this rank's in a job of the same size."""
         self._begun = False
-        if record.get("world_size") != self.world_size:
+        same_size = record.get("world_size") == self.world_size
+        compares = self.rank == (record["rank"] if same_size else 0)  # one rank, or each would report it
+        self._frozen.expect(record.get("frozen"), compares=compares)
+        if not same_size:
             return
         mine = record["rank"] == self.rank
         self._expected_passes = {step: (batch if mine else "", rates) for step, batch, rates in record["passes"]}
@@ -139,6 +160,14 @@ class SeenBatches:
                 )
                 return
 
+    def _compare_frozen(self, step: int) -> None:
+        how, certain = self._frozen.differing(step)
+        text = f"step {step} does not train the parameters that this run trained before {self.event}: {how}. {_FROZEN}"
+        if how and certain:
+            self._differs(text)
+        elif how:
+            show(logging.WARNING, f"{text}. Where they change in step {step} by intention, ignore this")
+
     def _compare_inputs(self, step: int, got: str, expected: str) -> None:
         """The first batch of an attempt: that of `step` before the fault, if the model was called with it then."""
         what_to_do = (
@@ -164,6 +193,8 @@ def check_record(record: object, path: str) -> None:
     for name in ("rank", "world_size"):
         checked.integer(*checked.field(fields, name, path))
     checked.string(*checked.field(fields, "first", path))
+    if "frozen" in fields:  # older checkpoints have none
+        check_frozen(*checked.field(fields, "frozen", path))
     for row, where in checked.items(*checked.field(fields, "batches", path)):
         epoch, index, fingerprint = _cells(row, where)
         checked.integers([epoch, index], where)
