@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp.adopt.trainer_state.fingerprint import Fingerprint
@@ -26,6 +26,10 @@ CHOICES = ("error", "warn")
 _FROM_FIRST = (
     "Let the loader give the same batches in every attempt: seed what shuffles it, call sampler.set_epoch(epoch), draw augmentations"
     " from torch's, numpy's or Python's generator without persistent_workers, set up data before ttp.protect"
+)
+_BEHIND = (
+    "What an evaluation within an epoch changes (ReduceLROnPlateau) belongs at the beginning of the loop's body, in front of the forward"
+    " pass: there `if guard.step % 100 == 0` comes again after a restart"
 )
 _FROZEN = (
     "requires_grad is in no checkpoint. Set it in every attempt in front of the step's first forward pass, as a function of the step or"
@@ -94,6 +98,7 @@ class SeenBatches:
             self._first = found.value()
         begun, self._begun = self._begun, True
         if not begun or self._expected_passes:
+            self._compare_saved_rates(step, rates)
             batch, expected = self._expected_passes.pop(step, ("", []))
             self._expected_passes = {later: each for later, each in self._expected_passes.items() if later > step}
             try:
@@ -115,6 +120,7 @@ class SeenBatches:
             "passes": [[step, each.known(), rates] for step, each, rates in self._passes],
             "first": self._first,
             "frozen": self._frozen.record(),
+            "rates": list(self._rates()),
         }
 
     def expect(self, record: Mapping[str, Any]) -> None:
@@ -125,6 +131,7 @@ class SeenBatches:
         self._frozen.expect(record.get("frozen"), compares=compares)
         if not same_size:
             return
+        self._saved_rates = record.get("rates", ())
         mine = record["rank"] == self.rank
         self._expected_passes = {step: (batch if mine else "", rates) for step, batch, rates in record["passes"]}
         if not mine:
@@ -156,7 +163,21 @@ class SeenBatches:
                 self.differs(
                     f"the learning rate of param group {group} in step {step} is not the one before {self.event}: got {got!r}, expected"
                     f" {before!r}. Give ttp.protect every scheduler whose step() follows each update (accelerate: the prepared one) as"
-                    " schedulers=[...], and others as state={...}"
+                    f" schedulers=[...], and others as state={{...}}. {_BEHIND}"
+                )
+                return
+
+    def _compare_saved_rates(self, step: int, rates: Sequence[float]) -> None:
+        """The first step of an attempt, which had not begun before: a rate may have been changed by then that nothing changes again."""
+        before = self._expected_passes.get(step - 1, ("", []))[1]
+        if self.rank or step in self._expected_passes:
+            return
+        for group, (got, then, trained) in enumerate(zip(rates, self._saved_rates, before, strict=False)):
+            if not any(math.isclose(then, known, rel_tol=1e-9) for known in (got, trained)):
+                show(
+                    logging.WARNING,
+                    f"the learning rate of param group {group} was {then!r} when the checkpoint of step {step - 1} was written, and is"
+                    f" {got!r} in step {step}: a change behind an update is not repeated. {_BEHIND}",
                 )
                 return
 
@@ -195,6 +216,7 @@ def check_record(record: object, path: str) -> None:
     checked.string(*checked.field(fields, "first", path))
     if "frozen" in fields:  # older checkpoints have none
         check_frozen(*checked.field(fields, "frozen", path))
+    _check_rates(fields.get("rates", []), f"{path}.rates")
     for row, where in checked.items(*checked.field(fields, "batches", path)):
         epoch, index, fingerprint = _cells(row, where)
         checked.integers([epoch, index], where)
@@ -203,8 +225,12 @@ def check_record(record: object, path: str) -> None:
         step, fingerprint, rates = _cells(row, where)
         checked.integer(step, where)
         checked.string(fingerprint, where)
-        if type(rates) is not list or not all(type(rate) is float for rate in rates):
-            raise checked.Invalid(where, rates, "a list of learning rates")
+        _check_rates(rates, where)
+
+
+def _check_rates(rates: Any, where: str) -> None:
+    if type(rates) is not list or not all(type(rate) is float for rate in rates):
+        raise checked.Invalid(where, rates, "a list of learning rates")
 
 
 def _cells(row: object, where: str) -> list[Any]:
