@@ -167,14 +167,14 @@ def test_a_warning_names_the_cost_where_the_agent_could_not_be_given_the_directo
         mirror=folder_url, mirror_keep=0, launched=True, attempt_dir=str(tmp_path / "attempt"), shared_dirs=True
     )
     directories: Any = SimpleNamespace(keeps=True, used=["/checkpoints"])
-    resume = MirrorResume(settings, directories, 0, torch.device("cpu"), None)
-    resume.tell_agent(None)
+    resume = MirrorResume(settings, directories, 0, torch.device("cpu"), None, None)
+    resume.tell_agent({})
     assert len(said) == 1 and said[0].startswith("nothing is mirrored: ")
     (tmp_path / "attempt").mkdir()
-    resume.tell_agent(None)
+    resume.tell_agent({})
     assert len(said) == 1 and source.read(tmp_path / "attempt") == MirrorSource(("/checkpoints",))
     monkeypatch.setattr(source, "_MOST_BYTES", 1000)
-    resume.pass_over({"/checkpoints/" + "x" * 1000: 1})
+    resume.tell_agent({"/checkpoints/" + "x" * 1000: 1})
     assert len(said) == 2 and said[1].startswith("the mirror takes checkpoints of other runs for this one's: ")
 
 

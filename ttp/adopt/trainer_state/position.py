@@ -150,15 +150,12 @@ class DataPosition:
             return self.batch
         before = self.batch * self._samples
         recounted, twice = divmod(before, samples)
-        skips = f"Skipping {recounted} batches on each rank"
-        if twice:
-            self._seen.differs(
-                f"{where}: got {before} samples, expected a multiple of {samples}, which all ranks take at once. {skips} trains on {twice}"
-                f" samples twice: resume with {self._ranks} ranks",
-                on_all_ranks=True,
+        if self._seen.rank == 0:
+            again = f". {twice} of them are trained on again, fewer than all ranks take at once" if twice else ""
+            show(
+                logging.WARNING if twice else logging.INFO,
+                f"{where}. Skipping {recounted} batches on each rank, of {before} samples that were trained on{again}",
             )
-        elif self._seen.rank == 0:
-            show(logging.INFO, f"{where}. {skips}: {before} samples, as before")
         return recounted
 
 

@@ -185,7 +185,7 @@ class SeenBatches:
         how, certain = self._frozen.differing(step)
         text = f"step {step} does not train the parameters that this run trained before {self.event}: {how}. {_FROZEN}"
         if how and certain:
-            self._differs(text)
+            self.differs(text)
         elif how:
             show(logging.WARNING, f"{text}. Where they change in step {step} by intention, ignore this")
 
