@@ -329,7 +329,13 @@ def test_other_state_comes_back_as_it_was(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     manifest = Path(guard.save()) / "manifest.json"
-    assert json.loads(manifest.read_text())["state"]["trainer"]["position"] == {"epoch": 0, "batch": 0, "ranks": 0, "samples": 0, "length": 0}
+    assert json.loads(manifest.read_text())["state"]["trainer"]["position"] == {
+        "epoch": 0,
+        "batch": 0,
+        "ranks": 0,
+        "samples": 0,
+        "length": 0,
+    }
     guard.close()
     fresh = Counted()
     fresh.value = {}
