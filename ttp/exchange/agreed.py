@@ -40,12 +40,7 @@ class Agreements:
         place = "job" if group is None else group.group_name
         key = f"ttp/agreed/{settings.round_number}/{place}/{name}/{self._counts[name]}"
         if vacant():
-            try:
-                return json.loads(self._open(settings).get(key))
-            except RuntimeError as error:
-                raise ControllerError(
-                    f"this process takes a lost one's place, and {name} is not in the job's store: {error}"
-                ) from error
+            return self._read(settings, key, name)
         value = make()
         if _is_needed(settings) and dist.get_rank(group) == 0:
             self._open(settings).set(key, json.dumps(value))
@@ -61,11 +56,14 @@ class Agreements:
         if not vacant():
             self._open(settings).set(key, json.dumps(value))
             return value
+        return self._read(settings, key, f"that one's {name}")
+
+    def _read(self, settings: Settings, key: str, what: str) -> Any:
         try:
             return json.loads(self._open(settings).get(key))
         except RuntimeError as error:
             raise ControllerError(
-                f"this process takes a lost one's place, and that one's {name} is not in the job's store: {error}"
+                f"this process takes a lost one's place, and {what} is not in the job's store: {error}"
             ) from error
 
     def _open(self, settings: Settings) -> Any:

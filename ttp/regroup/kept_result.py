@@ -76,7 +76,7 @@ def agreed_program(world_size: int, device: torch.device, layout: str) -> Rehear
         files = "the script, or a module of its own that it imports, was" if "script" in changed else "versions were"
         raise NotAsBefore(
             f"this process takes a lost one's place, and {files} changed on this node since the job began ({', '.join(changed)}): this rank would"
-            " train with other code than the others. The step is written, and the job restarts with what is there now"
+            " train with other code than the others. This process ends; a restart takes what is there now on all ranks"
         )
     return RehearsedProgram(**agree("rehearsed program", lambda: broadcast_json(asdict(mine), device)))
 
