@@ -94,7 +94,7 @@ def _check_shutdown_timeout(given: int | None) -> None:
         seconds = -1
     if not 0 <= seconds <= MOST_SHUTDOWN:
         raise ConfigError(
-            f"invalid {name}: got {checked.shown(value)}, expected an integer from 0 to {MOST_SHUTDOWN} (seconds). Correct it, or omit it for torch's 30 s"
+            f"invalid {name}: got {checked.shown(value)}, expected an integer from 0 to {MOST_SHUTDOWN} (seconds). Correct or omit it"
         )
 
 
