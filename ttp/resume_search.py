@@ -103,6 +103,7 @@ class ResumeSearch:
             self._holder.resumes_from(str(found.path), found.manifest.step)
         if self._mirror is not None and (others := self._holder.passed_over):
             self._mirror.tell_agent(others)
+        self._directories.begin_launch(found.manifest.step if found is not None else 0)
         if found is not None:
             return found, reasons
         if choice not in ("auto", "never"):

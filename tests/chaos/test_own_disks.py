@@ -28,6 +28,7 @@ from ttp.chaos.observed.nodes_job import NodesJob
 from ttp.checkpoint.format.durable import step_directory_name
 from ttp.checkpoint.format.manifest import Manifest, read_manifest
 from ttp.exchange import saved_alone
+from ttp.exchange.launch_file import is_name
 from ttp.runtime.standby import last_term_of
 
 __all__ = ["nodes"]
@@ -86,6 +87,8 @@ def test_a_job_on_nodes_with_their_own_disks_loses_nothing(tmp_path: Path, nodes
         assert job.wait(timeout_s=200) == {"node-a": 0, "node-b": 0}, job.console_tail(60)
     for start, step in enumerate(before):
         assert published(job, start)[0] >= step, (start, step)
+    launches = {piece(job, node, step).launch for node in (a, b) for step in (second, LAST)}
+    assert len(launches) == 1 and is_name(launches.pop()), "one, over all restarts and for the node that came later"
     assert job.final()["step"] == LAST
     assert not list((job.output_dir / "checkpoints").iterdir()), "nothing is shared"
     assert_whole(job, whole_job(4, *STEPS))

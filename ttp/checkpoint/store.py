@@ -67,6 +67,10 @@ class Store(Protocol):
     """This rank's node, where that matters for a directory; else empty."""
     start: int
     """The number of this attempt, where it distinguishes parts of checkpoints; else 0."""
+    launch: str
+    """The name of the attempt's launch, where it distinguishes parts of checkpoints; else empty."""
+    began_after: int | None
+    """The step from which an earlier attempt began that launch; None: that is not known."""
     in_use_advice: str
     """Ends the message that another job writes into a directory."""
 
@@ -95,6 +99,8 @@ class SharedStore:
     leader = 0
     node = ""
     start = 0
+    launch = ""
+    began_after: int | None = None
     in_use_advice = ""
 
     def list_published(self, directories: Iterable[StrPath]) -> list[Path]:

@@ -244,7 +244,8 @@ def _written(path: Path) -> float:
 def _write_name(manifest: Manifest, content: bytes) -> bytes:
     """Name one write of a step; of nodes with directories of their own each has another manifest of it."""
     if manifest.hosts:
-        return json.dumps([manifest.start, manifest.term, manifest.attempt]).encode()
+        names = [manifest.attempt, manifest.launch] if manifest.launch else [manifest.attempt]
+        return json.dumps([manifest.start, manifest.term, *names]).encode()
     return hashlib.sha256(content).hexdigest().encode()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,17 @@ from ttp.checkpoint.staging import probe_writable
 from ttp.checkpoint.store import SharedStore, Store
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.exchange import launch_file
 from ttp.exchange.agreed import agree
 from ttp.exchange.json_collectives import exchange_json
+from ttp.exchange.launch_file import Launch
 from ttp.groups.vacancy import vacant
 from ttp.inputs import checked
 from ttp.runtime.directory_lock import NO_ROOM, RunDirectories, check_same, why_unusable
 from ttp.runtime.rank_runtime import show
 from ttp.text.wording import ranks_text
+
+log = logging.getLogger("ttp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,9 @@ class JobDirectories:
         if vacant():
             return SharedStore()  # a node with directories of its own replaces no rank
         start = 0 if shared_dirs else next_start(self.named)
-        mine = [shared_dirs, host, start, self._settings.rehearse_every, self._on_divergence]
+        launch = None if shared_dirs else self._read_launch()
+        known = [uuid.uuid4().hex, None] if launch is None else [launch.name, launch.began_after]
+        mine = [shared_dirs, host, start, known, self._settings.rehearse_every, self._on_divergence]
         gathered = exchange_json(mine, self._device)
         shared = {bool(value) for value, *_ in gathered}
         if len(shared) > 1:
@@ -123,7 +130,29 @@ class JobDirectories:
         if shared_dirs:
             return SharedStore()
         hosts, starts = [str(host) for _, host, *_ in gathered], [int(start) for _, _, start, *_ in gathered]
-        return NodeLocalStore(hosts, max(starts), self._rank)
+        launches = [(str(name), after) for _, _, _, (name, after), *_ in gathered]
+        name, after = next((each for each in launches if each[1] is not None), launches[0])
+        return NodeLocalStore(hosts, max(starts), self._rank, name, after)
+
+    def _read_launch(self) -> Launch | None:
+        """Return what the attempt before this one has left on this node, if this node was part of it."""
+        if not self._settings.attempt_dir:
+            return None
+        try:
+            return launch_file.read(Path(self._settings.attempt_dir))
+        except (OSError, ValueError) as error:
+            log.warning("cannot read which launch this attempt belongs to: %s", error)
+            return None
+
+    def begin_launch(self, step: int) -> None:
+        """All ranks have chosen the checkpoint of `step` (0: none): a restart takes no later one of another launch."""
+        if not self.keeps or not self.store.launch or not self._settings.attempt_dir:
+            return
+        after = step if self.store.began_after is None else self.store.began_after
+        try:
+            launch_file.write(Path(self._settings.attempt_dir), Launch(self.store.launch, after))
+        except OSError as error:
+            log.warning("%sa restart may not know which checkpoints are this launch's: %s", self.node, error)
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         refusal = ""

@@ -20,6 +20,7 @@ from ttp.checkpoint.store import Request
 from ttp.checkpoint.write import write_share
 from ttp.proto.messages import ShareResult
 
+FIRST_LAUNCH, SECOND_LAUNCH = "a" * 32, "b" * 32
 HOSTS = ("a", "a", "b", "b")
 
 
@@ -91,6 +92,7 @@ class Cluster:
         *,
         start: int = 1,
         term: int = 1,
+        launch: str = FIRST_LAUNCH,
         publishers: Sequence[int] = (0, 2),
     ) -> None:
         """Every rank writes its share on its node's disk; these ranks publish their nodes' pieces."""
@@ -101,10 +103,17 @@ class Cluster:
             for rank, share in enumerate(shares)
         ]
         for rank in publishers:
-            self.publish(rank, name, step, results, start, term)
+            self.publish(rank, name, step, results, start, term, launch)
 
     def publish(
-        self, rank: int, name: str, step: int, results: Sequence[ShareResult], start: int = 1, term: int = 1
+        self,
+        rank: int,
+        name: str,
+        step: int,
+        results: Sequence[ShareResult],
+        start: int = 1,
+        term: int = 1,
+        launch: str = FIRST_LAUNCH,
     ) -> Path:
         given: dict[str, Any] = {"cause": CAUSE, "record": None, "layout": {}, "blobs": {"group": 0.5}}
         state = {"optimizer": {"param_groups": []}, "trainer": {"samples": step * 8}}
@@ -114,6 +123,7 @@ class Cluster:
             "hosts": self.hosts,
             "rank": rank,
             "start": start,
+            "launch": launch,
             "term": term,
             "state": state,
             "advance": self.advanced.append,
@@ -121,8 +131,11 @@ class Cluster:
         }
         return Path(publish_part(self.disk(rank), name, **fields, **given))
 
-    def gather(self, job: Job, hosts: tuple[str, ...] | None = None) -> list[Reader | None]:
-        """Have all ranks look for the newest checkpoint; rank i reads the i-th share. Raises what they all raise."""
+    def gather(
+        self, job: Job, hosts: tuple[str, ...] | None = None, began_after: int | None = None
+    ) -> list[Reader | None]:
+        """Have all ranks look for the newest checkpoint; rank i reads the i-th share. began_after: the step from which their launch, the first, began;
+        None: this is its first attempt. Raises what they all raise."""
         if hosts is not None:
             self.hosts = hosts
         threads = Threads(len(self.hosts))
@@ -141,7 +154,7 @@ class Cluster:
                     key=self.keys.verify,
                     report=lambda text: self.said.append(text) if rank == 0 else None,
                 )
-                store = NodeLocalStore(self.hosts, 1, rank)
+                store = NodeLocalStore(self.hosts, 1, rank, FIRST_LAUNCH, began_after)
                 paths = [str(path) for path in store.list_published(request.save_dirs)]
                 found[rank] = store.open_newest(paths, Rank(rank, threads, self.spoil), request)
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.checkpoint.cluster import HOSTS, Cluster
+from tests.unit.checkpoint.cluster import FIRST_LAUNCH, HOSTS, SECOND_LAUNCH, Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.signing import make_keys
@@ -272,6 +273,49 @@ def test_a_later_attempt_of_the_job_supersedes_whatever_its_terms_are(cluster: C
     results = [write_share(cluster.disk(0), name, 0, job.held(), {})]
     with pytest.raises(CheckpointError, match="it comes late"):
         cluster.publish(0, name, 7, results, start=3, term=501)
+
+
+def test_two_launches_on_other_nodes_name_a_write_alike_and_are_kept_apart(cluster: Cluster, job: Job) -> None:
+    """Both began in empty directories, so their attempts, terms and staging directories have equal names; a later job has nodes of both."""
+    cluster.save(job, 7)
+    cluster.hosts = ("c", "c", "d", "d")
+    cluster.save(job.later(), 7, launch=SECOND_LAUNCH)
+    found = cluster.gather(job, ("a", "a", "b", "c"))
+    assert steps(found) == {7} and {one.manifest.launch for one in found if one is not None} == {FIRST_LAUNCH}
+    job.assert_equal(cluster.read(job, found))
+    assert len(cluster.skipped) == 1 and "is missing" in cluster.skipped[0], cluster.skipped
+
+
+def test_a_restart_takes_no_later_step_of_another_launch(cluster: Cluster, job: Job) -> None:
+    """Nothing of step 9 was whole as the launch began, after step 4: a node that came later has what was missing."""
+    cluster.save(job, 4, launch=SECOND_LAUNCH)
+    cluster.save(job.later(), 9, launch=SECOND_LAUNCH)
+    cluster.save(job, 7)
+    found = cluster.gather(job, began_after=4)
+    assert steps(found) == {7}
+    job.assert_equal(cluster.read(job, found))
+    (why,) = cluster.skipped
+    assert why == "iter_0000009: another launch wrote it, and this one began after step 4"
+    for rank in (0, 2):
+        shutil.rmtree(cluster.disk(rank) / "iter_0000007")
+    assert steps(cluster.gather(job, began_after=4)) == {4}, "what it began from is its own history"
+    assert steps(cluster.gather(job, began_after=3)) == {None}
+    assert steps(cluster.gather(job)) == {9}, "the first attempt of a launch goes on from whatever is whole"
+
+
+def test_a_node_that_comes_later_refuses_no_restart_for_what_it_has(cluster: Cluster, job: Job) -> None:
+    """`resume='never'`, or a path: the launch's first attempt found no newer step on the nodes that it had, and went on."""
+    cluster.save(job, 9, launch=SECOND_LAUNCH)
+    own = [str(cluster.root / "a")]
+    first = RunDirectories(own, "job", True, NodeLocalStore(("a",), 1, 0, FIRST_LAUNCH))
+    with pytest.raises(CheckpointError, match="holds newer checkpoints"):
+        first.candidates("never")
+    unknown = RunDirectories(own, "job", False, NodeLocalStore(("a",), 1, 0, FIRST_LAUNCH))
+    with pytest.raises(CheckpointError, match="holds newer checkpoints"):
+        unknown.candidates("never")
+    later = RunDirectories(own, "job", False, NodeLocalStore(("a",), 1, 0, FIRST_LAUNCH, 0))
+    assert later.candidates("never") == [f"{own[0]}/iter_0000009"]
+    assert steps(cluster.gather(job, began_after=0)) == {None}
 
 
 def test_publishing_a_piece_again_is_harmless(cluster: Cluster, job: Job) -> None:

@@ -9,15 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ttp.config import Settings
-from ttp.exchange import controller_file, discovery
+from ttp.exchange import controller_file, discovery, launch_file
 from ttp.exchange.controller_file import NAME, Controllers
 from ttp.exchange.discovery import controller_key
+from ttp.exchange.launch_file import Launch
 from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.proto.messages import Welcome
 from ttp.runtime import job_controller, rank_runtime
@@ -186,3 +188,28 @@ def test_an_attempts_directory_is_its_users_own_and_goes_with_it(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     assert directory.make() is None
     assert "through the workers' store alone" in caplog.text
+
+
+def test_the_next_attempts_directory_has_what_the_ranks_wrote_of_their_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also behind an attempt that wrote nothing; a file that says something else costs the last known one nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    directory, launch = AttemptDirectory(), Launch("a" * 32, 40)
+    first = directory.make()
+    assert first is not None and launch_file.read(first) is None
+    launch_file.write(first, launch)
+    directory.remove()
+    for _ in range(2):
+        later = directory.make()
+        assert later is not None and launch_file.read(later) == launch
+        (later / launch_file.NAME).write_text('{"name": "../x", "began_after": 1}')
+    assert (
+        "cannot read which launch this attempt belonged to: name: got '../x', expected 32 hexadecimal digits"
+        in caplog.text
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_file, "write", Mock(side_effect=OSError("no space")))
+        last = directory.make()
+    assert last is not None and list(last.iterdir()) == [] and "(no space)" in caplog.text
+    directory.remove()

@@ -17,6 +17,8 @@ import ttp
 from ttp.checkpoint.staging import probe_writable
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.exchange import launch_file
+from ttp.exchange.launch_file import Launch
 from ttp.runtime.directory_agreement import Failure, JobDirectories, split_directories
 from ttp.session import find_session
 
@@ -148,7 +150,8 @@ def test_a_keepers_refusal_names_its_node(tmp_path: Path) -> None:
 def test_ranks_with_different_rehearsals_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would leave different steps, and wait for each other."""
     monkeypatch.setattr(
-        "ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, [True, "b", 0, 5, ""]]
+        "ttp.runtime.directory_agreement.exchange_json",
+        lambda value, device: [value, [True, "b", 0, ["", None], 5, ""]],
     )
     with pytest.raises(ConfigError, match=r"TTP_REHEARSE: got every:N with N of \[0, 5\] \(0: not set\)"):
         JobDirectories([str(tmp_path)], FIRST, 0, CPU)
@@ -158,7 +161,7 @@ def test_ranks_with_different_choices_about_replicas_that_differ_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some would compare before a save, a collective that the others never enter."""
-    others = [[True, "b", 0, 0, "stop"], [True, "b", 0, 0, "report"], [True, "b", 0, 0, "stop"]]
+    others = [[True, "b", 0, ["", None], 0, choice] for choice in ("stop", "report", "stop")]
     monkeypatch.setattr("ttp.runtime.directory_agreement.exchange_json", lambda value, device: [value, *others])
     with pytest.raises(
         ConfigError,
@@ -167,20 +170,84 @@ def test_ranks_with_different_choices_about_replicas_that_differ_are_refused(
         JobDirectories([str(tmp_path)], FIRST, 0, CPU, "report")
 
 
+def of_three_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, rank: int, launches: list[list[Any]]
+) -> JobDirectories:
+    """One of three ranks' view, on nodes a, a, b. launches: what each knows of their launch."""
+    starts = zip("aab", (3, 7, 1), launches, strict=True)
+    others = [[False, host, start, launch, 0, ""] for host, start, launch in starts]
+
+    def exchange(value: Any, device: torch.device) -> list[Any]:
+        return others if len(value) == 6 and isinstance(value[0], bool) else [value] * 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ttp.runtime.directory_agreement.exchange_json", exchange)
+        patch.setattr("ttp.runtime.directory_agreement.check_same", lambda *arguments: None)
+        directories = JobDirectories([str(folder)], settings, rank, CPU)
+    directories.release()
+    return directories
+
+
 @pytest.mark.parametrize(("rank", "leader"), [(0, 0), (1, 0), (2, 2)])
 def test_nodes_with_their_own_directories_agree_on_the_highest_attempt_and_each_has_a_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, leader: int
 ) -> None:
     """A node that is new has seen no attempt: its number would take parts of an earlier attempt for newer ones."""
     settings = replace(FIRST, shared_dirs=False, host="ab"[rank // 2])
-    others = [[False, "a", 3, 0, ""], [False, "a", 7, 0, ""], [False, "b", 1, 0, ""]]
-
-    def exchange(value: Any, device: torch.device) -> list[Any]:
-        return others if len(value) == 5 and isinstance(value[0], bool) else [value] * 3
-
-    monkeypatch.setattr("ttp.runtime.directory_agreement.exchange_json", exchange)
-    monkeypatch.setattr("ttp.runtime.directory_agreement.check_same", lambda *arguments: None)
-    directories = JobDirectories([str(tmp_path)], settings, rank, CPU)
-    directories.release()
+    launches = [[name * 32, None] for name in "def"]
+    directories = of_three_ranks(tmp_path, monkeypatch, settings, rank, launches)
+    assert directories.store.launch == "d" * 32 and directories.store.began_after is None, "rank 0 names a new launch"
     assert (directories.store.start, directories.store.leader, directories.store.node) == (7, leader, settings.host)
     assert directories.keeps == (rank == leader) and directories.node == f"node {settings.host}: "
+
+
+def test_a_restart_goes_on_with_its_launch_and_a_new_node_takes_it_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new node's rank is the first: what it would name a new launch does not count. Its agent gets it for the next attempt."""
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    settings = replace(RESTART, shared_dirs=False, host="a", attempt_dir=str(attempt))
+    known = Launch("e" * 32, 40)
+    directories = of_three_ranks(
+        tmp_path / "saved", monkeypatch, settings, 0, [["d" * 32, None], ["e" * 32, 40], ["e" * 32, 40]]
+    )
+    assert Launch(directories.store.launch, directories.store.began_after or 0) == known
+    directories.begin_launch(70)
+    assert launch_file.read(attempt) == known, "it began after step 40, whatever its restarts go on from"
+    launch_file.write(attempt, Launch("c" * 32, 5))
+    first = JobDirectories([str(tmp_path / "saved")], settings, 0, CPU)
+    first.release()
+    assert (first.store.launch, first.store.began_after) == ("c" * 32, 5), "as this node's agent has it"
+
+
+def test_a_first_attempt_leaves_what_the_launch_began_from_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank a node writes it. A file that cannot be read or written is a warning; shared directories need none."""
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    settings = replace(FIRST, shared_dirs=False, host="a", attempt_dir=str(attempt))
+    launches = [[name * 32, None] for name in "def"]
+    of_three_ranks(tmp_path / "saved", monkeypatch, settings, 1, launches).begin_launch(70)
+    assert launch_file.read(attempt) is None, "rank 0 of this node does"
+    directories = of_three_ranks(tmp_path / "saved", monkeypatch, settings, 0, launches)
+    directories.begin_launch(70)
+    assert launch_file.read(attempt) == Launch("d" * 32, 70)
+    assert not caplog.records
+    (attempt / launch_file.NAME).write_text("{}")
+    again = JobDirectories([str(tmp_path / "saved")], settings, 0, CPU)
+    again.release()
+    assert again.store.began_after is None and "cannot read which launch" in caplog.text
+    (attempt / launch_file.NAME).unlink()
+    attempt.rmdir()
+    again.begin_launch(0)
+    assert "node a: a restart may not know" in caplog.text
+
+
+def test_where_all_nodes_share_directories_launches_have_no_names(tmp_path: Path) -> None:
+    """What is whole is whole for all of them from the beginning."""
+    directories = JobDirectories([str(tmp_path / "saved")], replace(FIRST, attempt_dir=str(tmp_path)), 0, CPU)
+    directories.begin_launch(70)
+    directories.release()
+    assert launch_file.read(tmp_path) is None

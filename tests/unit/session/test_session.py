@@ -21,6 +21,7 @@ from ttp.checkpoint import find
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointError, ConfigError, NotWritable
+from ttp.exchange.launch_file import is_name
 from ttp.processor.driver import Processor
 from ttp.proto.messages import Cause, CauseKind, Part, PublishOrder, Welcome, WriteOrder
 from ttp.runtime import rank_runtime
@@ -71,6 +72,7 @@ def test_a_node_with_directories_of_its_own_saves_persists_and_resumes(tmp_path:
     session.close()
     published = [read_manifest(Path(path)) for path in find.list_checkpoints([tmp_path / "faulted"])]
     assert [(manifest.step, manifest.hosts) for manifest in published] == [(6, ("node-x",)), (4, ("node-x",))]
+    assert len({manifest.launch for manifest in published}) == 1 and is_name(published[0].launch)
     model, optimizer, session = new_run(tmp_path / "faulted", dataclasses.replace(own, enable=False), seed=1)
     point = session.resume()
     assert point is not None and (point.step, point.state) == (6, {"position": 12})

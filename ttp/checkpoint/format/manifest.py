@@ -70,6 +70,8 @@ class Manifest:
     *part*), and `tensors` is what is in those. Empty: the directory holds all files."""
     start: int = 0
     """Of a part: which attempt of a job wrote it. Rises from attempt to attempt, over all jobs of these directories."""
+    launch: str = ""
+    """Of a part: the launch of ttprun that wrote it; empty: an older version's."""
     finite: bool | None = None
     """No saved tensor holds NaN or infinity; None: not known (an older version's checkpoint)."""
     format_version: int = FORMAT_VERSION
@@ -96,6 +98,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "versions": dict(manifest.versions),
         "hosts": list(manifest.hosts),
         "start": manifest.start,
+        "launch": manifest.launch,
         "finite": manifest.finite,
         "layout": _encode(manifest.layout, "layout"),
         "record": None if record is None else _encode_record(record),
@@ -241,6 +244,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         term=checked.integer(*get("term")),
         hosts=hosts,
         start=checked.integer(*get("start")),
+        launch=checked.string(body.get("launch", ""), "launch"),
         finite=checked.optional_boolean(body.get("finite"), "finite"),
         versions={
             checked.string(key, "versions"): checked.string(value, f"versions.{key}") for key, value in versions.items()

@@ -94,19 +94,30 @@ def moved_texts(moves: Sequence[Move], hosts: Sequence[str]) -> list[str]:
     return texts
 
 
-def find_newest(paths: Sequence[str], nodes: NodeFiles, ranks: Peers, request: Request) -> Reader | None:
+def find_newest(
+    paths: Sequence[str], nodes: NodeFiles, ranks: Peers, request: Request, stranger: Callable[[Manifest], str]
+) -> Reader | None:
     """Return the newest checkpoint that the nodes have together, readable for this rank at the returned path; or None.
 
-    paths: the published names (`list_parts`) that may be chosen on this node. Raises CheckpointMismatch on every rank (another model),
+    paths: the published names (`list_parts`) that may be chosen on this node. stranger: returns why a part may not be chosen; empty: it may. Raises CheckpointMismatch on every rank (another model),
     CheckpointError (a node cannot take its files).
     """
     search = _Search(nodes, ranks, request)
-    parts: dict[tuple[int, int, int, str], NodePart] = {}
+    parts: dict[tuple[int, int, int, str, str], NodePart] = {}
     for part in read_parts(paths, request.on_skip, request.key):
+        if why := stranger(part.manifest):
+            request.on_skip(part.path, why)
+            continue
         parts.setdefault((part.manifest.step, *write_of(part.manifest)), part)
     skipped: list[str] = []
     offers = ranks.exchange([list(key) for key in parts] if search.leads else [])
-    keys = sorted({(int(s), int(start), int(term), str(name)) for offer in offers for s, start, term, name in offer})
+    keys = sorted(
+        {
+            (int(s), int(start), int(term), str(name), str(launch))
+            for offer in offers
+            for s, start, term, name, launch in offer
+        }
+    )
     for key in reversed(keys):
         path = Path(request.save_dirs[0]) / step_directory_name(key[0])
         try:

@@ -50,9 +50,9 @@ def read_parts(names: Iterable[StrPath], on_skip: OnSkip, key: VerifyKey | None 
             yield NodePart(path, manifest, content, signature)
 
 
-def write_of(manifest: Manifest) -> tuple[int, int, str]:
-    """Return attempt of the job, term and staging directory: the parts of one write of a step have the same, and the highest is the newest."""
-    return manifest.start, manifest.term, manifest.attempt
+def write_of(manifest: Manifest) -> tuple[int, int, str, str]:
+    """Return attempt of the job, term, staging directory and launch: the parts of one write of a step have the same, and the highest is the newest."""
+    return manifest.start, manifest.term, manifest.attempt, manifest.launch
 
 
 def supersede(final: Path) -> None:

@@ -20,7 +20,7 @@ from ttp.checkpoint.verify import check_complete
 from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.proto.messages import FileEntry
 
-Write = tuple[int, int, str]
+Write = tuple[int, int, str, str]
 """What `write_of` returns."""
 
 

@@ -40,10 +40,18 @@ class PartPublication(Publication):
     """Every rank's node."""
     start: int
     """This attempt's number; `term` is its controller's."""
+    launch: str
+    """The name of its launch."""
     advice = "is TTP_SHARED_DIRS the same on every node?"
 
     def make_manifest(self) -> Manifest:
-        return replace(super().make_manifest(), files=tuple(self.files), hosts=tuple(self.hosts), start=self.start)
+        return replace(
+            super().make_manifest(),
+            files=tuple(self.files),
+            hosts=tuple(self.hosts),
+            start=self.start,
+            launch=self.launch,
+        )
 
     def own_files(self) -> list[FileEntry]:
         return [file for file in self.files if self.hosts[file.rank] == self.hosts[self.rank]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.find import StrPath
+from ttp.checkpoint.format.manifest import Manifest
 from ttp.checkpoint.node_local import parts
 from ttp.checkpoint.node_local.exchange_files import NodeFiles, find_newest
 from ttp.checkpoint.node_local.publish_part import publish_part
@@ -23,10 +24,15 @@ class NodeLocalStore:
         "; if that is a rank of this job, its nodes share this directory: set TTP_SHARED_DIRS=True on all of them"
     )
 
-    def __init__(self, hosts: Sequence[str], start: int, rank: int) -> None:
-        """hosts: every rank's node. start: this attempt's number, above those of all attempts that have left parts (`parts.next_start`)."""
+    def __init__(
+        self, hosts: Sequence[str], start: int, rank: int, launch: str = "", began_after: int | None = None
+    ) -> None:
+        """hosts: every rank's node. start: this attempt's number, above those of all attempts that have left parts (`parts.next_start`). launch: its
+        launch's name; began_after: the step from which an earlier attempt began that launch; None: this is the first."""
         self.hosts = tuple(hosts)
         self.start = start
+        self.launch = launch
+        self.began_after = began_after
         self.node = self.hosts[rank]
         self.leader = NodeFiles(self.hosts).leader_of(rank)
 
@@ -42,10 +48,17 @@ class NodeLocalStore:
             )
 
     def open_newest(self, paths: Sequence[str], ranks: Peers, request: Request) -> Reader | None:
-        return find_newest(paths, NodeFiles(self.hosts), ranks, request)
+        return find_newest(paths, NodeFiles(self.hosts), ranks, request, self._stranger)
 
     def publish(self, directory: str, tmp_name: str, **fields: Any) -> str:
-        return publish_part(directory, tmp_name, hosts=self.hosts, start=self.start, **fields)
+        return publish_part(directory, tmp_name, hosts=self.hosts, start=self.start, launch=self.launch, **fields)
 
     def remove_superseded(self, directories: Iterable[StrPath], below: int) -> list[Path]:
         return parts.remove_superseded(directories, below)
+
+    def _stranger(self, manifest: Manifest) -> str:
+        """Return why a restart may not go on from a part; empty: it may. Where nothing was whole as the launch began, a node that came later may have
+        completed a step of another one."""
+        if self.began_after is None or manifest.launch == self.launch or manifest.step <= self.began_after:
+            return ""
+        return f"another launch wrote it, and this one began after step {self.began_after}"
