@@ -110,7 +110,7 @@ class JobDirectories:
         if vacant():
             return SharedStore()  # a node with directories of its own replaces no rank
         start = 0 if shared_dirs else next_start(self.named)
-        launch = None if shared_dirs else self._read_launch()
+        launch = self._read_launch()
         known = [uuid.uuid4().hex, None] if launch is None else [launch.name, launch.began_after]
         mine = [shared_dirs, host, start, known, self._settings.rehearse_every, self._on_divergence]
         gathered = exchange_json(mine, self._device)

@@ -156,9 +156,7 @@ class RunDirectories:
         earlier = self._note_of_this_job()
         if earlier is not None:  # a restart: what was not there at the first start is this run's
             return [path for path in found if path not in earlier] + named
-        if (
-            self._store.began_after is not None
-        ):  # this node was not there at the first start: the store knows what is this run's
+        if self._store.began_after is not None:  # this node comes later: the store knows what is this run's
             return found
         newer = [path for path in found if find.step_of(path) > after]
         if newer:

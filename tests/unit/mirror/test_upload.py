@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.s3 import BUCKET, S3
-from tests.unit.checkpoint.cluster import Cluster
+from tests.unit.checkpoint.cluster import SECOND_LAUNCH, Cluster
 from tests.unit.checkpoint.conftest import Job
 from tests.unit.checkpoint.damage import flip_a_bit
 from ttp.checkpoint.format.checksum import check_file
@@ -356,6 +356,21 @@ def test_each_node_copies_its_own_files_and_one_puts_the_manifest_when_all_are_t
     for up, host in ((b, "b"), (a, "a")):
         up.copy(tmp_path / host / "iter_0000009")
     assert whole(url) == [9, 7]
+
+
+def test_two_launches_that_name_a_write_alike_are_not_mixed_in_a_mirror(url: str, tmp_path: Path, job: Job) -> None:
+    """Each on nodes of its own. A claim of an older version, whose parts name no launch, stays as it was."""
+    cluster = Cluster(tmp_path)
+    cluster.save(job, 7)
+    uploader(url, tmp_path / "b", host="b").copy(tmp_path / "b" / "iter_0000007")
+    cluster.hosts = ("a", "a", "d", "d")
+    shutil.rmtree(tmp_path / "a")
+    cluster.save(job.later(), 7, launch=SECOND_LAUNCH)
+    with pytest.raises(Conflict, match="is another write of that step"):
+        uploader(url, tmp_path / "a", host="a").copy(tmp_path / "a" / "iter_0000007")
+    manifest = read_manifest(tmp_path / "a" / "iter_0000007")
+    assert json.loads(upload._write_name(manifest, b"")) == [1, 1, "iter_0000007_tmp_x", SECOND_LAUNCH]
+    assert json.loads(upload._write_name(replace(manifest, launch=""), b"")) == [1, 1, "iter_0000007_tmp_x"]
 
 
 def test_another_runs_checkpoints_of_higher_steps_are_neither_copied_nor_counted_nor_removed(

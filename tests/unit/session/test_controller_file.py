@@ -212,4 +212,6 @@ def test_the_next_attempts_directory_has_what_the_ranks_wrote_of_their_launch(
         patch.setattr(launch_file, "write", Mock(side_effect=OSError("no space")))
         last = directory.make()
     assert last is not None and list(last.iterdir()) == [] and "(no space)" in caplog.text
+    later = directory.make()
+    assert later is not None and launch_file.read(later) == launch
     directory.remove()

@@ -245,6 +245,21 @@ def test_a_first_attempt_leaves_what_the_launch_began_from_to_the_next(
     assert "node a: a restart may not know" in caplog.text
 
 
+def test_without_ttprun_no_attempt_knows_the_launch_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun's agent has no directory for it, and the working directory is not one."""
+    monkeypatch.chdir(tmp_path)
+    settings = replace(RESTART, shared_dirs=False, host="a")
+    for _ in range(2):
+        directories = JobDirectories([str(tmp_path / "saved")], settings, 0, CPU)
+        directories.begin_launch(70)
+        directories.release()
+        assert directories.store.began_after is None and not (tmp_path / launch_file.NAME).exists()
+        launch_file.write(tmp_path / "saved", Launch("c" * 32, 5))
+        monkeypatch.chdir(tmp_path / "saved")
+
+
 def test_where_all_nodes_share_directories_launches_have_no_names(tmp_path: Path) -> None:
     """What is whole is whole for all of them from the beginning."""
     directories = JobDirectories([str(tmp_path / "saved")], replace(FIRST, attempt_dir=str(tmp_path)), 0, CPU)
