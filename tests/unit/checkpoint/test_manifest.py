@@ -103,7 +103,7 @@ def resealed(body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "field", [f.name for f in dataclasses.fields(Manifest) if f.name not in ("format_version", "finite")]
+    "field", [f.name for f in dataclasses.fields(Manifest) if f.name not in ("format_version", "finite", "launch")]
 )
 def test_every_field_is_checked(field: str) -> None:
     """Missing, or of another type: named, and never half read."""
@@ -133,6 +133,13 @@ def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
     """The directory was never published."""
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is missing: .* was never published, or was damaged"):
         manifests.read_manifest(tmp_path)
+
+
+def test_a_part_names_the_launch_that_wrote_it_and_an_older_one_names_none() -> None:
+    body = json.loads(manifests.to_bytes(a_manifest(launch="a" * 32)))
+    assert manifests.from_bytes(resealed(body), "here").launch == "a" * 32
+    older = {key: value for key, value in body.items() if key != "launch"}
+    assert manifests.from_bytes(resealed(older), "here").launch == ""
 
 
 def test_a_manifest_says_whether_its_state_is_finite_and_an_older_one_that_it_is_not_known() -> None:

@@ -47,6 +47,7 @@ VIOLATIONS: list[tuple[str, Any, str]] = [
     ("record.sums", [0.5], "record.sums[0]: got 0.5, expected a float in hexadecimal"),
     ("record.skipped", 1, "record.skipped: got 1, expected true or false"),
     ("hosts", ["a", 7], "hosts[1]: got 7, expected a string"),
+    ("launch", 7, "launch: got 7, expected a string"),
     ("versions", [], "versions: got [], expected a mapping"),
     ("versions", {"\ud800": [1]}, "versions: got '\\ud800', expected a string without NUL and lone surrogates"),
     ("layout", {"\ud800\n": {"__float__": 1}}, "layout.\\ud800\\n: got {'__float__': 1}, expected __float__ of"),

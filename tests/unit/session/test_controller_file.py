@@ -190,6 +190,13 @@ def test_an_attempts_directory_is_its_users_own_and_goes_with_it(
     assert "through the workers' store alone" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a" * 31, "a" * 33, "A" * 32, "/" * 32, "\u0661" * 32, 7])
+def test_what_names_no_launch_is_refused(tmp_path: Path, name: object) -> None:
+    (tmp_path / launch_file.NAME).write_text(json.dumps({"name": name, "began_after": 3}))
+    with pytest.raises(ValueError, match=r"^name: got .*, expected (32 hexadecimal digits|a string)"):
+        launch_file.read(tmp_path)
+
+
 def test_the_next_attempts_directory_has_what_the_ranks_wrote_of_their_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
