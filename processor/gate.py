@@ -413,11 +413,6 @@ class Gate:
         return self._freezes.freeze_id
 
     @property
-    def has_drain(self) -> bool:
-        """Closing may have to wait for a device."""
-        return self._drain is not None
-
-    @property
     def phase(self) -> Phase:
         return self._phase
 

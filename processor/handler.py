@@ -334,15 +334,15 @@ class Handler:
         self.stream = self._ports.open_stream(address, self._highest_term)
 
     def _close_gate(self, freeze_id: int) -> None:
-        """Shut at once, in the order of the effects. Most freezes find no update in progress and are answered at once
-        too, even while the work thread writes; the others are waited for on the work thread."""
+        """Shut at once, in the order of the effects. Most freezes find no update in progress, on the device neither, and are answered at
+        once too, even while the work thread writes; the others are waited for on the work thread."""
         self._ticket = self._gate.shut(freeze_id)
-        if not self._gate.has_drain:
-            report = self._gate.settle(self._ticket, freeze_id, AT_ONCE_S)
-            if report.closed:
-                self._ports.put(GateClosed(report))
-                return
-        self._ports.submit(Settle(self._ticket, freeze_id))
+        report = self._gate.settle(self._ticket, freeze_id, AT_ONCE_S)
+        if report.closed:
+            self._log_drain_error(freeze_id)
+            self._ports.put(GateClosed(report))
+        else:
+            self._ports.submit(Settle(self._ticket, freeze_id))
 
     def _settle_late(self, ticket: int, freeze_id: int) -> None:
         """An update that took longer than the freeze could wait may have ended since: then the state stands still after all,
@@ -353,10 +353,13 @@ class Handler:
         report = self._gate.settle(ticket, freeze_id, 0.0)
         if report.closed:
             self._unsettled = None
-            if self._gate.drain_error:
-                self._ports.log(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
+            self._log_drain_error(freeze_id)
             self._ports.log(logging.INFO, f"freeze {freeze_id}: the update of step {report.state_step} has ended")
             self._gate_closed(report, self._clock())
+
+    def _log_drain_error(self, freeze_id: int) -> None:
+        if self._gate.drain_error:
+            self._ports.log(logging.ERROR, f"freeze {freeze_id}: the device failed: {self._gate.drain_error}")
 
     def _gate_closed(self, report: StateReport, now: float) -> None:
         self._step(GateClosed(replace(report, checkpoint=self._ports.checkpoint())), now)

@@ -55,7 +55,7 @@ def test_a_new_gate_is_open_and_knows_of_nothing() -> None:
     """Before the first freeze, the first notice and the first collective."""
     gate = Gate(0)
     assert (gate.freeze_id, gate.drain_error, gate.records, gate.backup_step) == (-1, "", (), -1)
-    assert not (gate.closed or gate.final or gate.torn or gate.waiting or gate.notice or gate.lets_go or gate.has_drain)
+    assert not (gate.closed or gate.final or gate.torn or gate.waiting or gate.notice or gate.lets_go)
 
 
 # --- who passes ---

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ttp.processor import gate as shipped
 from ttp.processor.core.events import (
     CloseGate,
     Connect,
@@ -63,7 +64,6 @@ class Gate:
     def __init__(self) -> None:
         self.freeze_id = 0
         self.tickets = 0
-        self.has_drain = False
         self.report = HELD
         self.settled: list[int] = []
         self.on_step: Callable[[], None] = lambda: None
@@ -269,13 +269,37 @@ def test_a_freeze_that_finds_no_update_is_answered_behind_what_is_queued_without
     assert bench.closings() == [replace(HELD, checkpoint="/c/iter_0000003")]
 
 
-@pytest.mark.parametrize("why", ["a drain", "an update"])
-def test_a_freeze_that_must_wait_is_answered_by_the_work_thread(bench: Bench, why: str) -> None:
-    bench.gate.has_drain = why == "a drain"
+def test_a_freeze_that_must_wait_is_answered_by_the_work_thread(bench: Bench) -> None:
     bench.gate.report = NOT_HELD
     bench.does(CloseGate(1))
-    assert bench.put_back == [] and bench.tasks == [Settle(1, 1)]
-    assert bench.gate.settled == ([] if why == "a drain" else [1])
+    assert bench.put_back == [] and bench.tasks == [Settle(1, 1)] and bench.gate.settled == [1]
+
+
+def test_a_freeze_on_a_device_is_answered_as_soon_as_the_device_has_finished_the_update(bench: Bench) -> None:
+    """Whatever the work thread is at: behind a closed gate it may write for longer than a new controller waits for the report."""
+    finished = False
+    gate: Any = shipped.Gate(0, drain=lambda timeout_s: finished)
+    bench.handler._gate = gate
+    bench.does(CloseGate(1))
+    assert bench.put_back == [] and bench.tasks == [Settle(1, 1)], "the update is waited for on the work thread"
+    finished = True
+    bench.does(CloseGate(2))
+    (event,) = bench.put_back
+    assert (event.report.freeze_id, event.report.closed) == (2, True) and bench.tasks == [Settle(1, 1)]
+
+
+def test_a_device_that_failed_is_logged_where_the_handler_answers_the_freeze(bench: Bench) -> None:
+    bench.does(CloseGate(1))
+    assert bench.said == []
+    bench.gate.drain_error = "device lost"
+    bench.does(CloseGate(2))
+    bench.gate.report = NOT_HELD
+    bench.does(CloseGate(3))
+    bench.handler.take(GateClosed(replace(NOT_HELD, freeze_id=3)))
+    bench.gate.report = HELD
+    bench.handler.tick()
+    failed = [text for level, text in bench.said if level == logging.ERROR]
+    assert failed == [f"freeze {freeze_id}: the device failed: device lost" for freeze_id in (2, 3)]
 
 
 def test_an_update_that_outlasts_its_freeze_is_reported_once_it_ends_and_once(bench: Bench) -> None:
