@@ -103,12 +103,12 @@ def asked(state: S, cause: Cause, now: float) -> S:
 
 def stage_ended(state: S, stage: str, now: float) -> S:
     """Note the end of one of STAGES; of a stage that there was several times the last one counts. The first reports say where the ranks
-    were: later ones come after roll-forwards."""
+    were: later ones come after roll-forwards. Without any, nothing is known of the steps."""
     notes = state.notes
     stages = (*(known for known in notes.stages if known[0] != stage), (stage, now))
-    reports = notes.reports
-    if stage == "frozen" and reports is None and state.fault is not None:
-        reports = state.fault.reports
+    reports, fault = notes.reports, state.fault
+    if stage == "frozen" and reports is None and fault is not None and any(each is not None for each in fault.reports):
+        reports = fault.reports
     return replace(state, notes=replace(notes, stages=stages, reports=reports))
 
 

@@ -63,3 +63,19 @@ def test_so_does_an_end_at_which_no_rank_can_receive_an_order(checkpoint: str, l
     assert job.at(Stage.OVER)
     found = ended(job)
     assert (found.saved, found.goes_on_from, found.steps_lost) == (None, checkpoint, lost)
+
+
+def test_what_is_lost_is_not_known_where_no_rank_has_answered_the_freeze() -> None:
+    job = ControllerBench()
+    job.say(killed(3))
+    job.wait(job.state.settings.freeze_timeout_s + 1.0, senders=(0, 1, 2))
+    assert job.sent(Exit) and job.logged("refused")
+    assert (ended(job).steps_lost, ended(job).survivors) == (None, ())
+
+
+def test_no_step_is_lost_before_the_first_update() -> None:
+    job = ControllerBench()
+    job.say(killed(0), killed(2))
+    for rank in (1, 3):
+        job.say(report(rank, 1, Phase.COMPUTE, 1))
+    assert ended(job).steps_lost == 0
