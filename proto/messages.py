@@ -114,6 +114,8 @@ class Registration:
     )
     workload: str = ""
     """Ranks with the same one have the same part of the model, so that their own times of a step can be compared. Empty: it is not known."""
+    own_checkpoints: bool = False
+    """The trainer writes and loads checkpoints of its own: which one is the newest is not reported."""
 
 
 @dataclass(frozen=True, slots=True)

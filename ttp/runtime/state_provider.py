@@ -143,7 +143,11 @@ class OptimizerStateProvider:
         choice = getattr(self.optimizer, "on_divergence", None)
         repairs = choice is not None and choice.choice == "repair"
         return replace(
-            self._registration, state_step=self.optimizer.current_step, standby=self.standby, repairs=repairs
+            self._registration,
+            state_step=self.optimizer.current_step,
+            standby=self.standby,
+            repairs=repairs,
+            own_checkpoints=self._publisher is not None,
         )
 
     def roll_forward(self, record: CommitRecord) -> int:

@@ -48,11 +48,20 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
     if state.dump is not None and state.dump.saved is not None:
         return leave_saved(state, state.dump.saved, now, out)
     fields: Fields = {"reason": refusal.reason, "missing": refusal.missing, "freeze_id": state.freeze_id}
-    newest = state.checkpoint
+    outcome = _without_saved(state, refusal.reason)
+    newest = outcome.goes_on_from
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
     after = f"the job goes on from {newest}" if newest else "no rank has reported an older checkpoint"
-    outcome = Outcome(None, refusal.reason, newest, max(0, step_of(newest)))
+    if outcome.kept_step is None:
+        after = "the job goes on from the trainer's newest checkpoint"
     return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out, outcome)
+
+
+def _without_saved(state: ControllerState, reason: str) -> Outcome:
+    """Return the end of a fault that has published nothing. Where the trainer writes checkpoints of its own, a newer one than is known may be on disk."""
+    registrations = (member.registration for member in state.members.table)
+    own = any(registration is not None and registration.own_checkpoints for registration in registrations)
+    return Outcome(None, reason, state.checkpoint, None if own else max(0, step_of(state.checkpoint)))
 
 
 def learn_checkpoint(state: S, path: str) -> S:
@@ -84,8 +93,7 @@ def orphaned(state: ControllerState, reason: str, now: float, out: list[Effect])
         state = report(state, _with_saved(state, saved), now, out)
     elif state.fault is not None:
         out.append(Journal("refused", {"reason": reason, "missing": (), "freeze_id": state.freeze_id}))
-        newest = state.checkpoint
-        state = report(state, Outcome(None, reason, newest, max(0, step_of(newest))), now, out)
+        state = report(state, _without_saved(state, reason), now, out)
     return over(state, reason, out)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.unit.protocol.bench import ControllerBench, report
+from tests.unit.protocol.bench import ControllerBench, registration, report
 from tests.unit.protocol.test_controller_members import killed
 from tests.unit.protocol.test_incident import ended, save
+from tests.unit.protocol.test_takeover import coming, standby
 from ttp.controller.core.dump.finish import learn_checkpoint
 from ttp.controller.core.facts.state import Stage
 from ttp.proto.messages import Exit, Phase
@@ -66,11 +69,33 @@ def test_so_does_an_end_at_which_no_rank_can_receive_an_order(checkpoint: str, l
 
 
 def test_what_is_lost_is_not_known_where_no_rank_has_answered_the_freeze() -> None:
-    job = ControllerBench()
-    job.say(killed(3))
+    """Nor has the dead rank ever come to this controller."""
+    job = standby()
+    job.say(killed(3), *(coming(rank) for rank in range(3)))
     job.wait(job.state.settings.freeze_timeout_s + 1.0, senders=(0, 1, 2))
     assert job.sent(Exit) and job.logged("refused")
     assert (ended(job).steps_lost, ended(job).survivors) == (None, ())
+
+
+@pytest.mark.parametrize("checkpoint", ["/c/iter_0000006", ""])
+@pytest.mark.parametrize("receives", [True, False])
+def test_what_is_lost_is_not_known_where_the_trainer_writes_checkpoints_of_its_own(
+    checkpoint: str, receives: bool
+) -> None:
+    """A newer one than any that was reported may be on disk."""
+    job = ControllerBench(assembled=False)
+    job.say(*(replace(registration(rank), own_checkpoints=True) for rank in range(4)))
+    job.say(killed(0), *([killed(2)] if receives else []))
+    for rank in (1, 3) if receives else (1, 2, 3):
+        job.say(report(rank, 1, Phase.COMPUTE, 9, records=(7, 8), checkpoint=checkpoint))
+    if receives:
+        assert job.sent(Exit)[1].reason.endswith("; the job goes on from the trainer's newest checkpoint")
+    else:
+        job.close(1, 2, 3)
+        job.wait(20.0, senders=())
+        assert job.at(Stage.OVER)
+    found = ended(job)
+    assert (found.saved, found.goes_on_from, found.steps_lost) == (None, checkpoint, None)
 
 
 def test_no_step_is_lost_before_the_first_update() -> None:

@@ -134,6 +134,16 @@ def test_ranks_save_together_only_what_all_enter_and_ttp_publishes(
     session.close()
 
 
+@pytest.mark.parametrize("publisher", [None, OwnForm()])
+def test_a_rank_registers_whether_its_trainer_writes_checkpoints_of_its_own(
+    tmp_path: Path, publisher: OwnForm | None
+) -> None:
+    optimizer = ttp.TTPReplicaOptimizer(torch.nn.Linear(8, 4).named_parameters(), replicas=1, lr=0.05)
+    session = ttp.start(optimizer, save_dirs=[tmp_path], settings=Settings(), publisher=publisher)
+    assert session.holder.registration().own_checkpoints is (publisher is not None)
+    session.close()
+
+
 class NoProcess:
     """Keeps what a processor received."""
 
