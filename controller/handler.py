@@ -137,9 +137,7 @@ class NotAllowed:
     text: str
 
 
-Item = (
-    StreamMessages | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed | EarlierLives
-)  # fmt: skip
+Item = StreamMessages | StreamEnded | StatusAsked | StopAsked | StopIfNeverUsed | StopWhenUnused | NotAllowed | EarlierLives  # fmt: skip
 
 
 class EventLog(Protocol):
@@ -346,15 +344,14 @@ class Handler:
                 return
             case AgentHello(host):
                 self._agents[host] = link
-            case WorkerExit(rank, pid) if (rank, pid) in self._turned_away and not self._is_registered(rank, pid):
+            case WorkerExit(rank, pid) if 0 <= rank < self._settings.world_size and self._is_anothers(link, rank, pid):
                 return
             case Registration() | WorkerExit() | Vouch() | ReplaceFailed():
                 pass
-            case _:
-                if not self._is_routed(link, message):
-                    return
-                if isinstance(message, Finished):
-                    self._stragglers.leave(message.rank)
+            case _ if not self._is_routed(link, message):
+                return
+            case Finished(rank):
+                self._stragglers.leave(rank)
         self._step(Received(message), self._clock())
 
     def _route(self, link: RankLink, registration: Registration) -> bool:
@@ -387,8 +384,12 @@ class Handler:
                 old.finish()
         return True
 
-    def _is_registered(self, rank: int, pid: int) -> bool:
-        return (known := self.state.members.table[rank].registration) is not None and known.pid == pid
+    def _is_anothers(self, link: RankLink, rank: int, pid: int) -> bool:
+        """Say whether it was turned away, or is of a node that has lost the place: the process in that may have the same pid elsewhere."""
+        known = self.state.members.table[rank].registration
+        if known is None or known.pid != pid:
+            return (rank, pid) in self._turned_away
+        return self._agents.get(known.host, link) is not link and link in self._agents.values()
 
     def _turn_away(self, link: RankLink | None, rank: int, pid: int, why: str) -> None:
         """Order a process to exit, on its stream alone: launchers must not take it for an order to all."""
@@ -445,9 +446,8 @@ class Handler:
                 self._supersede(address, generation, look)
             case JournalEffect(name, fields):
                 self._log_event(name, dict(fields))
-                match event:
-                    case Received(Published(step=step, path=path)) if name == "published":
-                        self._published = PublishedCheckpoint(step, path)
+                if name == "published" and isinstance(event, Received) and isinstance(done := event.message, Published):
+                    self._published = PublishedCheckpoint(done.step, done.path)
             case Finish(reason):
                 self._finish(reason)
             case _:

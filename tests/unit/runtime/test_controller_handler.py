@@ -164,6 +164,7 @@ def test_what_was_gathered_for_a_stream_goes_out_before_it_is_ended_for_a_new_on
 def test_the_end_of_a_process_that_was_turned_away_is_not_that_of_the_one_in_its_place(bench: Bench) -> None:
     """Refused as it registers, or sent away when it was known that others are in their places; and the agents do not overhear that."""
     agent, here = Link(), bench.comes(2, 3)
+    bench.registered[3] = Registration(3, 4, "host", 103, (), 0, ("/c",), "{}")
     bench.receives(agent, AgentHello("host", (2, 3), (102, 103)))
     bench.orders = lambda event: (
         (TurnAway(((1, 101), (2, 102)), "its place is another's"),) if event == Received(DEATH) else ()
@@ -187,6 +188,30 @@ def test_the_end_of_a_process_that_was_turned_away_is_not_that_of_the_one_in_its
     bench.receives(agent, WorkerExit(3, 103, "x", 0.0))
     bench.receives(agent, ends[2])
     assert len(bench.received) == before + 2
+
+
+def test_the_end_of_a_process_on_another_node_is_not_that_of_the_one_with_the_same_pid(bench: Bench) -> None:
+    """A lost node comes back, and each node counts its own pids. Where no agent has the name that the rank registered, any is believed."""
+    lost, spare, unnamed = Link(), Link(), Link()
+    bench.registered[2] = Registration(2, 4, "spare", 102, (), 0, ("/c",), "{}")
+    bench.receives(lost, AgentHello("lost", (2,), (102,)), DEATH)
+    assert bench.received[-1] == Received(DEATH)
+    bench.receives(spare, AgentHello("spare", (2,), (102,)))
+    bench.received.clear()
+    bench.receives(lost, DEATH)
+    assert not bench.received
+    bench.receives(spare, DEATH)
+    bench.receives(unnamed, DEATH)
+    assert bench.received == [Received(DEATH)] * 2
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_the_end_of_a_rank_that_the_job_does_not_have_is_the_machines_to_refuse(bench: Bench, rank: int) -> None:
+    death = WorkerExit(rank, 103, "exit code 1", 0.0)
+    bench.receives(Link(), death)
+    bench.handler._turned_away.add((rank, 103))
+    bench.receives(Link(), death)
+    assert bench.received == [Received(death)] * 2
 
 
 def test_a_process_that_has_not_its_ranks_place_exits_and_nothing_else_changes(bench: Bench) -> None:
