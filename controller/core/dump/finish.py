@@ -15,6 +15,9 @@ from ..facts.incident import Outcome, report
 from ..facts.membership import reachable, was_only_silent
 from ..facts.state import EXIT_WAIT_S, ControllerState, Exiting, Over, S, goto
 
+_MOST_DIGITS = 19
+"""Of a step in a checkpoint's name."""
+
 
 def leave(
     state: ControllerState, reason: str, now: float, out: list[Effect], outcome: Outcome | None = None
@@ -72,7 +75,7 @@ def learn_checkpoint(state: S, path: str) -> S:
 def step_of(path: str) -> int:
     """Return the step that a checkpoint's path names, `.../iter_0000042`; -1: none."""
     number = path.rpartition("/iter_")[2]
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS else -1
 
 
 def finish_job(state: ControllerState, out: list[Effect]) -> ControllerState:

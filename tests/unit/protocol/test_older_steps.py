@@ -165,6 +165,8 @@ def test_the_newest_checkpoint_is_known_by_its_number() -> None:
     """Ten million steps have one digit more than the names are padded to."""
     assert step_of("/a/iter_0000042") == 42 < step_of("/b/iter_10000000")
     assert step_of("") == step_of("/a/iter_x") == step_of("/a/other") == -1
+    assert step_of("/a/iter_²") == step_of("/a/iter_٤٢") == step_of("/a/iter_" + "9" * 20) == -1
+    assert step_of("/a/iter_" + "9" * 19) == 10**19 - 1
 
 
 def test_the_step_before_is_written_when_no_other_rank_can_finish_with_the_decided_one() -> None:
