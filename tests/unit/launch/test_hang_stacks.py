@@ -62,6 +62,7 @@ def test_suspects_come_first_in_the_one_file(tmp_path: Path) -> None:
     for rank in (0, 1, 2, 10):
         save(tmp_path / f"rank_{rank}" / "stacks.log", REASON)
     (tmp_path / "rank_3").mkdir()
+    save(tmp_path / "rank_²" / "stacks.log", REASON)
     blocks = read_blocks(tmp_path, REASON)
     assert set(blocks) == {0, 1, 2, 10}
     path = tmp_path / "stacks_0.txt"

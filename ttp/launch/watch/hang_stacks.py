@@ -57,7 +57,7 @@ def read_blocks(log_dir: Path, reason: str) -> dict[int, str]:
     for path in log_dir.glob("rank_*/stacks.log"):
         rank = path.parent.name.removeprefix("rank_")
         block = block_of(path.read_text(encoding="utf-8", errors="replace"), reason)
-        if rank.isdigit() and block:
+        if rank.isdecimal() and block:
             found[int(rank)] = block
     return found
 
