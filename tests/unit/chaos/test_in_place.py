@@ -51,7 +51,7 @@ def good_record() -> Record:
 def made_run(change: Callable[[Record], None] = lambda record: None, kind: str = "kill", *, due: bool = True) -> Run:
     record = good_record()
     incident = FaultOutcome(1, 0, f"{kind} of rank 1", "", ("saved", "in_place"), in_place_due=due)
-    incident.firings.append(Firing(kind, "rank 1 (pid 71)", 100.0, "", KEPT, KEY))
+    incident.firings.append(Firing(kind, "rank 1 (pid 71)", 100.0, "", KEPT, KEY, (1,)))
     incident.over_unix_s = 105.5
     change(record)
     settle(incident, record, "")
@@ -159,6 +159,16 @@ def test_a_rank_that_raised_may_keep_its_process_or_have_another_one() -> None:
 def alone(record: Record) -> None:
     """Rank 1 had finished step 6 by itself when it was killed."""
     record.steps.append(reported(KEPT + 1, 99.9, 1, 0))
+
+
+def survivor_knew(record: Record) -> None:
+    alone(record)
+    record.steps.append(reported(KEPT + 1, 99.95, 0, 0))
+
+
+def test_a_step_that_a_survivor_had_finished_is_lost_whatever_the_journal_says() -> None:
+    (incident,) = (run := made_run(survivor_knew)).incidents
+    assert (incident.unproven, incident.lost) == (0, 1) and verdicts(run)["in place"][0] == VIOLATED
 
 
 def test_a_step_that_the_dead_alone_knew_is_trained_again_and_is_not_lost() -> None:

@@ -79,7 +79,7 @@ def baseline() -> Record:
 def good_run(change: Callable[[Record], None] = lambda record: None) -> Run:
     record = good_record()
     incident = FaultOutcome(1, 0, "kill of rank 1", "", ("saved",))
-    incident.firings.append(Firing("kill", "rank 1 (pid 71)", KILLED_S, "", SAVED, (1, 0)))
+    incident.firings.append(Firing("kill", "rank 1 (pid 71)", KILLED_S, "", SAVED, (1, 0), (1,)))
     incident.over_unix_s = 105.5
     change(record)
     settle(incident, record, "")
@@ -141,18 +141,38 @@ def test_a_stopped_controller_receives_late_what_was_done_in_time(order: str, ev
 
 def test_a_step_that_the_dead_alone_knew_is_trained_again_and_no_violation() -> None:
     """Rank 1 had step 6 finished when it died; no survivor had its commit record, so that no rank could prove it."""
-
-    def change(records: tuple[int, ...]) -> Callable[[Record], None]:
-        def changed(record: Record) -> None:
-            record.journal[3] = line("frozen", 100.02, records=records)
-            record.steps.append(reported(SAVED + 1, 99.5, 1, 0))
-
-        return changed
-
-    alone, known = good_run(change((SAVED,))), good_run(change((SAVED, SAVED + 1)))
+    alone = good_run(_finished_more((SAVED,), 1))
     assert {name for name, state in states(alone).items() if state != HELD} == set(), judge(alone)
     assert (alone.incidents[0].unproven, alone.incidents[0].lost) == (1, 1), "and reported as trained again"
-    assert states(known)["I6"] == "violated"
+
+
+@pytest.mark.parametrize(
+    ("records", "ranks", "steps", "unproven"),
+    [
+        ((SAVED, SAVED + 1), (1,), 1, 0),
+        ((), (1,), 1, 0),
+        ((SAVED,), (0, 1), 1, 0),
+        ((SAVED,), (1,), 2, 1),
+    ],
+    ids=["a survivor has its record", "no survivor reported", "a survivor had finished it", "two steps"],
+)
+def test_a_step_that_was_not_known_to_the_dead_alone_is_lost(
+    records: tuple[int, ...], ranks: tuple[int, ...], steps: int, unproven: int
+) -> None:
+    """The journal alone excuses nothing: what ranks had reported to the harness counts, and one step is the most."""
+    run = good_run(_finished_more(records, *ranks, steps=steps))
+    assert states(run)["I6"] == VIOLATED
+    assert run.incidents[0].unproven == unproven and run.incidents[0].lost == steps
+
+
+def _finished_more(records: tuple[int, ...], *ranks: int, steps: int = 1) -> Callable[[Record], None]:
+    """These ranks had finished so many steps more when rank 1 was killed; survivors report these records."""
+
+    def changed(record: Record) -> None:
+        record.journal[3] = line("frozen", 100.02, records=records)
+        record.steps += [reported(SAVED + 1 + more, 99.5, rank, 0) for rank in ranks for more in range(steps)]
+
+    return changed
 
 
 def test_what_an_earlier_fault_broke_is_not_a_fall_back_whatever_the_reason_says() -> None:

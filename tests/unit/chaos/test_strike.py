@@ -19,6 +19,7 @@ from ttp.chaos.faults.scenario import parse_scenario
 from ttp.chaos.nodes.namespaces import NodesError
 from ttp.chaos.observed.recorder import Record
 from ttp.chaos.observed.target import Target
+from ttp.chaos.verdict.fault_outcome import Firing
 
 NODES = 3
 
@@ -40,6 +41,9 @@ class FakeNode:
     def plug(self) -> None:
         self.done.append("plug")
 
+    def power_off(self) -> None:
+        self.done.append("power_off")
+
 
 @pytest.fixture
 def target() -> Iterator[Any]:
@@ -56,34 +60,56 @@ def peers() -> dict[int, Peer]:
     return {rank: cast(Peer, SimpleNamespace(rank=rank, pid=1000 + rank)) for rank in range(NODES)}
 
 
-def strike(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, str]:
-    """Strike; return the striker, the index of the node that got the order, and the order."""
+def strike(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, Firing]:
+    """Strike; return the striker, the index of the node that got the order, and what was done."""
     (spec,) = parse_scenario({"faults": [fault], "nodes": NODES}, "here").faults
     striker = Injector(cast(Target, target), random.Random(seed))
     for peer in peers().values():
         striker.met(peer)
-    (firing,) = striker.elsewhere(spec, Record(), peers())
-    return striker, striker.node_of(firing), firing.whom
+    (firing,) = striker.elsewhere(spec, Record(world_size=NODES), peers())
+    return striker, striker.node_of(firing), firing
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_launcher_that_is_named_is_the_one_that_was_killed(target: Any, seed: int) -> None:
     """Also when chance draws it: the harness starts the launcher of that node again."""
-    _, index, whom = strike(target, seed, fault="kill_agent")
+    _, index, firing = strike(target, seed, fault="kill_agent")
     killed = target.launchers[index]
-    assert killed.wait(30) == -signal.SIGKILL and f"(pid {killed.pid})" in whom
+    assert killed.wait(30) == -signal.SIGKILL and f"(pid {killed.pid})" in firing.whom
+    assert firing.ranks == (NODES - 1 - index,)
     assert [launcher.poll() for launcher in target.launchers].count(None) == NODES - 1
 
 
 def test_a_node_of_a_rank_is_where_that_rank_runs(target: Any) -> None:
     """Ranks are not in the order of the nodes."""
     for rank in range(NODES):
-        striker, index, whom = strike(target, 0, fault="partition", rank=rank, for_s=5)
+        striker, index, firing = strike(target, 0, fault="partition", rank=rank, for_s=5)
         node = target.nodes[index]
-        assert index == NODES - 1 - rank and whom == f"{node.name} #{index}"
+        assert index == NODES - 1 - rank and firing.whom == f"{node.name} #{index}"
+        assert firing.ranks == tuple(range(NODES)), "either side may be cut off"
         assert node.done == ["unplug"]
         striker.undo(float("inf"))
         assert node.done == ["unplug", "plug"], "the cable is put back, whatever happens"
+
+
+def test_a_lost_node_costs_its_ranks_alone(target: Any) -> None:
+    """And a launcher without nodes all ranks."""
+    _, _, firing = strike(target, 0, fault="lose_node", rank=1)
+    assert firing.ranks == (1,) and target.nodes[1].done == ["power_off"]
+    target.nodes = ()
+    (spec,) = parse_scenario({"faults": [{"fault": "kill_agent"}]}, "here").faults
+    (firing,) = Injector(target, random.Random(0)).elsewhere(spec, Record(world_size=NODES), peers())
+    assert firing.ranks == tuple(range(NODES))
+
+
+def test_a_rank_that_is_hit_is_in_the_record_of_it(target: Any) -> None:
+    """By a signal from outside."""
+    process = target.launchers[0]
+    (spec,) = parse_scenario({"faults": [{"fault": "kill", "rank": 1}]}, "here").faults
+    peer = cast(Peer, SimpleNamespace(rank=1, pid=process.pid))
+    firing = Injector(target, random.Random(0)).signal_rank(spec, peer, 4)
+    assert (firing.whom, firing.step, firing.ranks) == (f"rank 1 (pid {process.pid})", 4, (1,))
+    assert process.wait(30) == -signal.SIGKILL
 
 
 def test_a_rank_that_runs_on_no_node_is_reported(target: Any) -> None:

@@ -91,7 +91,8 @@ class Injector:
 
     def signal_rank(self, fault: FaultSpec, peer: Peer, step: int) -> Firing:
         """Hit a rank from outside."""
-        firing = Firing(fault.kind, f"rank {peer.rank} (pid {peer.pid})", time.time(), "", step, self.key)
+        whom = f"rank {peer.rank} (pid {peer.pid})"
+        firing = Firing(fault.kind, whom, time.time(), "", step, self.key, (peer.rank,))
         self._send(peer.pid, SIGNALS[fault.kind])
         if fault.kind == "stop" and fault.for_s:
             self.go_on_later(peer.pid, fault.for_s)
@@ -109,13 +110,13 @@ class Injector:
             case "controller":
                 return self._controller(fault, record)
             case "agent":
-                return [self._agent(fault)]
+                return [self._agent(fault, record)]
             case "disk":
                 return self._fill(fault, record, list(peers.values()))
             case "checkpoint":
                 return self._corrupt(fault, record)
             case _:
-                return [self._node(fault)]
+                return [self._node(fault, record)]
 
     def node_of(self, firing: Firing) -> int:
         """Return the index of the node or launcher that was hit."""
@@ -136,10 +137,11 @@ class Injector:
             self.go_on_later(pid, fault.for_s)
         return [firing]
 
-    def _agent(self, fault: FaultSpec) -> Firing:
+    def _agent(self, fault: FaultSpec, record: Record) -> Firing:
         index = self._index(fault)
         pid = self._target.launchers[index].pid
-        firing = Firing(fault.kind, f"launcher #{index} (pid {pid})", time.time(), "", 0, self.key)
+        ranks = self._ranks_on(index) if self._target.nodes else tuple(range(record.world_size))
+        firing = Firing(fault.kind, f"launcher #{index} (pid {pid})", time.time(), "", 0, self.key, ranks)
         self._send(pid, signal.SIGKILL)
         return firing
 
@@ -154,6 +156,9 @@ class Injector:
                 )
             return self._places[rank]
         return fault.node if fault.node is not None else self._rng.randrange(max(1, len(nodes)))
+
+    def _ranks_on(self, index: int) -> tuple[int, ...]:
+        return tuple(sorted(rank for rank, place in self._places.items() if place == index))
 
     def _fill(self, fault: FaultSpec, record: Record, peers: Sequence[Peer]) -> list[Firing]:
         """Fill the small disk; where none could be mounted, every rank's next writes fail as if it were full."""
@@ -177,10 +182,12 @@ class Injector:
         flip_bits(file)
         return [Firing(fault.kind, f"{newest.name}/{file.name}", time.time(), "", record.newest_step, self.key)]
 
-    def _node(self, fault: FaultSpec) -> Firing:
+    def _node(self, fault: FaultSpec, record: Record) -> Firing:
         index = self._index(fault)
         node: Node = self._target.nodes[index]
-        firing = Firing(fault.kind, f"{node.name} #{index}", time.time(), "", 0, self.key)
+        lost = fault.kind == "lose_node"  # of a cable, either side may be cut off from the controller
+        ranks = self._ranks_on(index) if lost else tuple(range(record.world_size))
+        firing = Firing(fault.kind, f"{node.name} #{index}", time.time(), "", 0, self.key, ranks)
         match fault.kind:
             case "partition":
                 node.unplug()

@@ -146,7 +146,7 @@ class Harness:
             point, step = str(message["point"]), int(message["step"])
             step = step or self.record.newest_step
             whom = f"rank {rank} (pid {peer.pid})"
-            self._fired(Firing(fault.kind, whom, float(message["unix_s"]), point, step, self._keys[peer]))
+            self._fired(Firing(fault.kind, whom, float(message["unix_s"]), point, step, self._keys[peer], (rank,)))
             if fault.kind == "stop" and fault.for_s:
                 self._striker.go_on_later(peer.pid, fault.for_s)
 

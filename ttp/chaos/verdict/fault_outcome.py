@@ -48,6 +48,8 @@ class Firing:
     step: int
     """Where the rank was; 0: not known."""
     key: Key
+    ranks: tuple[int, ...] = ()
+    """The ranks that may die of it, or be cut off."""
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class FaultOutcome:
     committed: int = 0
     """The newest step that any rank of its attempt had finished before the first firing."""
     unproven: int = 0
-    """So many of these steps were known to the dead only: no survivor had their commit record."""
+    """1: the last of these steps was known to ranks that were hit only, and no survivor had its commit record."""
     saved_step: int | None = None
     resumed_step: int | None = None
     lost: int | None = None
@@ -140,8 +142,8 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
     incident.saved_step = max(
         (int(line["step"]) for line in published), default=None
     )  # two, where a network was parted
-    if incident.saved_step is not None and known_to_the_dead_alone(frozen, incident.saved_step):
-        incident.unproven = max(0, incident.committed - incident.saved_step)
+    if incident.saved_step is not None:
+        incident.unproven = _unproven(incident, record, frozen, incident.saved_step)
     incident.refused = str(refused[-1]["reason"]) if refused and not published else ""
     restarted = any(key > incident.firings[0].key for _, key, _, _ in record.hellos)
     if restarted and how != OVERDUE:
@@ -149,14 +151,22 @@ def settle(incident: FaultOutcome, record: Record, how: str) -> None:
         incident.lost = max(0, incident.committed - incident.resumed_step)
     elif how == "" and in_place is not None:
         incident.kept_step = kept = int(in_place["step"])
-        if known_to_the_dead_alone(frozen, kept):
-            incident.unproven = max(0, incident.committed - kept)
+        incident.unproven = _unproven(incident, record, frozen, kept)
         incident.lost = max(0, incident.committed - incident.unproven - kept)
     elif how == "":
         incident.lost = 0
     skipped_before = _checkpoints(text for one in record.resumes if one.unix_s < began for text in one.skipped)
     incident.outcome = how or _outcome(incident, resumed, restarted, skipped_before)
     incident.stages_ms = stages(lines, record, incident, resumed)
+
+
+def _unproven(incident: FaultOutcome, record: Record, frozen: Sequence[Line], kept: int) -> int:
+    """Return 1 where a step after the kept one was finished by ranks alone that were hit, and no survivor had its commit record. What ranks
+    reported to the harness counts, not the journal alone; a rank is one step ahead of what another one can prove at most."""
+    key, began = incident.firings[0].key, incident.began_unix_s
+    knew = {one.rank for one in record.steps if one.key == key and one.step > kept and one.unix_s <= began}
+    hit = {rank for firing in incident.firings for rank in firing.ranks}
+    return int(bool(knew) and knew <= hit and known_to_the_dead_alone(frozen, kept))
 
 
 def _resumes(record: Record, incident: FaultOutcome) -> list[Resumed]:

@@ -5,7 +5,6 @@ Pure functions over a run's record.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from ttp.chaos.observed.recorder import Key, Line, Record
@@ -16,7 +15,6 @@ ENDS = ("kill", "segv", "abort", "exit")
 """Kinds that end a process."""
 MAY_LIVE = ("raise", "async", "stop", "gil")
 """Kinds after which a process may live: another one takes its place only where its update is torn, or where it is silent for too long."""
-_WHOM = re.compile(r"rank (\d+) \(pid \d+\)")
 
 
 def finding(incident: FaultOutcome) -> str:
@@ -45,7 +43,7 @@ def problems(incident: FaultOutcome, record: Record) -> list[str]:
 def _misplaced(incident: FaultOutcome, record: Record, key: Key) -> list[str]:
     """Exactly the ranks whose process was to end have another one; of those that raised or stood still, some may."""
     before, after = _processes(record, key, incident.began_unix_s), _processes(record, key, incident.over_unix_s)
-    hit = [(firing.kind, int(match[1])) for firing in incident.firings if (match := _WHOM.match(firing.whom))]
+    hit = [(firing.kind, rank) for firing in incident.firings for rank in firing.ranks]
     ended = {rank for kind, rank in hit if kind in ENDS}
     ended |= {rank for kind, rank in hit if kind in MAY_LIVE and before.get(rank) != after.get(rank)}
     return misplaced(before, after, ended)

@@ -107,4 +107,5 @@ def known_to_the_dead_alone(journal: Sequence[Line], published: int) -> bool:
     no other rank could prove ("The dead rank's step does not count", docs/proof.md); trained again, it gives the same bits.
     """
     frozen = [line for line in journal if line.get("event") == "frozen"]
-    return bool(frozen) and max(frozen[-1]["records"], default=-1) <= published
+    records = frozen[-1]["records"] if frozen else ()
+    return bool(records) and max(records) <= published
