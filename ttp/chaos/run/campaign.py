@@ -144,8 +144,7 @@ def _run_once(
                 f" see docs/your_trainer.md\n{target.console_tail()}"
             )
         leftovers = target.leftovers()
-        mine = None if final is None else comparable(list_checkpoints(record.save_dirs), final)
-        differences = compare_checkpoints(mine, final) if mine is not None and final is not None else None
+        differences = None if final is None else compared(list_checkpoints(record.save_dirs), final)
         killed = any(firing.kind in _LEAVES_FILES for one in harness.incidents for firing in one.firings)
         litter = [*_litter(record), *(target.litter() if not killed else ())]
         run = Run(
@@ -156,6 +155,14 @@ def _run_once(
 
 def _newest(record: Record) -> Path | None:
     return next(iter(list_checkpoints(record.save_dirs)), None)
+
+
+def compared(found: Sequence[Path], final: Path) -> list[str] | None:
+    """Return the differences of a run's checkpoints (newest first) from the baseline run's newest; None: none of them has a counterpart."""
+    if not found:
+        return [f"the run has no checkpoint at its end, the baseline run's newest is {final.name}"]
+    mine = comparable(found, final)
+    return None if mine is None else compare_checkpoints(mine, final)
 
 
 def comparable(found: Sequence[Path], final: Path) -> Path | None:

@@ -11,6 +11,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ttp.chaos.observed.leaks import GROWTH_MIB, LEAST_SAMPLES, LEAST_STEPS, WARM_UP_STEPS, Growth, growth_of
 from ttp.chaos.observed.recorder import Record
@@ -211,7 +212,8 @@ def _fenced(run: Run) -> list[str]:
 def _uncovered(fired: Sequence[FaultOutcome]) -> list[str]:
     wrong = []
     for incident in fired:
-        if incident.outcome == UNSAVED:
+        neither = incident.outcome == "relaunched" and incident.saved_step is None and not incident.refused
+        if incident.outcome == UNSAVED or neither:
             wrong.append(f"{incident.text}: the job started again with neither a checkpoint nor a refusal")
         elif incident.outcome == "refused" and not incident.refused.strip():
             wrong.append(f"{incident.text}: refused without a reason")
@@ -219,13 +221,20 @@ def _uncovered(fired: Sequence[FaultOutcome]) -> list[str]:
 
 
 def _wrong_resume(run: Run) -> list[str]:
-    """After a dying gasp every rank loads that step, unless it was broken by the harness: then it says what it skipped."""
+    """After a dying gasp every rank loads that step; after any fault the newest checkpoint, unless it was broken by the harness: then it says
+    what it skipped."""
     wrong = []
     for incident in run.incidents:
         if incident.outcome == "saved" and incident.resumed_step != incident.saved_step:
             wrong.append(
                 f"{incident.text}: step {incident.saved_step} was saved, step {incident.resumed_step} was loaded"
             )
+        elif incident.resumed_step is not None and incident.outcome != ENDED:
+            newest = _newest_whole(run, incident)
+            if incident.resumed_step < newest:
+                wrong.append(
+                    f"{incident.text}: step {newest} was on disk and whole, step {incident.resumed_step} was loaded"
+                )
         corrupted = any(firing.kind == "corrupt" for firing in incident.firings)
         if corrupted and incident.outcome == "saved":
             wrong.append(f"{incident.text}: a checkpoint with flipped bits was loaded, or its skip was not logged")
@@ -237,6 +246,25 @@ def _wrong_resume(run: Run) -> list[str]:
         for key, steps in by_start.items()
         if len(steps) > 1
     ]
+
+
+def _newest_whole(run: Run, incident: FaultOutcome) -> int:
+    """Return the step of the newest checkpoint that was whole when the incident's last attempt began; 0: there was none. One that the harness
+    broke, or whose disk it filled, is not."""
+    until = incident.over_unix_s or inf
+    began: dict[tuple[int, int], float] = {}
+    for unix_s, key, _, _ in run.record.hellos:
+        if unix_s <= until:
+            began.setdefault(key, unix_s)
+    own = _corrupted(run)
+    full = tuple(f"{one.whom}/" for other in run.incidents for one in other.firings if one.kind == "fill_disk")
+    whole = [
+        seen.step
+        for seen in run.record.checkpoints
+        if not seen.broken and seen.unix_s <= began[max(began)]
+        if seen.path.rpartition("/")[2] not in own and not seen.path.startswith(full)
+    ]
+    return max(whole, default=0)
 
 
 def _late(run: Run, fired: Sequence[FaultOutcome]) -> list[str]:
