@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from ttp.chaos.faults.control_socket import Control, Message
 from ttp.chaos.faults.rank_hook import FaultOrder
 from ttp.chaos.faults.scenario import parse_scenario
 from ttp.chaos.observed.target import Target
+from ttp.chaos.run import campaign
+from ttp.chaos.run.campaign import Soak, run_campaign
 from ttp.chaos.run.harness import Harness
 
 NO_PID = 1 << 30
@@ -67,6 +73,11 @@ class Job:
         messages, self.messages = self.messages, []
         return messages
 
+    def leftovers(self) -> list[str]:
+        return []
+
+    litter = leftovers
+
     def fire(self) -> None:
         """Ranks do what they were ordered to."""
         for rank in self.ranks:
@@ -90,3 +101,20 @@ def test_what_a_rank_reports_of_its_fault_is_put_down_with_the_rank() -> None:
     (firing,) = incident.firings
     assert (firing.kind, firing.ranks, firing.point) == ("slow", (1,), "ready")
     assert firing.whom == f"rank 1 (pid {NO_PID + 1})" and incident.outcome == "unharmed"
+
+
+def test_a_soak_asks_for_no_fault_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run begins; the fault that was due as the job ended did not happen."""
+    jobs: list[Job] = []
+
+    @contextmanager
+    def staged(*args: object) -> Iterator[tuple[Job, Job]]:
+        jobs.append(Job(30))
+        yield jobs[-1], jobs[-1]
+
+    monkeypatch.setattr(campaign, "staged", staged)
+    scenario = parse_scenario({"seed": 1, "faults": [{"fault": "slow", "for_s": 1}]}, "here")
+    for made in run_campaign(scenario, ["train.py"], tmp_path, soak=Soak(300.0, 60.0), compare=False):
+        if len(made.runs) == 2:
+            break
+    assert [len(one.run.incidents) for one in made.runs] == [1, 1] and [job.launches for job in jobs] == [1, 1]

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -106,16 +106,17 @@ def run_campaign(
     rng = random.Random(scenario.seed)
     deadline = time.monotonic() + (soak.duration_s if soak else 0.0)
     while not campaign.runs or time.monotonic() < deadline:
-        schedule = _soaking(scenario, soak, rng, deadline) if soak else iter(scenario.faults)
-        campaign.runs.append(_run_once(campaign, schedule, rng, final, on_progress, patience))
+        campaign.runs.append(_run_once(campaign, deadline, rng, final, on_progress, patience))
         yield campaign
         if campaign.runs[-1].run.status != 0:
             break  # a job that does not come back would not the next time either
 
 
-def _soaking(scenario: Scenario, soak: Soak, rng: random.Random, deadline: float) -> Iterator[FaultSpec]:
-    """Yield random faults of the scenario, with random gaps, until the time is over; the job then goes to its end."""
-    while True:
+def soaking(
+    scenario: Scenario, soak: Soak, rng: random.Random, deadline: float, ended: Callable[[], bool]
+) -> Iterator[FaultSpec]:
+    """Yield random faults of the scenario, with random gaps, until the job has ended or the time is over; the job then goes to its end."""
+    while not ended():
         gap_s = rng.expovariate(soak.faults_per_hour / 3600.0)
         if time.monotonic() + gap_s > deadline:
             return
@@ -125,7 +126,7 @@ def _soaking(scenario: Scenario, soak: Soak, rng: random.Random, deadline: float
 
 def _run_once(
     campaign: Campaign,
-    schedule: Iterator[FaultSpec],
+    deadline: float,
     rng: random.Random,
     final: Path | None,
     on_progress: OnProgress,
@@ -136,6 +137,8 @@ def _run_once(
     scenario = campaign.scenario
     with staged(campaign.command, folder, scenario, patience) as (target, control):
         harness = Harness(target, control, scenario, rng, on_progress)
+        soak, ended = campaign.soak, lambda: target.ended() is not None
+        schedule = soaking(scenario, soak, rng, deadline, ended) if soak else iter(scenario.faults)
         status = harness.run(schedule, number)
         record = harness.record
         if not record.hellos:
