@@ -26,8 +26,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ttp.chaos import matrix
-from ttp.chaos.faults.scenario import EVENTS, KINDS, load_scenario
-from ttp.chaos.folder import empty
+from ttp.chaos.faults.scenario import EVENTS, KINDS, Scenario, load_scenario
+from ttp.chaos.folder import taken
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.nodes.namespaces import NodesError
 from ttp.chaos.observed.training_job import JobError
@@ -143,7 +143,21 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
     soak = _soak(args)
     output: Path = args.output.resolve()
     baseline = args.baseline.resolve() if args.baseline else None
-    empty(output, keep=args.keep)
+    with taken(output, keep=args.keep):
+        return _run_in(console, args, command, patience, scenario, soak, output, baseline)
+
+
+def _run_in(
+    console: Console,
+    args: argparse.Namespace,
+    command: Sequence[str],
+    patience: InterruptGuard,
+    scenario: Scenario,
+    soak: Soak | None,
+    output: Path,
+    baseline: Path | None,
+) -> int:
+    """Run the campaign in a folder that is held; return the exit status."""
     console.print(
         f"scenario {escape(scenario.name)}: {len(scenario.faults)} faults; seed {scenario.seed}; output {output}"
     )
@@ -224,6 +238,13 @@ def _matrix(console: Console, args: argparse.Namespace, patience: InterruptGuard
         print(matrix.table(matrix.read_lines(output), which))
         return GOOD
     plan = _plan(args, output, which)
+    with taken(output, keep=True):
+        return _run_cells(console, plan, patience)
+
+
+def _run_cells(console: Console, plan: matrix.MatrixPlan, patience: InterruptGuard) -> int:
+    """Run cells in a folder that is held; return the exit status."""
+    output, which = plan.output, plan.which
     todo = len(matrix.open_cells(plan))
     console.print(f"{len(matrix.cells(which))} cells, {todo} to run now; output {output}")
     good, beginning = True, matrix.read_lines(output)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ttp.chaos.folder import empty
+from ttp.chaos.folder import taken
 from ttp.chaos.kills_in_place import back, identities
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.observed.training_job import JobError, TrainingJob
@@ -82,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"will SIGKILL rank {victim} during step {kill_step}, {fraction:.0%} into the step\n")
     output = Path(args.output).resolve()
     try:
-        with InterruptGuard():
-            empty(output)
+        with InterruptGuard(), taken(output):
             return _run(args, console, output, victim, kill_step, fraction)
     except ConfigError as error:
         console.print(f"ttp.chaos.demo: {error}", markup=False, style="red")

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ttp.chaos import kills_in_place
-from ttp.chaos.folder import empty
+from ttp.chaos.folder import taken
 from ttp.chaos.nodes.interrupts import InterruptGuard
 from ttp.chaos.observed.training_job import JobError, Kill, TrainingJob
 from ttp.chaos.verdict.timeline import (
@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{args.kills} random kills over {args.ranks} ranks; seed {seed}")
     output = Path(args.output).resolve()
     try:
-        with InterruptGuard():
-            empty(output)
+        with InterruptGuard(), taken(output):
             if args.in_place:
                 return kills_in_place.main(console, args, overrides, seed, output)
             survived, same, leftovers = run(console, args, overrides, random.Random(seed), output)

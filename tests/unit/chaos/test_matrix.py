@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from ttp.chaos import demo, kills
 from ttp.chaos.cell import MatrixCase
 from ttp.chaos.cli import main
 from ttp.chaos.faults.inject import POINTS
 from ttp.chaos.faults.scenario import FaultSpec, Moment
-from ttp.chaos.folder import empty
+from ttp.chaos.folder import MARK, taken
 from ttp.chaos.matrix import (
     IN_STEP,
     ROLES,
@@ -27,6 +28,7 @@ from ttp.chaos.matrix import (
     table,
 )
 from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
+from ttp.errors import ConfigError
 
 
 def put_down(output: Path, cell: MatrixCase, **fields: Any) -> None:
@@ -170,7 +172,7 @@ def test_a_run_without_a_command_or_over_strange_files_is_refused(
     assert main(["run", str(scenario), "--output", str(output / "run_times.csv"), "--", "true"]) == 2
     assert "a file, expected a folder" in capsys.readouterr().out
     assert main(["run", str(scenario), "--output", "/proc/none", "--", "true"]) == 2
-    assert "expected a folder that can be made" in capsys.readouterr().out
+    assert "expected a folder that can be written and locked" in capsys.readouterr().out
     (output / "run_times.csv").unlink()
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(scenario), "--output", str(output), "--seed", "-1", "--", "true"])
@@ -191,9 +193,49 @@ def test_a_cell_cannot_ask_for_a_point_that_its_fault_does_not_have() -> None:
         FaultSpec(kind="kill_controller", point="now")
 
 
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {MARK}
+
+
 def test_a_folder_of_an_earlier_campaign_is_emptied(tmp_path: Path) -> None:
-    """Also one whose files have the names that they once had."""
-    for name in ("run_0", "baseline", "baseline.json", "lap_0", "unbroken", "unbroken.json", "result.json"):
-        (tmp_path / name).write_text("")
-    empty(tmp_path)
-    assert not list(tmp_path.iterdir())
+    """Unless it is to be kept."""
+    output = tmp_path / "out" / "chaos"
+    with taken(output):
+        (output / "run_0").mkdir()
+        (output / "baseline.json").write_text("{}")
+    with taken(output, keep=True):
+        assert names(output) == {"run_0", "baseline.json"}
+    with taken(output):
+        assert names(output) == set()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_folder_that_no_campaign_made_is_refused_whatever_its_content_is_called(tmp_path: Path, keep: bool) -> None:
+    """A user's own run_1 is not removed, nor written into; one of a matrix may be put together from other ones."""
+    (tmp_path / "run_1").mkdir()
+    with pytest.raises(ConfigError, match=r"which holds 'run_1' and no \.ttp_chaos"), taken(tmp_path, keep=keep):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["run_1"]
+    (tmp_path / "cells_2.jsonl").write_text("")
+    with taken(tmp_path, keep=True):
+        assert names(tmp_path) == {"run_1", "cells_2.jsonl"}
+
+
+def test_a_folder_into_which_a_campaign_writes_is_refused_to_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same kind or another; nothing in it is removed. When the first one has ended, however, it is free."""
+    scenario, output = tmp_path / "scenario.yaml", tmp_path / "out"
+    scenario.write_text("faults: [{fault: kill}]")
+    run = ["run", str(scenario), "--output", str(output), "--", "no-such-program"]
+    with pytest.raises(OSError, match="of the job"), taken(output):
+        (output / "run_0").mkdir()
+        for words in (run, ["matrix", "--limit", "0", "--output", str(output)]):
+            assert main(words) == 2
+            assert f"--output: got {output}, in use by another process" in " ".join(capsys.readouterr().out.split())
+        for program in (kills, demo):
+            assert program.main(["--output", str(output)]) == 2
+        assert names(output) == {"run_0"}
+        raise OSError("of the job")
+    assert main(run) == 2
+    assert "'no-such-program' is not executable" in capsys.readouterr().out
