@@ -34,7 +34,7 @@ from ttp.chaos.observed.training_job import JobError
 from ttp.chaos.report.html_page import page, write_report
 from ttp.chaos.report.result_json import result_of, write_result
 from ttp.chaos.report.terminal import Screen, show_summary
-from ttp.chaos.run.campaign import Soak, run_campaign
+from ttp.chaos.run.campaign import Soak, read_baseline, run_campaign
 from ttp.config import MOST_S
 from ttp.errors import ConfigError
 from ttp.inputs import checked
@@ -143,8 +143,21 @@ def _run(console: Console, args: argparse.Namespace, command: Sequence[str], pat
     soak = _soak(args)
     output: Path = args.output.resolve()
     baseline = args.baseline.resolve() if args.baseline else None
+    if baseline is not None and not args.keep:
+        _check_outside(baseline, output)
     with taken(output, keep=args.keep):
         return _run_in(console, args, command, patience, scenario, soak, output, baseline)
+
+
+def _check_outside(baseline: Path, output: Path) -> None:
+    """Raises ConfigError: a baseline that emptying the output folder would remove, or that is none."""
+    _, final = read_baseline(baseline)
+    for path in (baseline, *([final.resolve()] if final else ())):
+        if path.is_relative_to(output):
+            raise ConfigError(
+                f"--baseline: got {baseline}, of which {path} is in --output {output}, expected another folder, as that one is emptied;"
+                " name another --output, or add --keep"
+            )
 
 
 def _run_in(

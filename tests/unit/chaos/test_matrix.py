@@ -28,6 +28,8 @@ from ttp.chaos.matrix import (
     table,
 )
 from ttp.chaos.node_cells import FIELDS, RANKS_PER_NODE
+from ttp.chaos.observed.recorder import Record
+from ttp.chaos.run.campaign import write_baseline
 from ttp.errors import ConfigError
 
 
@@ -239,3 +241,26 @@ def test_a_folder_into_which_a_campaign_writes_is_refused_to_another(
         raise OSError("of the job")
     assert main(run) == 2
     assert "'no-such-program' is not executable" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("final", ["out/baseline/iter_0000004", ""])
+def test_a_baseline_in_the_folder_that_is_emptied_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], final: str
+) -> None:
+    """Or whose checkpoint is there; with --keep it is taken. One that is none is refused before anything is removed."""
+    scenario, output = tmp_path / "scenario.yaml", tmp_path / "out"
+    scenario.write_text("faults: [{fault: kill}]")
+    with taken(output):
+        (output / "baseline" / "iter_0000004").mkdir(parents=True)
+    baseline = (tmp_path if final else output) / "baseline.json"
+    write_baseline(baseline, Record(world_size=2), tmp_path / final if final else None)
+    words = ["run", str(scenario), "--output", str(output), "--baseline", str(baseline)]
+    job = ["--", "no-such-program", "{output}"]
+    assert main([*words, *job]) == 2
+    assert "is in --output" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--keep", *job]) == 2
+    assert "'no-such-program' is not executable" in capsys.readouterr().out
+    baseline.write_text("{}")
+    assert main([*words, *job]) == 2
+    assert "expected the baseline.json of a campaign" in " ".join(capsys.readouterr().out.split())
+    assert (output / "baseline").is_dir()
