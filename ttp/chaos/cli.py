@@ -8,7 +8,7 @@ ttp chaos report RESULT.json        draw the report anew
 0  everything held, every fault happened
 1  an invariant was violated, a bit differs, the job did not come back
 2  wrong usage: a scenario, a command or an option that cannot be carried out
-3  everything held, but some faults did not happen: the job was over before, or never came to their place
+3  everything held, but some faults, or some of their injections, did not happen: the job was over before, or never came to their place
 """
 
 from __future__ import annotations
@@ -195,9 +195,11 @@ def _run_in(
     if not content["good"]:
         console.print(f"[bold red]VIOLATED[/] (seed {scenario.seed})")
         return BAD
-    if content["not_reached"]:
+    missed = content["not_reached"] + content["incomplete"]
+    if missed:
         console.print(
-            f"[yellow]{content['not_reached']} of {content['faults']} faults did not happen[/]: give the job more steps"
+            f"[yellow]{missed} of {content['faults']} faults did not happen, or not with all injections[/]: the job was over before"
+            " (give it more steps), or did not come to their place"
         )
         return PARTLY
     console.print(f"[bold green]HELD[/]: {content['faults']} faults, {content['fired']} injections")

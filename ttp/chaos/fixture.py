@@ -17,7 +17,6 @@ import pytest
 from ttp.chaos.faults.scenario import parse_scenario
 from ttp.chaos.report.result_json import write_result
 from ttp.chaos.run.campaign import Campaign, run_campaign
-from ttp.chaos.verdict.fault_outcome import NOT_REACHED
 from ttp.chaos.verdict.invariants import VIOLATED
 
 RunChaos = Callable[..., Campaign]
@@ -34,7 +33,11 @@ def chaos(tmp_path: Path, request: pytest.FixtureRequest) -> RunChaos:
         *_, campaign = run_campaign(scenario, command, tmp_path / "chaos")
         write_result(campaign)
         problems = [f"{v.name}: {v.text}" for one in campaign.runs for v in one.verdicts if v.state == VIOLATED]
-        problems += [f"did not happen: {one.text}" for one in campaign.incidents if one.outcome == NOT_REACHED]
+        problems += [
+            f"did not happen: {one.text}: {len(one.firings)} of {one.planned} injections"
+            for one in campaign.incidents
+            if not one.complete
+        ]
         if problems:
             console = "\n".join(
                 (one.folder / "console.log").read_text(errors="replace")[-6000:] for one in campaign.runs

@@ -1,6 +1,6 @@
 """The folder that a campaign, the kills, the demo or a matrix writes into: held by one of them at a time, and emptied of an earlier one only.
 
-    .ttp_chaos      says that one of these tools made the folder's content; locked (flock) by the one that runs, released when it ends
+.ttp_chaos      says that one of these tools made the folder's content; locked (flock) by the one that runs, released when it ends
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from ttp.chaos.observed.training_job import read_jsonl
 from ttp.chaos.report.result_json import write_result
 from ttp.chaos.run.campaign import Campaign, run_campaign
 from ttp.chaos.run.harness import OnProgress
-from ttp.chaos.verdict.fault_outcome import NOT_REACHED
 from ttp.chaos.verdict.in_place import finding
 from ttp.chaos.verdict.invariants import VIOLATED
 from ttp.errors import ConfigError
@@ -311,7 +310,7 @@ def _put_down(output: Path, job: int, batch: Sequence[MatrixCase], campaign: Cam
                 "role": cell.role,
                 "job": job,
                 "seed": campaign.scenario.seed,
-                "happened": incident.outcome != NOT_REACHED and len(incident.firings) >= incident.planned,
+                "happened": incident.complete,
                 "blows": len(incident.firings),
                 "outcome": incident.outcome,
                 "finding": finding(incident),

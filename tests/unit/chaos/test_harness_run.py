@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from ttp.chaos.faults.control_socket import Control, Message
+from ttp.chaos.faults.control_socket import Control, Message, Peer
+from ttp.chaos.faults.external import Injector
 from ttp.chaos.faults.rank_hook import FaultOrder
 from ttp.chaos.faults.scenario import parse_scenario
+from ttp.chaos.observed.recorder import Record
 from ttp.chaos.observed.target import Target
 from ttp.chaos.run import campaign
 from ttp.chaos.run.campaign import Soak, run_campaign
@@ -43,12 +45,13 @@ class Job:
         self.nodes, self.mounted, self.launches, self.mark = (), False, 0, "played"
         self.launchers: list[Any] = []
         self.ranks: list[Rank] = []
-        self.step, self.steps = 0, steps
+        self.step, self.steps, self.killed = 0, steps, False
+        self.harness: Harness
         self.messages: list[tuple[Rank, Message]] = []
         self._on_step = on_step
 
     def start(self) -> None:
-        self.launches += 1
+        self.launches, self.killed = self.launches + 1, False
         self.launchers = [SimpleNamespace(poll=self.ended, pid=NO_PID)]
         self.ranks = [Rank(rank, 2) for rank in (0, 1)]
         for rank in self.ranks:
@@ -58,14 +61,18 @@ class Job:
         self.messages.append((peer, {"type": kind, "unix_s": time.time(), **fields}))
 
     def ended(self) -> int | None:
-        return 0 if self.step >= self.steps else None
+        """A launcher that was killed has ended, its ranks have not."""
+        return -9 if self.killed else 0 if self.step >= self.steps else None
+
+    def controllers(self) -> dict[int, int]:
+        return {}
 
     @property
     def peers(self) -> list[Rank]:
-        return [] if self.ended() is not None else self.ranks
+        return self.ranks if self.step < self.steps else []
 
     def poll(self, timeout_s: float) -> list[tuple[Rank, Message]]:
-        if self.ended() is None:
+        if self.step < self.steps:
             self.step += 1
             self._on_step(self)
             for rank in self.ranks:
@@ -89,7 +96,7 @@ class Job:
 def harness(job: Job, *faults: dict[str, Any], **fields: Any) -> Harness:
     """Let the faults happen in the job; return the harness that did it."""
     scenario = parse_scenario({"seed": 1, "faults": list(faults), "deadline_s": 60, **fields}, "here")
-    made = Harness(cast(Target, job), cast(Control, job), scenario, random.Random(1))
+    job.harness = made = Harness(cast(Target, job), cast(Control, job), scenario, random.Random(1))
     made.run(scenario.faults)
     return made
 
@@ -118,3 +125,100 @@ def test_a_soak_asks_for_no_fault_of_a_job_that_has_ended(tmp_path: Path, monkey
         if len(made.runs) == 2:
             break
     assert [len(one.run.incidents) for one in made.runs] == [1, 1] and [job.launches for job in jobs] == [1, 1]
+
+
+def test_a_fault_that_finds_nothing_to_hit_did_not_happen_and_is_not_waited_for() -> None:
+    """A rank that has left, a launcher that has ended, no controller: the next fault comes at once."""
+
+    def leave(job: Job) -> None:
+        job.ranks[1].lost = True
+        job.fire()
+
+    job = Job(400, leave)
+    kinds = [{"fault": "kill", "rank": 1}, {"fault": "kill_controller"}, {"fault": "slow", "rank": 0, "for_s": 0.001}]
+    made = harness(job, *kinds)
+    assert [one.outcome for one in made.incidents] == ["not reached", "not reached", "unharmed"]
+    assert [one.complete for one in made.incidents] == [False, False, True] and job.launches == 1
+
+
+@pytest.mark.parametrize("kind", ["slow", "cpu"])
+@pytest.mark.parametrize("moment", [{"after_steps": 50}, {"step": 30}, {"after_s": 3600}, {"step": 9}], ids=str)
+def test_no_fault_comes_after_the_job_is_over(
+    kind: str, moment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it waits for, a step's beginning, a moment within it, or a while: of one at a point no order is given."""
+    monkeypatch.setattr(Harness, "_step_s", lambda self: 1e6)
+    job = Job(8 if kind == "cpu" or moment != {"step": 9} else 6)
+    (incident,) = harness(job, {"fault": kind, "rank": 0, "for_s": 0.001, **moment}).incidents
+    assert incident.firings == [] and incident.outcome == "not reached" and not job.ranks[0].given
+
+
+def test_no_fault_comes_within_a_step_in_which_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Harness, "_step_s", lambda self: 1e6)
+    job = Job(8)
+    (incident,) = harness(job, {"fault": "cpu", "rank": 0, "for_s": 0.001, "step": 8}).incidents
+    assert incident.firings == [] and not job.ranks[0].given
+
+
+def happen(job: Job, event: str) -> None:
+    """A controller's journal has a line more."""
+    job.harness.record.journal.append({"event": event, "unix_s": time.time() + 1, "controller": 0})
+
+
+@pytest.mark.parametrize("then", [{"after_s": 3600}, {"event": "frozen"}, {"event": "death_seen"}], ids=str)
+def test_no_further_fault_comes_after_the_job_is_over(then: dict[str, Any]) -> None:
+    """Nor where its event has been there, and the job is over by then."""
+
+    def on_step(job: Job) -> None:
+        if any(rank.given for rank in job.ranks):
+            job.fire()
+            happen(job, "death_seen")
+            job.step = job.steps
+
+    job = Job(200, on_step)
+    slow = {"fault": "slow", "for_s": 0.001, "point": "ready"}
+    (incident,) = harness(job, {**slow, "rank": 0, "then": [{**slow, "rank": 1, **then}]}).incidents
+    assert [firing.ranks for firing in incident.firings] == [(0,)] and incident.planned == 2
+    assert not incident.complete and not job.ranks[1].given
+
+
+def test_what_follows_the_launchers_death_waits_for_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher has ended by then, and the job is not over: its ranks are still there. Then the command is started anew."""
+    given_at: list[int] = []
+
+    def on_step(job: Job) -> None:
+        if job.killed and job.step == 20:
+            happen(job, "frozen")
+        given_at.extend(job.step for rank in job.ranks for _ in rank.given)
+        job.fire()
+
+    job = Job(400, on_step)
+
+    def kill(pid: int, signum: int) -> None:
+        assert pid == NO_PID
+        job.killed = True
+
+    monkeypatch.setattr("ttp.chaos.faults.external.os.kill", kill)
+    monkeypatch.setattr(Injector, "gone", lambda self: bool(given_at))
+    slow = {"fault": "slow", "rank": 1, "for_s": 0.001, "point": "ready", "event": "frozen"}
+    (incident,) = harness(job, {"fault": "kill_agent", "after_steps": 3, "then": [slow]}).incidents
+    assert [firing.kind for firing in incident.firings] == ["kill_agent", "slow"] and incident.complete
+    assert given_at and min(given_at) > 20 and job.launches == 2 and incident.outcome == "relaunched"
+
+
+def test_a_launcher_that_has_ended_is_not_hit() -> None:
+    """Its number may be another process's."""
+    job = Job()
+    job.launchers = [SimpleNamespace(poll=lambda: 0, pid=NO_PID)]
+    (spec,) = parse_scenario({"faults": [{"fault": "kill_agent"}]}, "here").faults
+    assert Injector(cast(Target, job), random.Random(0)).elsewhere(spec, Record(), {}) == []
+
+
+def test_a_process_that_has_ended_is_not_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose end the harness has not seen yet, or a controller."""
+    job = Job()
+    monkeypatch.setattr(job, "controllers", lambda: {0: NO_PID})
+    kill, kill_controller = parse_scenario({"faults": [{"fault": "kill"}, {"fault": "kill_controller"}]}, "here").faults
+    injector = Injector(cast(Target, job), random.Random(0))
+    assert injector.signal_rank(kill, cast(Peer, Rank(0, 2)), 1) == []
+    assert injector.elsewhere(kill_controller, Record(), {}) == []

@@ -142,19 +142,42 @@ def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> N
 
 
 def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_reported(tmp_path: Path) -> None:
-    """Only a disk's fault begins with the dump; any other begins when it is committed."""
-    with hooked(
-        FaultOrder(2, Injection("slow", 1, 0, "write", call=1)), FaultOrder(3, Injection("raise", 1, 1, "done"))
-    ) as (
-        harness,
-        hook,
-    ):
+    """Whether the disk does it or the rank; a removal is no call that a full disk fails."""
+    kinds = ("slow", "enospc", "slowdisk")
+    orders = [FaultOrder(4 + number, Injection(kind, 1, 0, "write", call=1)) for number, kind in enumerate(kinds)]
+    torn = FaultOrder(7, Injection("torn", 1, 0, "publish"))
+    with hooked(*orders, torn, FaultOrder(3, Injection("raise", 1, 1, "done"))) as (harness, hook):
         around = hook.around(lambda point, step, path: contextlib.nullcontext())
         with around("write", 9, str(tmp_path)):
             os.mkdir(tmp_path / "the only call")
+        with pytest.raises(OSError, match="of the job"), around("publish", 9, str(tmp_path)):
+            raise OSError("of the job")
         with pytest.raises(InjectedFault):
             hook.at_point("done", 9)
         assert harness.until("firing")["id"] == 3
+
+
+@pytest.mark.parametrize("kind", ["eio", "slowdisk", "torn"])
+def test_a_disks_fault_is_reported_once_at_the_call_that_it_hits(tmp_path: Path, kind: str) -> None:
+    """Not when the dump begins; `torn` when it has ended."""
+    (tmp_path / "a.distcp").write_bytes(b"1234")
+    order = FaultOrder(2, Injection(kind, 1, 0, "write", call=1))
+    with hooked(order, FaultOrder(3, Injection("raise", 1, 1, "done"))) as (harness, hook):
+        around = hook.around(lambda point, step, path: contextlib.nullcontext())
+        with around("write", 9, str(tmp_path)):
+            os.mkdir(tmp_path / "first")
+            hook.tell("step", step=9)
+            for name in ("second", "third"):
+                with contextlib.suppress(OSError):
+                    os.mkdir(tmp_path / name)
+        with pytest.raises(InjectedFault):
+            hook.at_point("done", 9)
+        while [message.get("id") for message in harness.received][-1:] != [3]:
+            harness.until("step")
+        reported = [(message["type"], message.get("id")) for message in harness.received[1:]]
+    assert reported == [("step", None), ("firing", 2), ("firing", 3)]
+    assert (tmp_path / "third").exists() == (kind != "eio")
+    assert (tmp_path / "a.distcp").stat().st_size == (2 if kind == "torn" else 4)
 
 
 def test_the_folder_of_the_journals_is_reported_when_it_is_known() -> None:

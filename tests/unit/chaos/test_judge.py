@@ -141,7 +141,12 @@ def test_a_stopped_controller_receives_late_what_was_done_in_time(order: str, ev
 
 def test_a_step_that_the_dead_alone_knew_is_trained_again_and_no_violation() -> None:
     """Rank 1 had step 6 finished when it died; no survivor had its commit record, so that no rank could prove it."""
-    alone = good_run(_finished_more((SAVED,), 1))
+
+    def change(record: Record) -> None:
+        _finished_more((SAVED,), 1)(record)
+        record.steps.insert(0, reported(SAVED + 1, 50.0, 0, -1))  # of an earlier attempt, which fell back
+
+    alone = good_run(change)
     assert {name for name, state in states(alone).items() if state != HELD} == set(), judge(alone)
     assert (alone.incidents[0].unproven, alone.incidents[0].lost) == (1, 1), "and reported as trained again"
 

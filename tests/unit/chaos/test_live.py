@@ -81,7 +81,7 @@ def test_the_summary_has_every_fault_and_the_runs_that_are_not_good(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (None, ["did not happen: kill of rank random"]),
+        (None, ["did not happen: kill of rank random: 0 of 1 injections", "did not happen: kill of rank 1: 1 of 2"]),
         (wrong_bits, ["did not happen: kill of rank random", "I3 same bytes: step 8, rank 1: grad norm 0x1.8"]),
     ],
 )
@@ -94,6 +94,7 @@ def test_the_fixture_fails_a_test_whose_job_lost_something_with_its_seed_and_out
 ) -> None:
     """A fault that did not happen proves nothing, and fails as well."""
     made = campaign(tmp_path)
+    made.incidents[0].planned = 2
     (tmp_path / "console.log").write_text("the job's last words")
     if change is not None:
         bad = good_run(change)
@@ -113,11 +114,13 @@ def test_the_fixture_fails_a_test_whose_job_lost_something_with_its_seed_and_out
 
 
 @pytest.mark.parametrize(
-    ("reached", "change", "status", "words"),
+    ("reached", "planned", "change", "status", "words"),
     [
-        (True, None, 0, "HELD: 1 faults, 1 injections"),
-        (False, None, 3, "1 of 2 faults did not happen"),
-        (False, wrong_bits, 1, "VIOLATED (seed 7)"),
+        (True, 1, None, 0, "HELD: 1 faults, 1 injections"),
+        (False, 1, None, 3, "1 of 2 faults did not happen"),
+        (True, 2, None, 3, "1 of 1 faults did not happen, or not with all injections"),
+        (False, 2, None, 3, "2 of 2 faults did not happen"),
+        (False, 1, wrong_bits, 1, "VIOLATED (seed 7)"),
     ],
 )
 def test_the_exit_status_says_whether_all_held_and_all_happened(
@@ -125,6 +128,7 @@ def test_the_exit_status_says_whether_all_held_and_all_happened(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     reached: bool,
+    planned: int,
     change: Callable[[Record], None] | None,
     status: int,
     words: str,
@@ -132,6 +136,7 @@ def test_the_exit_status_says_whether_all_held_and_all_happened(
     """A violation goes before a fault that did not happen; in each case there are a result and a report. A soak is an hour's sixty faults."""
     made = campaign(tmp_path)
     run = good_run(change) if change else made.runs[0].run
+    run.incidents[0].planned = planned
     incidents = run.incidents[:1] if reached else made.runs[0].run.incidents
     run = replace(run, incidents=incidents)
     made.runs[:] = [JobRun(0, tmp_path, run, judge(run), 1.0)]

@@ -106,8 +106,8 @@ def test_a_rank_that_is_hit_is_in_the_record_of_it(target: Any) -> None:
     """By a signal from outside."""
     process = target.launchers[0]
     (spec,) = parse_scenario({"faults": [{"fault": "kill", "rank": 1}]}, "here").faults
-    peer = cast(Peer, SimpleNamespace(rank=1, pid=process.pid))
-    firing = Injector(target, random.Random(0)).signal_rank(spec, peer, 4)
+    peer = cast(Peer, SimpleNamespace(rank=1, pid=process.pid, lost=False))
+    (firing,) = Injector(target, random.Random(0)).signal_rank(spec, peer, 4)
     assert (firing.whom, firing.step, firing.ranks) == (f"rank 1 (pid {process.pid})", 4, (1,))
     assert process.wait(30) == -signal.SIGKILL
 

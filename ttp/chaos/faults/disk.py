@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ttp.chaos.faults.inject import DISK_ACTIONS, DUMP_POINTS, Injection, commit
+from ttp.chaos.faults.inject import DUMP_POINTS, Injection, commit
 
 TAPPED = ("mkdir", "fsync", "rename", "replace", "unlink")
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO}
@@ -46,22 +46,30 @@ def dump_faults(faults: tuple[Injection, ...]) -> Dump:
 
 @contextlib.contextmanager
 def tap(fault: Injection, path: Path, commit: Callable[[Injection], None] = commit) -> Iterator[None]:
-    """Count this thread's system calls; a disk fault lasts from its call on, any other comes once (`commit` does it)."""
-    me, calls = threading.get_ident(), 0
+    """Count this thread's system calls; a disk fault lasts from its call on, any other comes once. `commit` is called as it begins, at the call
+    that is hit, and does the others."""
+    me, calls, begun = threading.get_ident(), 0, False
 
     def tapped(name: str) -> Callable[..., Any]:
         real = getattr(os, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
+            nonlocal calls, begun
             if threading.get_ident() == me:
                 counts = fault.call_name in ("", name, _target(args))
-                if calls == fault.call and counts and fault.action not in DISK_ACTIONS:
+                if fault.action in _ERRNO:
+                    hit = calls >= fault.call and name != "unlink"
+                elif fault.action == "slowdisk":
+                    hit = calls >= fault.call
+                else:
+                    hit = calls == fault.call and counts and fault.action != "torn"
+                if hit and not begun:
+                    begun = True
                     commit(fault)
-                if fault.action in _ERRNO and calls >= fault.call and name != "unlink":
+                if hit and fault.action in _ERRNO:
                     code = _ERRNO[fault.action]
                     raise OSError(code, os.strerror(code), str(args[0]))
-                if fault.action == "slowdisk" and calls >= fault.call:
+                if hit and fault.action == "slowdisk":
                     time.sleep(fault.for_s)
                 calls += counts
             return real(*args, **kwargs)
@@ -73,6 +81,7 @@ def tap(fault: Injection, path: Path, commit: Callable[[Injection], None] = comm
             stack.enter_context(mock.patch.object(os, name, tapped(name)))
         yield
     if fault.action == "torn":
+        commit(fault)
         _tear(path)
 
 

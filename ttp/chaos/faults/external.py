@@ -89,14 +89,17 @@ class Injector:
             Injection(fault.kind, rank, step, fault.point, for_s=fault.for_s, **fields),  # type: ignore[arg-type]
         )
 
-    def signal_rank(self, fault: FaultSpec, peer: Peer, step: int) -> Firing:
-        """Hit a rank from outside."""
+    def signal_rank(self, fault: FaultSpec, peer: Peer, step: int) -> list[Firing]:
+        """Hit a rank from outside. Empty: it had left."""
+        if peer.lost:
+            return []
         whom = f"rank {peer.rank} (pid {peer.pid})"
         firing = Firing(fault.kind, whom, time.time(), "", step, self.key, (peer.rank,))
-        self._send(peer.pid, SIGNALS[fault.kind])
+        if not self._send(peer.pid, SIGNALS[fault.kind]):
+            return []
         if fault.kind == "stop" and fault.for_s:
             self.go_on_later(peer.pid, fault.for_s)
-        return firing
+        return [firing]
 
     def go_on_later(self, pid: int, after_s: float) -> None:
         """A process that was stopped goes on after a while."""
@@ -110,7 +113,7 @@ class Injector:
             case "controller":
                 return self._controller(fault, record)
             case "agent":
-                return [self._agent(fault, record)]
+                return self._agent(fault, record)
             case "disk":
                 return self._fill(fault, record, list(peers.values()))
             case "checkpoint":
@@ -132,18 +135,22 @@ class Injector:
             return []
         pid = running[active]
         firing = Firing(fault.kind, f"controller {active} (pid {pid})", time.time(), "", record.newest_step, self.key)
-        self._send(pid, signal.SIGKILL if fault.kind == "kill_controller" else signal.SIGSTOP)
+        if not self._send(pid, signal.SIGKILL if fault.kind == "kill_controller" else signal.SIGSTOP):
+            return []
         if fault.kind == "stop_controller":
             self.go_on_later(pid, fault.for_s)
         return [firing]
 
-    def _agent(self, fault: FaultSpec, record: Record) -> Firing:
+    def _agent(self, fault: FaultSpec, record: Record) -> list[Firing]:
         index = self._index(fault)
-        pid = self._target.launchers[index].pid
+        launcher = self._target.launchers[index]
+        if launcher.poll() is not None:  # its number may be another process's by now
+            return []
+        pid = launcher.pid
         ranks = self._ranks_on(index) if self._target.nodes else tuple(range(record.world_size))
         firing = Firing(fault.kind, f"launcher #{index} (pid {pid})", time.time(), "", 0, self.key, ranks)
         self._send(pid, signal.SIGKILL)
-        return firing
+        return [firing]
 
     def _index(self, fault: FaultSpec) -> int:
         """Return which node is meant: the one that is named, that of a rank, or any."""
@@ -199,9 +206,12 @@ class Injector:
                 node.power_off()
         return firing
 
-    def _send(self, pid: int, signum: int) -> None:
+    def _send(self, pid: int, signum: int) -> bool:
+        """Send a signal; say whether there was a process to take it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
+            return True
+        return False
 
     def gone(self) -> bool:
         """Say whether nothing of the run remains."""

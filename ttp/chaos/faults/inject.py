@@ -208,8 +208,10 @@ def meant_for(
 
 
 def commit(fault: Injection) -> None:
-    """Do it, on the calling thread."""
+    """Do it, on the calling thread; what a disk does, the dump's tap does."""
     match fault.action:
+        case action if action in DISK_ACTIONS:
+            pass
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":

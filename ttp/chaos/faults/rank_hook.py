@@ -25,7 +25,6 @@ from typing import Any
 
 from ttp.chaos.faults.disk import dump_faults, tap
 from ttp.chaos.faults.inject import (
-    DISK_ACTIONS,
     DUMP_POINTS,
     POINTS,
     START_POINTS,
@@ -205,8 +204,6 @@ class Hook:
                     def fire(fault: Injection, order: FaultOrder = order) -> None:
                         self._commit(order, point, step)
 
-                    if order.fault.action in DISK_ACTIONS:
-                        self.tell("firing", id=order.id, point=point, step=step)  # the disk's own: from here on
                     stack.enter_context(tap(order.fault, Path(path), fire))
                 yield
 

@@ -1,6 +1,7 @@
 """A campaign as JSON: all that the report shows, so that it can be drawn again from the file alone.
 
 name, command, seed, laps, faults, fired, good          the whole
+not_reached, incomplete                                 how many faults did not happen, or with fewer injections than were meant
 incidents[]: number, lap, text, label, firings[], outcome, expected, committed, saved_step, resumed_step, lost,
              refused, stages_ms{}, problems[]           each fault
 findings[]                                              what was to end in place and did not, with the reason
@@ -56,6 +57,7 @@ def result_of(campaign: Campaign) -> dict[str, Any]:
         "faults": len(incidents),
         "fired": sum(len(incident["firings"]) for incident in incidents),
         "not_reached": skipped,
+        "incomplete": sum(not incident.complete for incident in campaign.incidents) - skipped,
         "good": bool(campaign.runs) and not violated,
         "incidents": incidents,
         "findings": [text for text in map(finding, campaign.incidents) if text],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 
 from ttp.chaos.faults.control_socket import Control, Message, Peer
@@ -83,7 +84,7 @@ class Harness:
         with self._striker:
             self.target.start()
             for number, fault in enumerate(schedule, 1):
-                if self.target.ended() is not None and not self._relaunch_pending:
+                if self._over():
                     self._skip(fault, number, run)
                     continue
                 self._meet(fault, number, run)
@@ -100,12 +101,23 @@ class Harness:
         """Go on until the condition holds, the job has ended or the time is over; say whether it holds."""
         deadline = time.monotonic() + within_s
         while not condition():
-            over = self.target.ended() is not None and not self._relaunch_pending
-            if over or time.monotonic() > deadline:
+            if self._over() or time.monotonic() > deadline:
                 self._pump(0.0)
                 return condition()
             self._pump(POLL_S)
         return True
+
+    def _over(self) -> bool:
+        return self.target.ended() is not None and not self._relaunch_pending
+
+    def _comes(self, condition: Callable[[], bool], within_s: float) -> bool:
+        """Wait for a fault's moment; say whether it came while the job ran."""
+        return self.wait(condition, within_s) and not self._over()
+
+    def _passes(self, lasts_s: float) -> bool:
+        """Wait for so long; say whether the job still runs then."""
+        end = time.monotonic() + lasts_s
+        return self._comes(lambda: time.monotonic() >= end, inf)
 
     def _pump(self, timeout_s: float) -> None:
         for peer, message in self._control.poll(timeout_s):
@@ -212,8 +224,10 @@ class Harness:
             if one.point in (*DUMP_POINTS, *START_POINTS):
                 self._arm(one, its_ranks, 0)
         self._strike_at_its_moment(fault, ranks)
-        if not self.wait(lambda: incident.fired, self._scenario.deadline_s):
+        if not self.wait(lambda: incident.fired or not self._given, self._scenario.deadline_s):
             return NOT_REACHED if self.target.ended() is not None else OVERDUE
+        if not incident.fired:  # it found nothing to hit, or the job is over
+            return NOT_REACHED
         for one, its_ranks in chosen:
             if one.point not in (*DUMP_POINTS, *START_POINTS):
                 self._strike_when_reported(one, its_ranks, incident)
@@ -239,25 +253,22 @@ class Harness:
         return tuple(self._rng.sample(free, min(fault.count, len(free))))
 
     def _strike_at_its_moment(self, fault: FaultSpec, ranks: tuple[int, ...]) -> None:
-        """Wait for the moment of a schedule's fault, and strike; one at a point is ordered in time."""
+        """Wait for the moment of a schedule's fault, and strike, unless the job is over before; one at a point is ordered in time."""
         moment, last = fault.moment, self.record.newest_step
         expected = 0
         if moment.step is not None:
             expected = moment.step
         elif moment.after_steps is not None:
             expected = last + self._rng.randint(*moment.after_steps)
-        elif moment.after_s is not None:
-            end = time.monotonic() + self._rng.uniform(*moment.after_s)
-            self.wait(lambda: time.monotonic() >= end, float("inf"))
-        if fault.point in POINTS:
-            self.wait(lambda: self.record.newest_step >= expected - MARGIN_STEPS - 1, self._scenario.job_s)
-            self._arm(fault, ranks, max(expected, self.record.newest_step + MARGIN_STEPS))
+        elif moment.after_s is not None and not self._passes(self._rng.uniform(*moment.after_s)):
             return
-        self.wait(lambda: self.record.newest_step >= expected - 1, self._scenario.job_s)
-        if expected:  # anywhere within the step, not at its beginning
-            end = time.monotonic() + self._rng.random() * self._step_s()
-            self.wait(lambda: time.monotonic() >= end, float("inf"))
-        self._strike(fault, ranks)
+        ahead = MARGIN_STEPS if fault.point in POINTS else 0
+        if not self._comes(lambda: self.record.newest_step >= expected - ahead - 1, self._scenario.job_s):
+            return
+        if fault.point in POINTS:
+            self._arm(fault, ranks, max(expected, self.record.newest_step + MARGIN_STEPS))
+        elif not expected or self._passes(self._rng.random() * self._step_s()):
+            self._strike(fault, ranks)  # anywhere within the step, not at its beginning
 
     def _step_s(self) -> float:
         """Return about how long a step lasts."""
@@ -265,15 +276,16 @@ class Harness:
         return min(5.0, (moments[-1] - moments[0]) / (len(moments) - 1)) if len(moments) > 1 else 0.1
 
     def _strike_when_reported(self, fault: FaultSpec, ranks: tuple[int, ...], incident: FaultOutcome) -> None:
-        """Wait for the moment of a further fault, and strike."""
+        """Wait for the moment of a further fault, and strike, unless the job is over before, or its event does not come."""
         began = incident.began_unix_s
         moment = fault.moment
         if moment.after_s is not None:
-            end = time.monotonic() + self._rng.uniform(*moment.after_s)
-            self.wait(lambda: time.monotonic() >= end, float("inf"))
+            if not self._passes(self._rng.uniform(*moment.after_s)):
+                return
         elif moment.event:
             event = moment.event
-            self.wait(lambda: bool(self.record.lines(began, event)), self._scenario.deadline_s)
+            if not self._comes(lambda: bool(self.record.lines(began, event)), self._scenario.deadline_s):
+                return
         if fault.point in POINTS:
             self._arm(fault, ranks, moment.step or 0)
         else:
@@ -281,13 +293,16 @@ class Harness:
 
     def _strike(self, fault: FaultSpec, ranks: tuple[int, ...]) -> None:
         if KINDS[fault.kind].place not in ("rank", "dump"):
-            self._fired(*self._striker.elsewhere(fault, self.record, self._peers))
+            fired = self._striker.elsewhere(fault, self.record, self._peers)
+            self._fired(*fired)
+            if fired and fault.kind == "kill_agent" and not self.target.nodes:
+                self._relaunch_pending = True
         elif self._striker.by_order(fault):
             self._arm(fault, ranks, self.record.newest_step)
         else:
             for rank in ranks:
                 if rank in self._peers:
-                    self._fired(self._striker.signal_rank(fault, self._peers[rank], self.record.newest_step))
+                    self._fired(*self._striker.signal_rank(fault, self._peers[rank], self.record.newest_step))
 
     def _arm(self, fault: FaultSpec, ranks: tuple[int, ...], step: int) -> None:
         """Give the order to each rank, or keep it for the attempt to come."""
@@ -315,7 +330,6 @@ class Harness:
                 self.wait(lambda node=node: not node.pids(), self._scenario.deadline_s)  # type: ignore[misc]
                 self.target.start_on(index)
             elif firing.kind == "kill_agent":
-                self._relaunch_pending = True
                 gone = self.wait(self._striker.gone, self._scenario.deadline_s)
                 if not gone:
                     incident.problems.append("I11: processes stayed after their launcher was killed: " + self._left())

@@ -110,6 +110,11 @@ class FaultOutcome:
         return self.fired and self.outcome != NOT_REACHED
 
     @property
+    def complete(self) -> bool:
+        """All injections that were meant have happened."""
+        return self.happened and len(self.firings) >= self.planned
+
+    @property
     def as_expected(self) -> bool:
         return self.outcome in self.expected
 

@@ -257,7 +257,7 @@ def _newest_whole(run: Run, incident: FaultOutcome) -> int:
         if unix_s <= until:
             began.setdefault(key, unix_s)
     own = _corrupted(run)
-    full = tuple(f"{one.whom}/" for other in run.incidents for one in other.firings if one.kind == "fill_disk")
+    full = tuple(f"{one.whom}/" for other in run.incidents for one in other.firings)
     whole = [
         seen.step
         for seen in run.record.checkpoints
