@@ -33,9 +33,12 @@ class Rank:
         self.rank, self.pid, self.lost = rank, NO_PID + rank, False
         self.facts = {"rank": rank, "world_size": world_size, "pid": self.pid, "start": 0, "save_dirs": []}
         self.given: list[FaultOrder] = []
+        """Those that may happen yet, and, in `orders`, all that there were."""
+        self.orders: list[FaultOrder] = []
 
-    def give(self, orders: Sequence[FaultOrder], *, cancel: bool = False) -> None:
-        self.given = [*(() if cancel else self.given), *orders]
+    def give(self, orders: Sequence[FaultOrder], *, cancel: Sequence[int] = ()) -> None:
+        self.given = [*(order for order in self.given if order.id not in cancel), *orders]
+        self.orders += orders
 
 
 class Job:
@@ -95,7 +98,7 @@ class Job:
 
 def harness(job: Job, *faults: dict[str, Any], **fields: Any) -> Harness:
     """Let the faults happen in the job; return the harness that did it."""
-    scenario = parse_scenario({"seed": 1, "faults": list(faults), "deadline_s": 60, **fields}, "here")
+    scenario = parse_scenario({"seed": 1, "faults": list(faults), "deadline_s": 20, **fields}, "here")
     job.harness = made = Harness(cast(Target, job), cast(Control, job), scenario, random.Random(1))
     made.run(scenario.faults)
     return made
@@ -150,14 +153,14 @@ def test_no_fault_comes_after_the_job_is_over(
     monkeypatch.setattr(Harness, "_step_s", lambda self: 1e6)
     job = Job(8 if kind == "cpu" or moment != {"step": 9} else 6)
     (incident,) = harness(job, {"fault": kind, "rank": 0, "for_s": 0.001, **moment}).incidents
-    assert incident.firings == [] and incident.outcome == "not reached" and not job.ranks[0].given
+    assert incident.firings == [] and incident.outcome == "not reached" and not job.ranks[0].orders
 
 
 def test_no_fault_comes_within_a_step_in_which_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Harness, "_step_s", lambda self: 1e6)
     job = Job(8)
     (incident,) = harness(job, {"fault": "cpu", "rank": 0, "for_s": 0.001, "step": 8}).incidents
-    assert incident.firings == [] and not job.ranks[0].given
+    assert incident.firings == [] and not job.ranks[0].orders
 
 
 def happen(job: Job, event: str) -> None:
@@ -179,15 +182,16 @@ def test_no_further_fault_comes_after_the_job_is_over(then: dict[str, Any]) -> N
     slow = {"fault": "slow", "for_s": 0.001, "point": "ready"}
     (incident,) = harness(job, {**slow, "rank": 0, "then": [{**slow, "rank": 1, **then}]}).incidents
     assert [firing.ranks for firing in incident.firings] == [(0,)] and incident.planned == 2
-    assert not incident.complete and not job.ranks[1].given
+    assert not incident.complete and not job.ranks[1].orders
 
 
 def test_what_follows_the_launchers_death_waits_for_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher has ended by then, and the job is not over: its ranks are still there. Then the command is started anew."""
     given_at: list[int] = []
+    killed_at: list[int] = []
 
     def on_step(job: Job) -> None:
-        if job.killed and job.step == 20:
+        if killed_at and job.step == killed_at[0] + 10:
             happen(job, "frozen")
         given_at.extend(job.step for rank in job.ranks for _ in rank.given)
         job.fire()
@@ -197,13 +201,14 @@ def test_what_follows_the_launchers_death_waits_for_its_moment(monkeypatch: pyte
     def kill(pid: int, signum: int) -> None:
         assert pid == NO_PID
         job.killed = True
+        killed_at.append(job.step)
 
     monkeypatch.setattr("ttp.chaos.faults.external.os.kill", kill)
     monkeypatch.setattr(Injector, "gone", lambda self: bool(given_at))
     slow = {"fault": "slow", "rank": 1, "for_s": 0.001, "point": "ready", "event": "frozen"}
     (incident,) = harness(job, {"fault": "kill_agent", "after_steps": 3, "then": [slow]}).incidents
     assert [firing.kind for firing in incident.firings] == ["kill_agent", "slow"] and incident.complete
-    assert given_at and min(given_at) > 20 and job.launches == 2 and incident.outcome == "relaunched"
+    assert given_at and min(given_at) > killed_at[0] + 10 and job.launches == 2 and incident.outcome == "relaunched"
 
 
 def test_a_launcher_that_has_ended_is_not_hit() -> None:
@@ -211,7 +216,7 @@ def test_a_launcher_that_has_ended_is_not_hit() -> None:
     job = Job()
     job.launchers = [SimpleNamespace(poll=lambda: 0, pid=NO_PID)]
     (spec,) = parse_scenario({"faults": [{"fault": "kill_agent"}]}, "here").faults
-    assert Injector(cast(Target, job), random.Random(0)).elsewhere(spec, Record(), {}) == []
+    assert Injector(cast(Target, job), random.Random(0)).elsewhere(spec, Record()) == []
 
 
 def test_a_process_that_has_ended_is_not_hit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,4 +226,47 @@ def test_a_process_that_has_ended_is_not_hit(monkeypatch: pytest.MonkeyPatch) ->
     kill, kill_controller = parse_scenario({"faults": [{"fault": "kill"}, {"fault": "kill_controller"}]}, "here").faults
     injector = Injector(cast(Target, job), random.Random(0))
     assert injector.signal_rank(kill, cast(Peer, Rank(0, 2)), 1) == []
-    assert injector.elsewhere(kill_controller, Record(), {}) == []
+    assert injector.elsewhere(kill_controller, Record()) == []
+
+
+FILL = {"fault": "fill_disk", "for_s": 0.001, "after_steps": 3}
+
+
+def test_where_no_disk_can_be_mounted_every_ranks_write_fails_and_the_first_that_does_is_the_fault() -> None:
+    """Each rank is given its order; what is reported is the write that failed."""
+
+    def write(job: Job) -> None:
+        for order in job.ranks[1].given:
+            job.tell(job.ranks[1], "firing", id=order.id, point="write", step=job.step)
+
+    job = Job(200, write)
+    (incident,) = harness(job, FILL, small_disk_mib=64).incidents
+    assert [(one.kind, one.ranks, one.point) for one in incident.firings] == [("fill_disk", (1,), "write")]
+    assert incident.complete and incident.outcome == "unharmed"
+    for rank in job.ranks:
+        (order,) = rank.orders
+        assert (order.fault.action, order.fault.point, order.fault.rank) == ("enospc", "write", rank.rank)
+        assert order.fault.times > 1 and rank.given == []
+
+
+def test_a_full_disk_that_no_write_came_to_was_none_and_lasts_no_longer_than_it_should() -> None:
+    """The job goes on, and a later write is not hit."""
+    job = Job(10_000)
+    (incident,) = harness(job, FILL, small_disk_mib=64).incidents
+    assert incident.outcome == "not reached" and not incident.firings
+    assert [len(rank.orders) for rank in job.ranks] == [1, 1] and not any(rank.given for rank in job.ranks)
+    (later, ended) = (job.harness.record.newest_step, incident.over_unix_s)
+    assert sum(one.unix_s > ended for one in job.harness.record.steps) > 2 and later == job.steps
+
+
+def test_what_has_not_happened_by_the_end_of_an_incident_or_may_happen_again_hits_no_later_one() -> None:
+    """Rank 0's order has happened once, rank 1's has not."""
+
+    def once(job: Job) -> None:
+        for order in job.ranks[0].given:
+            job.tell(job.ranks[0], "firing", id=order.id, point="ready", step=job.step)
+
+    job = Job(200, once)
+    (incident,) = harness(job, {"fault": "slow", "rank": [0, 1], "for_s": 0.001, "point": "ready"}).incidents
+    assert [one.ranks for one in incident.firings] == [(0,)] and not incident.complete
+    assert [len(rank.orders) for rank in job.ranks] == [1, 1] and not any(rank.given for rank in job.ranks)

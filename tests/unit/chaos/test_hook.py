@@ -128,6 +128,22 @@ def test_an_order_may_come_later_and_hits_the_main_thread_from_another() -> None
                 time.sleep(0.005)
 
 
+def test_an_order_that_is_cancelled_does_not_happen_and_the_others_do() -> None:
+    """By its id, whether it has happened before or not."""
+    orders = [FaultOrder(number, Injection("raise", 1, 1, point)) for number, point in ((4, "ready"), (5, "done"))]
+    with hooked(*orders) as (harness, hook):
+        harness.until("hello")
+        assert harness.peer is not None
+        harness.peer.give([FaultOrder(6, Injection("raise", 1, 1, "record"))], cancel=[4])
+        end = time.monotonic() + DEADLINE_S
+        with pytest.raises(InjectedFault, match="at record"):
+            while time.monotonic() < end:
+                hook.at_point("record", 1)
+        hook.at_point("ready", 1)
+        with pytest.raises(InjectedFault, match="at done"):
+            hook.at_point("done", 1)
+
+
 def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> None:
     """Whatever its step; the one after it is written."""
     with hooked(FaultOrder(2, Injection("enospc", 1, 0, "write", times=1))) as (harness, hook):
@@ -172,8 +188,9 @@ def test_a_disks_fault_is_reported_once_at_the_call_that_it_hits(tmp_path: Path,
                     os.mkdir(tmp_path / name)
         with pytest.raises(InjectedFault):
             hook.at_point("done", 9)
-        while [message.get("id") for message in harness.received][-1:] != [3]:
-            harness.until("step")
+        end = time.monotonic() + DEADLINE_S
+        while harness.received[-1].get("id") != 3 and time.monotonic() < end:
+            time.sleep(0.005)
         reported = [(message["type"], message.get("id")) for message in harness.received[1:]]
     assert reported == [("step", None), ("firing", 2), ("firing", 3)]
     assert (tmp_path / "third").exists() == (kind != "eio")
@@ -230,7 +247,7 @@ def test_orders_that_come_together_are_all_taken(mute_harness: socket.socket) ->
         def answer() -> None:
             connection = stack.enter_context(mute_harness.accept()[0])
             orders = [FaultOrder(number, Injection("raise", 1, number, "ready")) for number in (1, 2)]
-            lines = [{"cancel": False, "orders": [order_line(order)]} for order in orders]
+            lines = [{"cancel": [], "orders": [order_line(order)]} for order in orders]
             connection.sendall("".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
         harness = threading.Thread(target=answer)
@@ -280,7 +297,7 @@ with socket.socket(socket.AF_UNIX) as harness:
     harness.settimeout({DEADLINE_S})
     def answer():
         connection, _ = harness.accept()
-        connection.sendall(b'{{"cancel": false, "orders": []}}\\n')
+        connection.sendall(b'{{"cancel": [], "orders": []}}\\n')
         connection.close()
     answering = threading.Thread(target=answer)
     answering.start()

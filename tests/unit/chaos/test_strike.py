@@ -66,7 +66,7 @@ def strike(target: Any, seed: int, **fault: Any) -> tuple[Injector, int, Firing]
     striker = Injector(cast(Target, target), random.Random(seed))
     for peer in peers().values():
         striker.met(peer)
-    (firing,) = striker.elsewhere(spec, Record(world_size=NODES), peers())
+    (firing,) = striker.elsewhere(spec, Record(world_size=NODES))
     return striker, striker.node_of(firing), firing
 
 
@@ -98,7 +98,7 @@ def test_a_lost_node_costs_its_ranks_alone(target: Any) -> None:
     assert firing.ranks == (1,) and target.nodes[1].done == ["power_off"]
     target.nodes = ()
     (spec,) = parse_scenario({"faults": [{"fault": "kill_agent"}]}, "here").faults
-    (firing,) = Injector(target, random.Random(0)).elsewhere(spec, Record(world_size=NODES), peers())
+    (firing,) = Injector(target, random.Random(0)).elsewhere(spec, Record(world_size=NODES))
     assert firing.ranks == tuple(range(NODES))
 
 
@@ -112,11 +112,28 @@ def test_a_rank_that_is_hit_is_in_the_record_of_it(target: Any) -> None:
     assert process.wait(30) == -signal.SIGKILL
 
 
+def test_a_disk_that_could_be_mounted_is_filled_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none could, ranks get an order."""
+    monkeypatch.setattr("ttp.chaos.faults.external._fill_file", lambda path: path.write_text("full"))
+    content = {"faults": [{"fault": "fill_disk", "for_s": 5}], "small_disk_mib": 64}
+    (spec,) = parse_scenario(content, "here").faults
+    target = SimpleNamespace(mounted=True, disk=tmp_path)
+    striker = Injector(cast(Target, target), random.Random(0))
+    assert not striker.by_order(spec)
+    (firing,) = striker.elsewhere(spec, Record(newest_step=7))
+    assert (firing.whom, firing.step, firing.ranks) == (str(tmp_path), 7, ())
+    assert [path.name for path in tmp_path.iterdir()] == ["ballast"]
+    striker.undo(float("inf"))
+    assert not list(tmp_path.iterdir())
+    target.mounted = False
+    assert striker.by_order(spec)
+
+
 def test_a_rank_that_runs_on_no_node_is_reported(target: Any) -> None:
     """The command may start its ranks elsewhere."""
     (spec,) = parse_scenario({"faults": [{"fault": "lose_node", "rank": 0}], "nodes": NODES}, "here").faults
     with pytest.raises(NodesError, match="rank 0 runs on none of the 3 nodes"):
-        Injector(cast(Target, target), random.Random(0)).elsewhere(spec, Record(), peers())
+        Injector(cast(Target, target), random.Random(0)).elsewhere(spec, Record())
 
 
 def test_a_scenario_of_nodes_is_refused_with_the_reason_where_none_can_be_made(

@@ -38,9 +38,9 @@ class Peer:
     def pid(self) -> int:
         return int(self.facts["pid"])
 
-    def give(self, orders: Sequence[FaultOrder], *, cancel: bool = False) -> None:
-        """Send orders, in the place of those that have not happened with `cancel`; a rank that has gone does not get them."""
-        line = json.dumps({"cancel": cancel, "orders": [order_line(order) for order in orders]}) + "\n"
+    def give(self, orders: Sequence[FaultOrder], *, cancel: Sequence[int] = ()) -> None:
+        """Send orders, and the ids of earlier ones that are not to happen any more; a rank that has gone does not get them."""
+        line = json.dumps({"cancel": list(cancel), "orders": [order_line(order) for order in orders]}) + "\n"
         with contextlib.suppress(OSError):
             self.connection.sendall(line.encode())
 

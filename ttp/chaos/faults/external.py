@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ttp.chaos.faults.control_socket import Peer
@@ -78,11 +78,16 @@ class Injector:
     def by_order(self, fault: FaultSpec) -> bool:
         """Say whether the rank does it itself: at a point, or because nothing else can."""
         place = KINDS[fault.kind].place
+        if place == "disk":
+            return not self._target.mounted
         return place == "dump" or (place == "rank" and (fault.point != NOW or fault.kind not in SIGNALS))
 
     def order(self, fault: FaultSpec, rank: int, step: int) -> FaultOrder:
-        """Make the order for a rank; in a dump or while ranks start the step does not count."""
+        """Make the order for a rank; in a dump or while ranks start the step does not count. Where no small disk could be mounted, its writes
+        fail as if it were full."""
         self._order_count += 1
+        if fault.kind == "fill_disk":
+            return FaultOrder(self._order_count, Injection("enospc", rank, 0, "write"))
         fields = {"call": fault.call, "call_name": fault.call_name, "times": fault.times, "mib": fault.mib}
         return FaultOrder(
             self._order_count,
@@ -107,7 +112,7 @@ class Injector:
 
     # --- everything else ---
 
-    def elsewhere(self, fault: FaultSpec, record: Record, peers: Mapping[int, Peer]) -> list[Firing]:
+    def elsewhere(self, fault: FaultSpec, record: Record) -> list[Firing]:
         """Hit what is no rank. Empty: there was nothing to hit."""
         match KINDS[fault.kind].place:
             case "controller":
@@ -115,7 +120,7 @@ class Injector:
             case "agent":
                 return self._agent(fault, record)
             case "disk":
-                return self._fill(fault, record, list(peers.values()))
+                return [self._fill(fault, record)]
             case "checkpoint":
                 return self._corrupt(fault, record)
             case _:
@@ -167,18 +172,13 @@ class Injector:
     def _ranks_on(self, index: int) -> tuple[int, ...]:
         return tuple(sorted(rank for rank, place in self._places.items() if place == index))
 
-    def _fill(self, fault: FaultSpec, record: Record, peers: Sequence[Peer]) -> list[Firing]:
-        """Fill the small disk; where none could be mounted, every rank's next writes fail as if it were full."""
-        moment = time.time()
-        if self._target.mounted:
-            ballast = self._target.disk / BALLAST
-            _fill_file(ballast)
-            self.later(fault.for_s, lambda: ballast.unlink(missing_ok=True))
-            return [Firing(fault.kind, f"{self._target.disk}", moment, "", record.newest_step, self.key)]
-        for peer in peers:
-            self._order_count += 1
-            peer.give([FaultOrder(self._order_count, Injection("enospc", peer.rank, 0, "write"))])
-        return [Firing(fault.kind, "every rank's next write (no mount)", moment, "", record.newest_step, self.key)]
+    def _fill(self, fault: FaultSpec, record: Record) -> Firing:
+        """Fill the small disk."""
+        firing = Firing(fault.kind, f"{self._target.disk}", time.time(), "", record.newest_step, self.key)
+        ballast = self._target.disk / BALLAST
+        _fill_file(ballast)
+        self.later(fault.for_s, lambda: ballast.unlink(missing_ok=True))
+        return firing
 
     def _corrupt(self, fault: FaultSpec, record: Record) -> list[Firing]:
         """Flip bits in the middle of the newest checkpoint's largest file."""

@@ -242,9 +242,8 @@ class Hook:
         if not line:
             return
         message = json.loads(line)
-        if message["cancel"]:
-            with self._lock:
-                self._orders = []
+        with self._lock:
+            self._orders = [order for order in self._orders if order.id not in message["cancel"]]
         for fields in message["orders"]:
             order = parse_order(fields)
             if order.fault.point == NOW:

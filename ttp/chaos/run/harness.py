@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class Harness:
         """(rank, order) of faults that happen while a process starts: of a later attempt, or in a lost one's place."""
         self._given: dict[int, tuple[FaultSpec, int]] = {}
         """Orders that have not fired: (fault, rank) by id."""
+        self._ordered: list[int] = []
+        """Ids of all orders of the incident that lasts."""
         self._incident: FaultOutcome | None = None
         self._look_at = self._memory_at = 0.0
         self._relaunch_pending = False
@@ -189,14 +191,20 @@ class Harness:
                 how = self._happen(fault, incident)
         finally:
             incident.over_unix_s = time.time()
-            for peer in self._peers.values() if self._given else ():
-                peer.give((), cancel=True)  # what has not happened by now must not hit the next one
-            self._given.clear()
+            self._cancel(self._ordered)  # what has not happened by now, or may happen again, must not hit the next one
+            self._ordered = []
             self._standing.clear()
             self._incident = None
         self._watch.look_at_directories(time.time())
         settle(incident, self.record, how)
         self._on_progress(self, incident)
+
+    def _cancel(self, ids: Sequence[int]) -> None:
+        """Orders that are not to happen any more."""
+        for peer in self._peers.values():
+            peer.give((), cancel=ids)
+        for one in ids:
+            self._given.pop(one, None)
 
     def _training(self) -> bool:
         """All ranks of the newest attempt are there, and it has made a new step."""
@@ -292,8 +300,11 @@ class Harness:
             self._strike(fault, ranks)
 
     def _strike(self, fault: FaultSpec, ranks: tuple[int, ...]) -> None:
-        if KINDS[fault.kind].place not in ("rank", "dump"):
-            fired = self._striker.elsewhere(fault, self.record, self._peers)
+        if KINDS[fault.kind].place == "disk" and self._striker.by_order(fault):
+            ids = self._arm(fault, tuple(self._peers), 0)
+            self._striker.later(fault.for_s, lambda: self._cancel(ids))
+        elif KINDS[fault.kind].place not in ("rank", "dump"):
+            fired = self._striker.elsewhere(fault, self.record)
             self._fired(*fired)
             if fired and fault.kind == "kill_agent" and not self.target.nodes:
                 self._relaunch_pending = True
@@ -304,17 +315,21 @@ class Harness:
                 if rank in self._peers:
                     self._fired(*self._striker.signal_rank(fault, self._peers[rank], self.record.newest_step))
 
-    def _arm(self, fault: FaultSpec, ranks: tuple[int, ...], step: int) -> None:
-        """Give the order to each rank, or keep it for the attempt to come."""
+    def _arm(self, fault: FaultSpec, ranks: tuple[int, ...], step: int) -> list[int]:
+        """Give the order to each rank, or keep it for the attempt to come; return the ids."""
         if fault.point not in POINTS:
             step = 0
+        ids = []
         for rank in ranks:
             order = self._striker.order(fault, rank, step)
             self._given[order.id] = (fault, rank)
+            ids.append(order.id)
             if fault.point in START_POINTS:
                 self._standing.append((rank, order))
             elif rank in self._peers:
                 self._peers[rank].give([order])
+        self._ordered += ids
+        return ids
 
     def _bring_back(self, fault: FaultSpec, incident: FaultOutcome) -> bool:
         """Do what an operator does: start anew what was lost. Says whether the whole command was."""
