@@ -158,7 +158,7 @@ def test_a_disk_order_makes_the_next_dump_fail_and_no_other(tmp_path: Path) -> N
 
 
 def test_an_order_of_a_dump_that_never_comes_to_its_call_is_not_reported(tmp_path: Path) -> None:
-    """Whether the disk does it or the rank; a removal is no call that a full disk fails."""
+    """Whether the disk does it or the rank."""
     kinds = ("slow", "enospc", "slowdisk")
     orders = [FaultOrder(4 + number, Injection(kind, 1, 0, "write", call=1)) for number, kind in enumerate(kinds)]
     torn = FaultOrder(7, Injection("torn", 1, 0, "publish"))

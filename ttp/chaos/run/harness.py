@@ -268,8 +268,8 @@ class Harness:
             expected = moment.step
         elif moment.after_steps is not None:
             expected = last + self._rng.randint(*moment.after_steps)
-        elif moment.after_s is not None and not self._passes(self._rng.uniform(*moment.after_s)):
-            return
+        elif moment.after_s is not None:
+            self._passes(self._rng.uniform(*moment.after_s))
         ahead = MARGIN_STEPS if fault.point in POINTS else 0
         if not self._comes(lambda: self.record.newest_step >= expected - ahead - 1, self._scenario.job_s):
             return
