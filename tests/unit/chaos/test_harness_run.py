@@ -48,7 +48,9 @@ class Job:
 
     def __init__(self, steps: int | None = None, on_step: Callable[[Job], None] = lambda job: None) -> None:
         self.disk = Path()
-        self.nodes, self.mounted, self.launches, self.mark = (), False, 0, "played"
+        self.mounted, self.launches, self.mark = False, 0, "played"
+        self.nodes: tuple[Any, ...] = ()
+        self.start_on: Callable[[int], None] = lambda index: None
         self.launchers: list[Any] = []
         self.ranks: list[Rank] = []
         self.step, self.steps, self.killed = 0, steps or 1_000_000, False
@@ -146,7 +148,11 @@ def test_a_fault_that_finds_nothing_to_hit_did_not_happen_and_is_not_waited_for(
         job.fire()
 
     job = Job(None, leave)
-    kinds = [{"fault": "kill", "rank": 1}, {"fault": "kill_controller"}, {"fault": "slow", "rank": 0, "for_s": 0.001}]
+    kinds: list[dict[str, Any]] = [
+        {"fault": "kill", "rank": 1},
+        {"fault": "kill_controller"},
+        {"fault": "slow", "rank": 0, "for_s": 0.001},
+    ]
     made = harness(job, *kinds)
     assert [one.outcome for one in made.incidents] == ["not reached", "not reached", "unharmed"]
     assert [one.complete for one in made.incidents] == [False, False, True] and job.launches == 1
@@ -301,3 +307,16 @@ def test_a_launcher_that_ends_at_the_moment_of_its_fault_ends_the_job() -> None:
     job = Job(None, on_step)
     (incident,) = harness(job, {"fault": "kill_agent"}, job_s=10).incidents
     assert incident.outcome == "not reached" and job.launches == 1
+    assert job.harness._over(), "nothing is waited for"
+
+
+def test_a_launcher_of_several_is_started_anew_and_the_job_may_end_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs on the other nodes."""
+    monkeypatch.setattr("ttp.chaos.faults.external.os.kill", lambda pid, signum: None)
+    monkeypatch.setattr(Harness, "_settled", lambda self, fault, incident: True)
+    started: list[int] = []
+    job = Job()
+    job.nodes = (SimpleNamespace(name="node-a", holds=lambda pid: True, pids=lambda: []),)
+    job.start_on = started.append
+    (incident,) = harness(job, {"fault": "kill_agent"}, nodes=1).incidents
+    assert incident.complete and started == [0] and job.launches == 1 and job.harness._over()

@@ -321,7 +321,7 @@ def test_a_fault_in_whose_course_the_job_ended_is_excused_where_all_ranks_had_fi
     incident = copy.deepcopy(run.incidents[0])
     settle(incident, run.record, of_ended_job(status, run.record))
     verdicts = states(Run(run.record, (incident,), status, (), (), run.baseline, ()))
-    assert incident.outcome == became
+    assert incident.outcome == became and incident.complete == (became != NOT_REACHED)
     assert (verdicts["I11"], verdicts["outcomes"]) == ((HELD, HELD) if became == NOT_REACHED else (VIOLATED, VIOLATED))
 
 

@@ -109,6 +109,10 @@ def test_a_rank_that_is_hit_is_in_the_record_of_it(target: Any) -> None:
     peer = cast(Peer, SimpleNamespace(rank=1, pid=process.pid, lost=False))
     (firing,) = Injector(target, random.Random(0)).signal_rank(spec, peer, 4)
     assert (firing.whom, firing.step, firing.ranks) == (f"rank 1 (pid {process.pid})", 4, (1,))
+    other = target.launchers[1]
+    left = cast(Peer, SimpleNamespace(rank=1, pid=other.pid, lost=True))
+    assert Injector(target, random.Random(0)).signal_rank(spec, left, 4) == [], "its number may be another process's"
+    assert other.poll() is None
     assert process.wait(30) == -signal.SIGKILL
 
 

@@ -45,7 +45,7 @@ class Injector:
         self._target = target
         self._rng = rng
         self._order_count = 0
-        self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._undo: list[tuple[float, Callable[[], object]]] = []
         self._places: dict[int, int] = {}
         """The node of each rank."""
         self.key: Key = (0, 0)
@@ -70,7 +70,7 @@ class Injector:
             if node.holds(peer.pid):
                 self._places[peer.rank] = index
 
-    def later(self, after_s: float, act: Callable[[], None]) -> None:
+    def later(self, after_s: float, act: Callable[[], object]) -> None:
         self._undo.append((time.monotonic() + after_s, act))
 
     # --- ranks ---
