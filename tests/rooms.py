@@ -32,6 +32,7 @@ ORDER = (
     "ttp.inputs",
     "ttp.config",
     "ttp.files",
+    "ttp.addresses",
     "ttp.fork_server",
     "ttp.identity",
     "ttp.proto",

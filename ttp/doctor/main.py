@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from ttp.addresses import listen
 from ttp.config import Settings
 from ttp.doctor import finding, job_layout, save_directories, this_machine, two_nodes
 from ttp.doctor.finding import Finding
@@ -170,10 +170,10 @@ def _place(text: str, option: str) -> tuple[str, int]:
 def _listen(text: str, console: Console) -> int:
     host, port = _place(text, "--listen")
     try:
-        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
+        server = listen(host, port)
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"cannot listen on {text}: {error.strerror or error}. Name a free port, and a host of this node"
+            f"cannot listen on {text}: {getattr(error, 'strerror', None) or error}. Name a free port, and a host of this node"
         ) from None
     with server:
         console.print(

@@ -20,13 +20,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ttp import config
+from ttp.addresses import LOOPBACK, address_of, listen
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
 from ttp.fork_server.client import ForkServer, Program
 from ttp.fork_server.preload import for_workers
 from ttp.fork_server.request import NotForked
-from ttp.launch.hosts.listening import LOOPBACK, address_of
 from ttp.selftest.probe_process import ProbeFailed, probe
 from ttp.text.wording import counted, size_text
 from ttp.torch_range import TESTED, untested
@@ -205,16 +205,16 @@ def port(nodes: int) -> Finding:
     )
     try:
         with contextlib.ExitStack() as sockets:
-            server = sockets.enter_context(socket.create_server(("" if nodes > 1 else host, asked)))
+            server = sockets.enter_context(listen("" if nodes > 1 else host, asked))
             caller = sockets.enter_context(socket.create_connection((host, server.getsockname()[1]), CONNECT_S))
             server.settimeout(CONNECT_S)
             sockets.enter_context(server.accept()[0]).sendall(b"!")
             caller.recv(1)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return Finding(
             "ports",
             FAILED,
-            f"{what} cannot be reached as {host}: {error.strerror or error}",
+            f"{what} cannot be reached as {host}: {getattr(error, 'strerror', None) or error}",
             "a port that ranks can connect to",
             do,
         )

@@ -52,7 +52,7 @@ def serve(server: socket.socket, show: Callable[[str], object], clock: Callable[
                     lines.write(json.dumps({"unix_s": clock(), **own_versions()}).encode() + b"\n")
                     lines.flush()
                     if not seen:
-                        show(f"{place[0]} asked: {_text(versions)}")
+                        show(f"{str(place[0]).removeprefix('::ffff:')} asked: {_text(versions)}")
                     seen = True
 
 

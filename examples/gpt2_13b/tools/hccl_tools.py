@@ -18,9 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ttp.addresses import is_own_address
 from ttp.errors import ConfigError
 from ttp.inputs.input_file import read_text
-from ttp.launch.hosts.rank_table import is_own_address, read_rank_table
+from ttp.launch.hosts.rank_table import read_rank_table
 
 HCCN_CONF = "/etc/hccn.conf"
 """Where Ascend's driver keeps the addresses of the devices' own network."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from tests.ports import free_port
 from ttp import cli
-from ttp.doctor import main, save_directories, this_machine
+from ttp.doctor import main, save_directories, this_machine, two_nodes
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding
 from ttp.errors import ConfigError
 from ttp.text.console import open_console
@@ -149,6 +150,34 @@ def test_a_trainers_key_needs_a_configuration(quick: list[Finding], capsys: pyte
     with pytest.raises(SystemExit, match="2"):
         main.main(["--training_config.output_dir", "x"])
     assert "needs --config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a" * 70])
+def test_a_host_that_is_none_cannot_be_listened_on(
+    host: str, quick: list[Finding], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["--listen", f"{host}:80"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ttp doctor: cannot listen on {host}:80: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "family"),
+    [("", socket.AF_INET6), ("127.0.0.1", socket.AF_INET), ("[::1]", socket.AF_INET6), ("node-a", socket.AF_INET6)],
+)
+def test_a_port_alone_is_listened_on_by_both_versions_and_a_name_by_its_own(
+    host: str, family: int, quick: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[socket.socket] = []
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda name, *of, **more: look_up("::1" if name == "node-a" else name, *of, **more)
+    )
+    monkeypatch.setattr(two_nodes, "serve", lambda server, show: found.append(server.dup()))
+    assert main.main(["--listen", f"{host}:{free_port()}".removeprefix(":")]) == 0
+    with found[0] as server:
+        assert server.family == family
+        assert host or not server.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
 
 
 def test_two_nodes_ask_each_other(quick: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:

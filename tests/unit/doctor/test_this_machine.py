@@ -187,14 +187,25 @@ def test_a_port_is_listened_on_and_reached(nodes: int, monkeypatch: pytest.Monke
     assert found.status == OK and ("localhost" if nodes > 1 else "127.0.0.1") in found.found
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_on_several_nodes_a_port_is_reached_by_addresses_of_both_versions(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the controller's is."""
+    monkeypatch.setenv("TTP_HOST", host)
+    found = this_machine.port(2)
+    assert (found.status, found.found) == (OK, f"a free port listens, and is reached as {host}")
+
+
 def test_a_port_that_is_taken_or_a_name_that_leads_elsewhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("TTP_CONTROLLER_PORT", str(taken.getsockname()[1]))
         found = this_machine.port(1)
         assert found.status == FAILED and "Address already in use" in found.found and "TTP_CONTROLLER_PORT" in found.do
     monkeypatch.delenv("TTP_CONTROLLER_PORT")
-    monkeypatch.setenv("TTP_HOST", "nowhere.invalid")
-    assert this_machine.port(2).status == FAILED
+    for nowhere in ("nowhere.invalid", "a" * 70):
+        monkeypatch.setenv("TTP_HOST", nowhere)
+        assert this_machine.port(2).status == FAILED
 
 
 NONE = resource.RLIM_INFINITY

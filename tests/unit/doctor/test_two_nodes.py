@@ -11,14 +11,15 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from ttp.addresses import listen
 from ttp.doctor import two_nodes
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding
 
 
 @contextmanager
-def listening(serve: Callable[[socket.socket], object]) -> Iterator[str]:
+def listening(serve: Callable[[socket.socket], object], server: socket.socket | None = None) -> Iterator[str]:
     """Serve in a thread until the block ends; yield the address."""
-    server = socket.create_server(("127.0.0.1", 0))
+    server = server or socket.create_server(("127.0.0.1", 0))
 
     def run() -> None:
         with suppress(OSError):  # the block has ended
@@ -50,6 +51,15 @@ def test_the_other_nodes_clock_is_compared(ahead_s: float, status: str) -> None:
     assert found["clock"].status == status and found["clock"].figures["offset_s"] == pytest.approx(ahead_s, abs=0.05)
     assert (found["round trip"].status, found["versions"].status) == (OK, OK)
     assert len(named) == 2 and named[0].startswith("127.0.0.1 asked: TTP ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_peer_of_either_version_is_answered_and_named_by_its_address(host: str) -> None:
+    """One that comes by version 4 to a socket for both is named as on a socket for its own."""
+    named: list[str] = []
+    with listening(lambda server: two_nodes.serve(server, named.append), listen("", 0)) as address:
+        found = list(two_nodes.ask(f"[{host}]:{address.rpartition(':')[2]}"))
+    assert found[0].status == OK and named[0].startswith(f"{host} asked: TTP ")
 
 
 @pytest.mark.parametrize(("name", "status"), [("ttp", FAILED), ("torch", WARNING), ("python", WARNING)])

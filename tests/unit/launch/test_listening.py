@@ -14,8 +14,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
 from tests.unit.launch.test_fresh_store import FixedNodes
-from ttp.launch.hosts import listening
-from ttp.launch.hosts.listening import address_of, serve
+from ttp import addresses
+from ttp.addresses import address_of, listen
+from ttp.launch.hosts.listening import serve
 from ttp.launch.rendezvous import fresh_store
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores
@@ -99,12 +100,18 @@ def test_the_address_is_chosen_where_it_can_be_known(
 ) -> None:
     """A name that leads to the loopback interface here leads elsewhere to another one: then a store listens on all, as torch's own."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (each, 0)) for each in leads_to])
-    monkeypatch.setattr(listening, "is_own_address", own.__contains__)
+    monkeypatch.setattr(addresses, "is_own_address", own.__contains__)
     assert address_of(host) == expected
 
 
 def test_a_name_that_is_not_known_has_no_address() -> None:
     assert address_of("nosuch.invalid") == "" and address_of("a" * 70) == ""
+
+
+def test_a_host_without_version_6_listens_on_all_addresses_of_version_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with listen("", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
 
 
 def test_where_the_address_is_not_known_the_store_listens_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from ttp.addresses import is_own_address
 from ttp.errors import ConfigError
 from ttp.launch.arguments import make_parser
-from ttp.launch.hosts.rank_table import RankTable, Server, is_own_address, read_rank_table
+from ttp.launch.hosts.rank_table import RankTable, Server, read_rank_table
 from ttp.launch.hosts.topology import VISIBLE_DEVICES, apply_rank_table, explicit_arguments
 
 LISTED: dict[str, Any] = {
@@ -302,3 +303,4 @@ def test_own_addresses_are_known_without_a_list_of_them() -> None:
     """The loopback is this host's; an address reserved for documents is not, and neither is a name without one."""
     assert is_own_address("127.0.0.1") and is_own_address("localhost")
     assert not is_own_address("192.0.2.1") and not is_own_address("no-such-host.invalid")
+    assert not is_own_address("a" * 70)

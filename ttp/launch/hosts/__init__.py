@@ -1,1 +1,1 @@
-"""Which nodes and addresses a job has, before any of its nodes meet: the command line, the rank table, the address to listen on."""
+"""Which nodes and addresses a job has, before any of its nodes meet: the command line, the rank table, the stores on their own address."""

@@ -8,12 +8,11 @@ Two forms of the file are in use, and both are read:
     {"status": "completed", "group_count": "1", "group_list": [{"group_name": "", "server_num": "2", "instance_list": [
         {"rank_id": "0", "server_id": "10.0.0.1", "devices": [{"device_id": "0", "device_ip": "192.1.0.1"}]}, ...]}]}
 
-Numbers may be strings. Owns reading and checking. Never uses the network, except to find which addresses are this host's own.
+Numbers may be strings. Owns reading and checking. Never uses the network.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,22 +84,6 @@ def read_rank_table(path: str) -> RankTable:
     except _FieldError as error:
         raise ConfigError(f"invalid --rank_table_file {path}: {error}") from None
     return RankTable(path, servers)
-
-
-def is_own_address(address: str) -> bool:
-    """Return whether an address or name belongs to this host: a socket can be bound to it."""
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, place in found:
-        try:
-            with socket.socket(family, kind, protocol) as sock:
-                sock.bind(place)
-                return True
-        except OSError:
-            continue
-    return False
 
 
 class _FieldError(ValueError):

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch.distributed import run as torchrun
 
+from ttp.addresses import is_own_address
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
-from ttp.launch.hosts.rank_table import RankTable, is_own_address, read_rank_table
+from ttp.launch.hosts.rank_table import RankTable, read_rank_table
 
 log = logging.getLogger("ttp.launch")
 

@@ -23,11 +23,12 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
+from ttp.addresses import LOOPBACK, address_of
 from ttp.config import start_name
 from ttp.errors import ConfigError
 from ttp.exchange.sealed_store import attempts_seal, sealed
 from ttp.identity.secret import Secret
-from ttp.launch.hosts.listening import LOOPBACK, address_of, serve
+from ttp.launch.hosts.listening import serve
 from ttp.launch.rendezvous import departures, static_join
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.job_secret import JobSecret

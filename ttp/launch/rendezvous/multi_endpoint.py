@@ -28,11 +28,11 @@ from typing import TypeVar
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from ttp.addresses import LOOPBACK, address_of, is_own_address
 from ttp.errors import ConfigError
 from ttp.inputs import checked
 from ttp.inputs.options import whole
-from ttp.launch.hosts.listening import LOOPBACK, address_of, serve
-from ttp.launch.hosts.rank_table import is_own_address
+from ttp.launch.hosts.listening import serve
 from ttp.launch.rendezvous.bounded_call import BoundedCall
 from ttp.launch.rendezvous.job_secret import JobSecret, OtherSecret
 
