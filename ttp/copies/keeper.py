@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 
+from ttp import addresses
 from ttp.checkpoint.format.durable import fsync_directory, newest_step
 from ttp.checkpoint.staging import discard_staging, make_staging
 from ttp.checkpoint.write import merge_results, write_share
@@ -41,7 +42,6 @@ log = logging.getLogger("ttp.copies")
 PEER_S = 60.0
 """How long a copy waits for the next node's address."""
 NICE = 19
-BACKLOG = 128
 SHARES_S = 3600.0
 """Until all ranks' shares of a save are written, by processes of low priority."""
 LOOK_S = 0.05
@@ -73,6 +73,8 @@ class Keeper:
         """-1: none has begun."""
         self._job_id = ""
         self._peer = ""
+        self._no_peer = ""
+        """Why no copy is sent in this attempt; empty: copies are sent."""
         self._server: Any = None
         self._client: Any = None
         self._listener: socket.socket | None = None
@@ -159,9 +161,9 @@ class Keeper:
             described = bool(peer)
             if not peer:
                 with self._lock:  # ranks come before the agent's first order is carried out
-                    met = self._lock.wait_for(lambda: self._attempt >= 0 and (self._peer or not self._listener), PEER_S)
-                    if met and self._listener is None:
-                        raise OSError("the site's certificates name no keeper")
+                    met = self._lock.wait_for(lambda: self._attempt >= 0 and (self._peer or self._no_peer), PEER_S)
+                    if self._no_peer:
+                        raise OSError(self._no_peer)
                     if not met:
                         raise OSError(f"the next node's keeper did not give its address within {PEER_S:.0f} s")
                     address, security = self._peer, self._client
@@ -275,14 +277,19 @@ class Keeper:
 
     def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
         """Another attempt begins. Answer with this keeper's address for the others; empty: there is no other node."""
-        listener = self._listener
+        listener, no_peer = self._listener, "" if request["host"] else "the site's certificates name no keeper"
+        security = self._server, self._client
         try:
+            security = transfer.contexts(request["credentials"])
             if listener is None and request["host"]:
                 listener = listen(request["host"], request["port"])
+        except (OSError, ValueError) as error:
+            no_peer = f"this node's keeper could not begin: {error}"
+            raise
         finally:
             with self._lock:
                 self._attempt, self._job_id, self._peer = request["attempt"], request["job_id"], ""
-                self._server, self._client = transfer.contexts(request["credentials"])
+                self._no_peer, (self._server, self._client) = no_peer, security
                 kept = set(self._ask({"do": "all"})[0].get("memories", {}))
                 self._regions = {name: region for name, region in self._regions.items() if name in kept}
                 self._sums = {place: found for place, found in self._sums.items() if place[0] in kept}
@@ -441,10 +448,10 @@ class Keeper:
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen where the keeper before did, so that other nodes' keepers find this one; where that cannot be, or 0, at any port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = addresses.address_of(host)
     with contextlib.suppress(OSError):
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        return addresses.listen(address, port)
+    return addresses.listen(address, 0)
 
 
 def connections(listener: socket.socket) -> Iterator[socket.socket]:

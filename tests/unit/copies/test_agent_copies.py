@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.high_descriptors import high_socket
 from ttp.fork_server import frames
@@ -32,6 +33,19 @@ def test_an_agent_with_many_open_files_looks_after_its_keeper(monkeypatch: pytes
         agent.look(None)
         assert not agent._begins
         agent.close()
+
+
+def test_a_keeper_that_could_not_begin_is_an_error_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    agent = Copies()
+    agent.begin("job/3", 3, HashStore(), 0, 1, "", None, [0])
+    agent._orders, theirs = socket.socketpair()
+    with theirs:
+        frames.send(theirs, {"error": "[Errno 24] Too many open files", "damaged": ""})
+        agent._has_begun(agent._orders)
+        agent.close()
+    assert caplog.messages == [
+        "the copy keeper could not begin attempt 3: [Errno 24] Too many open files; no copy leaves this node"
+    ]
 
 
 @pytest.mark.parametrize("fails", ["first socketpair", "second socketpair", "thread", "process"])

@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError
 
-from tests.unit.copies.conftest import HOST, keeper
+from tests.unit.copies.conftest import HOST, credentials, keeper
 from tests.unit.copies.material import described
 from tests.unit.copies.test_transfer import ORDER, STATE, of_rank, secure, taken
 from tests.waiting import until
+from ttp import addresses
 from ttp.checkpoint.staging import make_staging
 from ttp.copies import keeper as keepers
+from ttp.copies import transfer
 from ttp.copies.checkpoints import read_share, share_name, write_share_file
-from ttp.copies.keeper import PEER_S, checksum_of
+from ttp.copies.keeper import PEER_S, checksum_of, listen
 from ttp.copies.memory import of_save, own, received
 from ttp.copies.region import data_bytes, region_bytes
 from ttp.errors import CheckpointError
@@ -81,13 +83,48 @@ def test_a_rank_learns_that_there_is_no_next_node_as_soon_as_the_first_attempt_h
         of._listener = before
 
 
-def test_where_a_keeper_cannot_listen_the_attempt_has_begun_all_the_same() -> None:
+@pytest.mark.parametrize("fails", ["listen", "contexts"])
+def test_where_a_keeper_cannot_begin_the_attempt_has_begun_all_the_same_and_ranks_learn_why(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sent without the attempt's certificates."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("Too many open files") if fails == "listen" else ValueError("Too many open files")
+
+    with keeper(secured=True) as (of, _), monkeypatch.context() as patch:
+        region, before = of_rank(of), (of._server, of._client)
+        patch.setattr(of, "_attempt", -1)
+        patch.setattr(of, "_listener", None)
+        patch.setattr(addresses if fails == "listen" else transfer, fails, refuse)
+        with pytest.raises((OSError, ValueError), match="Too many"):
+            of._begin({"attempt": 4, "job_id": "job/4", "host": HOST, "port": 0, "credentials": credentials("job/4")})
+        assert of._attempt == 4 and None not in (of._server, of._client)
+        assert ((of._server, of._client) == before) == (fails == "contexts")
+        of._set_peer({"address": f"{HOST}:1"})
+        assert secure(of, region) == (
+            "the next node has not got it: this node's keeper could not begin: Too many open files"
+        )
+
+
+def test_a_node_that_has_no_next_one_any_more_asks_for_none() -> None:
     with keeper() as (of, _):
-        before, of._attempt, of._listener = of._listener, -1, None
-        with pytest.raises(OSError, match="assign"):
-            of._begin({"attempt": 4, "job_id": "job/4", "host": "192.0.2.1", "port": 0, "credentials": None})
-        assert of._attempt == 4
-        of._listener = before
+        of._begin({"attempt": 2, "job_id": "job/2", "host": "", "port": 0, "credentials": None})
+        of._set_peer({"address": f"{HOST}:1"})
+        assert secure(of, of_rank(of)) == "the next node has not got it: the site's certificates name no keeper"
+
+
+@pytest.mark.parametrize(("leads_to", "at"), [("127.0.1.1", ""), ("10.0.0.5", "10.0.0.5"), ("fd00::5", "fd00::5")])
+def test_a_keeper_listens_where_its_nodes_name_leads_the_others(
+    leads_to: str, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all addresses where the name leads to the loopback interface here."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (leads_to, 0))])
+    monkeypatch.setattr(addresses, "is_own_address", lambda address: True)
+    monkeypatch.setattr(addresses, "listen", lambda *of: asked.append(of))
+    listen("node-a", 29400)
+    assert asked == [(at, 29400)]
 
 
 @pytest.mark.parametrize(

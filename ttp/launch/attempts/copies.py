@@ -226,6 +226,12 @@ class Copies:
         """Read its answer. Raises EOFError, OSError."""
         self._begins = False
         answer, _ = frames.receive(orders)
+        if error := answer.get("error"):
+            log.error(
+                "the copy keeper could not begin attempt %d: %s; no copy leaves this node",
+                self._attempt["attempt"],
+                error,
+            )
         if address := answer.get("address", ""):
             self._port = int(address.rpartition(":")[2])
             self._unpublished = address
