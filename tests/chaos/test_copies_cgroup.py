@@ -21,7 +21,8 @@ MIB = 1 << 20
 
 BUDGET = """
 import os, sys
-from ttp.copies.memory import NoRoom, Owner, memory_limits
+from ttp.copies.memory import NoRoom, Owner
+from ttp.copies.node_limits import memory_limits
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 
 def shown():

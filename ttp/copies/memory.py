@@ -6,17 +6,11 @@ the figures, before a step is trained. Never maps anything itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
+from ttp.copies.node_limits import Limit, memory_limits
 from ttp.text.wording import size_text
-
-SPARE_PART = 20
-"""One part in so many of the node's memory stays free for what grows later."""
 
 
 def own(rank: int) -> str:
@@ -36,19 +30,6 @@ def of_save(rank: int) -> str:
 
 class NoRoom(Exception):
     """The node has no memory for it; its text is one line with the figures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What a process may take."""
-
-    total: int
-    used: int
-    source: str
-
-    @property
-    def free(self) -> int:
-        return max(0, self.total - self.total // SPARE_PART - self.used)
 
 
 class Owner:
@@ -107,41 +88,3 @@ class Owner:
     def _resident(self) -> int:
         """Return how much has been written of all."""
         return sum(os.fstat(descriptor).st_blocks * 512 for descriptor, _ in self._memories.values())
-
-
-def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Limit]:
-    """Return what limits this process's memory: its cgroup and those above, and the host."""
-    found = [_of_host(proc)]
-    with contextlib.suppress(OSError, ValueError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                found += _above(cgroups / path.lstrip("/"), cgroups, "memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                top = cgroups / "memory"
-                found += _above(top / path.lstrip("/"), top, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return found
-
-
-def _above(folder: Path, top: Path, limit: str, used: str) -> Iterator[Limit]:
-    while True:
-        with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-            taken = int((folder / used).read_text()) - _reclaimable(folder)
-            yield Limit(int((folder / limit).read_text()), max(0, taken), f"{folder / limit}")
-        if folder == top or top not in folder.parents:
-            return
-        folder = folder.parent
-
-
-def _reclaimable(folder: Path) -> int:
-    """Return how much of what a cgroup has taken are cached files that the kernel gives back when memory is short."""
-    with contextlib.suppress(OSError, ValueError):
-        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
-    return 0
-
-
-def _of_host(proc: Path) -> Limit:
-    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-    total, available = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    return Limit(total, total - available, "MemTotal of this host")

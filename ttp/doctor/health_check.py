@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ttp.copies.node_limits import CGROUPS, PROC, memory_limits
 from ttp.doctor import two_nodes
 from ttp.doctor.finding import FAILED, OK, Finding, judged
 from ttp.doctor.save_directories import check_briefly
@@ -26,7 +27,6 @@ from ttp.text.wording import size_text
 HEALTHY, SICK = 0, 1
 EDAC = Path("/sys/devices/system/edac/mc")
 """The kernel's counters of memory errors, where it has a driver for the memory controller."""
-MEMINFO = Path("/proc/meminfo")
 KERNEL_LOG = Path("/dev/kmsg")
 DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA_SMI = "nvidia-smi"
@@ -65,16 +65,14 @@ def check(given: argparse.Namespace) -> Iterator[Finding]:
 
 
 def memory(needed: int) -> Finding:
-    """Look at the memory that is available, beside what runs now."""
+    """Look at the memory that is available beside what runs now: the host's, and what cgroups allow."""
     try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", MEMINFO.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:
-        return _skipped("memory", f"{MEMINFO} does not say how much is available")
-    available = int(found[1]) << 10
-    return judged("memory", available >= needed, f"{size_text(available)} are available", size_text(needed),
-                  "End what else runs on this node", bad=FAILED, available_bytes=available)  # fmt: skip
+        least = min(memory_limits(PROC, CGROUPS), key=lambda one: one.available)
+    except (OSError, LookupError, ValueError):
+        return _skipped("memory", f"{PROC}/meminfo does not say how much is available")
+    found = f"{size_text(least.available)} are available ({least.source}: {size_text(least.total)})"
+    return judged("memory", least.available >= needed, found, size_text(needed), "End what else runs on this node, or give its container more",
+                  bad=FAILED, available_bytes=least.available)  # fmt: skip
 
 
 def memory_errors() -> Finding:

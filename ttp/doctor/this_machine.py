@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ttp import config
 from ttp.addresses import LOOPBACK, address_of, listen
+from ttp.copies.node_limits import process_limits
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ttp.errors import ConfigError
 from ttp.exchange.discovery import why_unknown
@@ -230,13 +231,18 @@ def _valid() -> bool:
 
 
 def limits(ranks: int, world_size: int, host: bool) -> Iterator[Finding]:
-    """Yield the limits of processes that this one has, which ttprun and its ranks inherit."""
+    """Yield the limits of processes that this one has, which ttprun and its ranks inherit, and of its container."""
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], OPEN_FILES + OPEN_FILES_A_RANK * world_size
     yield judged("open files", _reaches(files, needed), f"{_limit_text(files)} for a process", f"{needed} for {counted(world_size, 'rank')}",
                  f"ulimit -n {needed}", limit=files)  # fmt: skip
     processes, needed = resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES_A_RANK * (ranks + 1)
-    yield judged("processes", _reaches(processes, needed), f"{_limit_text(processes)} processes and threads of this user", str(needed),
-                 f"ulimit -u {needed}", limit=processes)  # fmt: skip
+    least = min(process_limits(), key=lambda one: one.available, default=None)
+    if least is not None and least.available < needed:
+        yield Finding("processes", WARNING, f"{least.available:,} more processes and threads ({least.source}: {least.total:,})", str(needed),
+                      "Give the container more (`--pids-limit`, or podPidsLimit of the kubelet)", {"limit": least.total})  # fmt: skip
+    else:
+        yield judged("processes", _reaches(processes, needed), f"{_limit_text(processes)} processes and threads of this user", str(needed),
+                     f"ulimit -u {needed}", limit=processes)  # fmt: skip
     core = resource.getrlimit(resource.RLIMIT_CORE)[0]
     yield judged("core dumps", core == 0 or _goes_to_a_program(), "off" if core == 0 else f"on ({_limit_text(core)} bytes)", "off",
                  "A rank that crashes writes its whole memory to a file before it has ended, and the fault waits for it: ulimit -c 0", limit=core)  # fmt: skip

@@ -25,7 +25,7 @@ from tests.waiting import LONG_S, until
 from ttp.checkpoint.format.durable import inodes_in
 from ttp.copies.copy_memory import START_S, CopyMemory
 from ttp.copies.keeper import NICE, listen
-from ttp.copies.memory import Limit
+from ttp.copies.node_limits import Limit
 from ttp.errors import ConfigError
 from ttp.identity.own import socket_name
 from ttp.launch.attempts import copies as agent_copies

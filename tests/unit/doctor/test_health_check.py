@@ -21,16 +21,30 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     edac = tmp_path / "edac" / "mc0"
     edac.mkdir(parents=True)
     (edac / "ue_count").write_text("0\n")
-    (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable:   8388608 kB\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable:   8388608 kB\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/pod\n")
+    (tmp_path / "cgroups" / "pod").mkdir(parents=True)
     (tmp_path / "kmsg").write_text("")
     (tmp_path / "driver").touch()
     (tmp_path / "tmp").mkdir()
-    for name, file in (("EDAC", "edac"), ("MEMINFO", "meminfo"), ("KERNEL_LOG", "kmsg"), ("DRIVER", "driver")):
+    for name, file in (
+        ("EDAC", "edac"),
+        ("PROC", "."),
+        ("CGROUPS", "cgroups"),
+        ("KERNEL_LOG", "kmsg"),
+        ("DRIVER", "driver"),
+    ):
         monkeypatch.setattr(health_check, name, tmp_path / file)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     smi(tmp_path, "echo '0, 0, No'; echo '1, [N/A], [N/A]'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path
+
+
+def container(machine: Path, limit: int, used: int) -> None:
+    (machine / "cgroups" / "pod" / "memory.max").write_text(f"{limit}\n")
+    (machine / "cgroups" / "pod" / "memory.current").write_text(f"{used}\n")
 
 
 def smi(folder: Path, script: str) -> None:
@@ -57,8 +71,12 @@ def test_a_node_that_is_well_is_healthy(machine: Path, capsys: pytest.CaptureFix
 
 SICK_BY: dict[str, tuple[Callable[[Path], object], str]] = {
     "memory": (
-        lambda at: (at / "meminfo").write_text("MemAvailable: 1024 kB\n"),
-        "memory: 1.0 MiB are available; expected 1.0 GiB",
+        lambda at: (at / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 1024 kB\n"),
+        "memory: 1.0 MiB are available (MemTotal of this host: 4.0 GiB); expected 1.0 GiB",
+    ),
+    "memory of the container": (
+        lambda at: container(at, 6 << 30, 11 << 29),
+        "memory: 512.0 MiB are available (cgroups/pod/memory.max: 6.0 GiB); expected 1.0 GiB",
     ),
     "memory errors": (
         lambda at: (at / "edac" / "mc0" / "ue_count").write_text("2\n"),
@@ -85,7 +103,7 @@ def test_what_makes_a_node_sick_is_the_last_line(machine: Path, capsys: pytest.C
     break_it, expected = SICK_BY[what]
     break_it(machine)
     assert main([]) == SICK
-    assert last(capsys) == expected
+    assert last(capsys).replace(f"{machine}/", "") == expected
 
 
 def test_a_driver_that_does_not_answer_makes_a_node_sick(
@@ -124,6 +142,15 @@ def test_what_cannot_be_looked_at_is_said_and_not_judged(machine: Path, capsys: 
     for said in ("no EDAC driver here", "does not say how much", "kernel's log cannot be read", "no NVIDIA driver"):
         assert said in printed
     assert "peer 127.0.0.1:1, clock: not looked at: does not answer: Connection refused" in printed
+
+
+@pytest.mark.parametrize("meminfo", ["MemTotal: 16777216 kB\n", "no line of it\n"])
+def test_memory_that_the_host_does_not_say_is_not_judged(
+    machine: Path, capsys: pytest.CaptureFixture[str], meminfo: str
+) -> None:
+    (machine / "meminfo").write_text(meminfo)
+    assert main([]) == HEALTHY
+    assert "memory: not looked at: " in capsys.readouterr().out
 
 
 def test_a_driver_without_these_fields_is_not_judged(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:

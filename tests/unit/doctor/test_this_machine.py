@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ttp.copies.node_limits import Limit
 from ttp.doctor import this_machine
 from ttp.doctor.finding import FAILED, OK, WARNING, Finding
 from ttp.errors import ConfigError
@@ -230,8 +231,32 @@ def test_limits(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (value if which == limit else NONE, NONE))
     monkeypatch.setattr(this_machine, "_goes_to_a_program", lambda: False)
+    monkeypatch.setattr(this_machine, "process_limits", list)
     found = {each.name: each for each in this_machine.limits(ranks, world, True)}
     assert found[name].status == status
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "words"),
+    [
+        ([Limit(2500, 196, "pids.max")], OK, "no limit"),
+        ([Limit(2500, 197, "pids.max")], WARNING, "2,303 more processes and threads (pids.max: 2,500)"),
+        (
+            [Limit(9999, 0, "inner"), Limit(3000, 1000, "outer")],
+            WARNING,
+            "2,000 more processes and threads (outer: 3,000)",
+        ),
+        ([], OK, "no limit"),
+    ],
+)
+def test_processes_of_a_container_count(
+    limits: list[Limit], status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (NONE, NONE))
+    monkeypatch.setattr(this_machine, "process_limits", lambda: limits)
+    found = {each.name: each for each in this_machine.limits(8, 8, True)}["processes"]
+    assert found.status == status and found.found.startswith(words)
+    assert status == OK or (found.expected, found.figures) == ("2304", {"limit": limits[-1].total})
 
 
 @pytest.mark.parametrize(("value", "host", "devices", "status"), [(65536, False, ["/dev/infiniband/uverbs0"], WARNING), (NONE, False, ["x"], OK),
