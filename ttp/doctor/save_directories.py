@@ -79,11 +79,12 @@ def check(
         with _Probe(place) as probe:
             yield _links(name, probe.folder)
             speed = measure(probe.folder, clock)
+        room = _room(name, place, dump)
     except OSError as error:
         yield _not_measured(name, error, MEASURED_BYTES)
         return
     yield _speed(name, speed)
-    yield _room(name, place, dump)
+    yield room
     if dump is not None:
         yield _time(name, speed, dump)
 
@@ -105,8 +106,9 @@ def check_briefly(directory: Path) -> Iterator[Finding]:
 def takes_files(directory: Path) -> tuple[Finding, Path | None]:
     """Return whether files can be made in a directory, and where they can: there, or in the nearest one above that exists. None: nowhere."""
     name = f"directory {directory}"
-    place = next((each for each in (directory, *directory.absolute().parents) if each.exists()), Path("/"))
+    place = directory
     try:
+        place = next((each for each in (directory, *directory.absolute().parents) if each.exists()), Path("/"))
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         probe_writable(place)

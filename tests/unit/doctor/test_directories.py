@@ -57,6 +57,23 @@ def test_what_takes_no_checkpoint_fails_in_one_line(name: str, tmp_path: Path) -
     assert "cannot be written: Not a directory" in found.found and "save_dirs" in found.do
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG, errno.ESTALE])
+def test_a_directory_that_may_not_be_looked_at_fails(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is behind a folder that may not be entered, say."""
+
+    def refuses(*of: object, **more: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    place = tmp_path / "locked" / "checkpoints"
+    monkeypatch.setattr(os, "stat", refuses)
+    found = list(check(place, DUMP))
+    monkeypatch.undo()
+    assert [each.status for each in found] == [FAILED]
+    assert found[0].found == f"{place} cannot be written: {os.strerror(number)}"
+
+
 def test_a_directory_that_refuses_files_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*of: object, **more: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "it")
@@ -86,6 +103,15 @@ def test_a_disk_that_is_full_while_it_is_measured_fails_and_keeps_nothing(
     monkeypatch.setattr(save_directories, "measure", full)
     found = list(check(tmp_path, DUMP))[-1]
     assert found.status == FAILED and "No space left on device" in found.found and os.listdir(tmp_path) == []
+
+
+def test_a_disk_whose_room_cannot_be_asked_for_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(place: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    found = list(check(tmp_path, DUMP))[-1]
+    assert (found.status, found.found) == (FAILED, "could not be measured: Stale file handle")
 
 
 def test_ctrl_c_in_the_middle_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
