@@ -42,7 +42,7 @@ def serve(server: socket.socket, show: Callable[[str], object], clock: Callable[
     """Answer peers, one after the other, until this is interrupted; each is named once by `show`."""
     while True:
         channel, place = server.accept()
-        with channel, suppress(OSError, ValueError):
+        with channel, suppress(OSError, ValueError, RecursionError):
             channel.settimeout(CONNECT_S)
             lines = channel.makefile("rwb")
             with lines:
@@ -75,7 +75,7 @@ def ask(address: str, clock: Callable[[], float] = time.time) -> Iterator[Findin
                     unix_s, theirs = checked.number(*checked.field(answer, "unix_s", "")), _versions(answer)
                     if took_s < best_s:
                         best_s, offset_s = took_s, unix_s - (sent + took_s / 2)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         found = f"does not answer: {getattr(error, 'strerror', None) or error}"
         do = "Run `ttp doctor --listen PORT` there, and look at the firewalls and names between the nodes"
         yield Finding(name, FAILED, found, "an answer of `ttp doctor --listen`", do)

@@ -82,7 +82,15 @@ def test_a_slow_network_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[1]\n", b'{"unix_s": "now"}\n', b'{"unix_s": 1.0}\n', b"", b"x" * 10_000],
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"[1]\n",
+        b'{"unix_s": "now"}\n',
+        b'{"unix_s": 1.0}\n',
+        b"",
+        b"x" * 10_000,
+        b"[" * 4090 + b"\n",
+    ],
 )
 def test_something_else_at_that_address_is_said_in_one_line(answer: bytes) -> None:
     def other(server: socket.socket) -> None:
@@ -113,6 +121,7 @@ def test_a_port_on_which_nothing_listens_is_said() -> None:
         b"[]\n",
         b"{}\n",
         b"x" * 10_000,
+        b"[" * 4090 + b"\n",
         b'{"ttp": 1, "torch": [], "python": {}}\n',
     ],
 )
