@@ -340,8 +340,8 @@ class Session:
         return self.holder.step_states.get(step) if (step := self.optimizer.current_step) else {}
 
     def set_step_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Say what step + 1 needs in order to go on, once `step` is committed (JSON values; called before its update)."""
-        self.holder.step_states.put(step, state)
+        """Say what step + 1 needs to go on, once `step` is committed: JSON values, before every `optimizer.step()`, or never. Raises ConfigError."""
+        self.holder.set_step_state(step, state)
         self._saves.look()
 
     def report_loss(self, loss: float) -> None:

@@ -116,6 +116,7 @@ class Protection:
             abandoned_s=max(ABANDONED_STEP_S, ABANDONED_BEHIND_LEASE_S + settings.lease_s),
             drain=optimizer.lane.drain_within if optimizer.lane.ordered else None,
         )
+        self.gate.before_ready = holder.step_states.check
         self._reentry = reentry
         if reentry is not None:
             self.gate.left = lambda: reentry.ordered

@@ -49,6 +49,9 @@ class Publisher(Protocol):
         """A number that grows while `publish` progresses; any thread."""
 
 
+_NO_STATE = "{}"
+
+
 def _nothing_around(point: str, step: int, path: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -84,12 +87,26 @@ class StepStates:
         """Return the state after `step`, or an empty mapping when the trainer never set one."""
         return {**self._kept(step), **self.late()}
 
+    def check(self, step: int) -> None:
+        """Raise ConfigError where states are given, and none for `step`, whose update is about to be agreed on: no rank could save it."""
+        with self._lock:
+            missing = self._missing(step)
+        if missing:
+            raise ConfigError(missing)
+
     def _kept(self, step: int) -> Any:
         with self._lock:
-            if step in self._states or not self._states:
-                return json.loads(self._states.get(step, "{}"))
-            kept = ", ".join(str(s) for s in sorted(self._states))
-        raise CheckpointError(
+            missing, body = self._missing(step), self._states.get(step, _NO_STATE)
+        if missing:
+            raise CheckpointError(missing)
+        return json.loads(body)
+
+    def _missing(self, step: int) -> str:
+        """Why there is no state of `step`; empty: there is one, or the trainer gives none. A checkpoint of such a trainer has an empty one."""
+        if step in self._states or set(self._states.values()) <= {_NO_STATE}:
+            return ""
+        kept = ", ".join(str(s) for s in sorted(self._states))
+        return (
             f"step {step}: no host state is kept (kept: steps {kept}); call session.set_step_state(step, ...) before every"
             " optimizer.step()"
         )
@@ -138,6 +155,17 @@ class OptimizerStateProvider:
         self.checkpoint = ""
         """The newest published checkpoint that this rank knows; empty: none. Written by the training thread and by the one that publishes, read by any."""
         self._io_done = 0  # written by the thread that carries out the order, read by any
+
+    def set_step_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """Keep what the trainer gives for the step whose update comes next, or, before training, for step 0. Raises ConfigError for any other step:
+        a fault would save what belongs to another one, or nothing."""
+        done = self.optimizer.current_step
+        if step != done + 1 and (step or done):
+            raise ConfigError(
+                f"session.set_step_state: got step {step} after {done} updates, expected {done + 1}, the step whose update comes next. Call it before"
+                " optimizer.step(), with optimizer.current_step + 1; steps count from 1"
+            )
+        self.step_states.put(step, state)
 
     def registration(self) -> Registration:
         choice = getattr(self.optimizer, "on_divergence", None)

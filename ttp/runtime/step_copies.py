@@ -104,7 +104,7 @@ class StepCopies:
         be_ended_first()
         if self._rank == 0:
             show(logging.INFO, self._introduction(len(everyone)))
-        gate.before_ready = self.before_ready
+        self._check, gate.before_ready = gate.before_ready, self.before_ready
         gate.after_update = self.after_update
 
     def _open(self, settings: Settings, description: Description) -> CopyMemory:
@@ -137,6 +137,8 @@ class StepCopies:
 
     def before_ready(self, step: int) -> None:
         """`step`'s gradients are final, and no rank has that from this one yet."""
+        if self._check is not None:
+            self._check(step)
         if self._pending and waits_before(step, self._next):
             begun = self._clock()
             self._gate.waiting = True

@@ -244,6 +244,16 @@ def test_a_rank_waits_before_ready_only_when_its_next_copy_is_due(job: Job) -> N
     assert waited == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
 
 
+def test_what_is_checked_before_ready_is_checked_with_copies_too(job: Job) -> None:
+    """A step that no rank could save is refused first."""
+    checked: list[int] = []
+    job.gate.before_ready = checked.append
+    job.begin()
+    for step in (1, 2):
+        job.trains(step)
+    assert checked == [1, 2]
+
+
 def test_an_answer_about_an_earlier_copy_is_not_one_about_this(job: Job) -> None:
     job.begin()
     job.trains(1)

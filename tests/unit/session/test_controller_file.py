@@ -24,6 +24,7 @@ from ttp.launch.attempts.attempt_directory import AttemptDirectory
 from ttp.proto.messages import Welcome
 from ttp.runtime import job_controller, rank_runtime
 from ttp.runtime.rank_runtime import Protection
+from ttp.runtime.state_provider import StepStates
 
 GOOD: dict[str, Any] = {"addresses": ["host:8000", "[::1]:8001"], "pid": 12, "log_dir": "/output/log"}
 
@@ -139,7 +140,8 @@ def start_rank(
         standbys=0,
     )
     with pytest.raises(Registers):
-        Protection(SimpleNamespace(optimizer=optimizer), settings, log_dir, rank, world_size)  # type: ignore[arg-type]
+        holder: Any = SimpleNamespace(optimizer=optimizer, step_states=StepStates())
+        Protection(holder, settings, log_dir, rank, world_size)
 
 
 @pytest.mark.parametrize(
