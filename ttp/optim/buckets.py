@@ -46,6 +46,10 @@ class _Place:
     """The view holds nothing of the step at hand: it was reduced, or never written."""
     arrived: bool = False
     """The gradient is final: backward outside no_sync has reached this parameter."""
+    given: torch.Tensor | None = None
+    """What the parameter's grad was from then on: the view, or None."""
+    version: int = 0
+    """That of the view then: every change in place counts it up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +152,7 @@ class GradBuckets:
         Without hooks it would not be copied: then every parameter's grad is its place already, and zero.
         """
         if self._next:
-            self.finish()  # other ranks may have launched more of a step that is thrown away: stay in order
+            self._reduce_rest()  # other ranks may have launched more of a step that is thrown away: stay in order
         else:
             self._begin()
         if self._hooks or not self._direct:
@@ -182,14 +186,24 @@ class GradBuckets:
         """Reduce the rest, and wait; then `reduced` of every bucket is final and the gradients are used up.
 
         A parameter that backward did not reach counts as a zero gradient. On an accelerator the current stream waits,
-        not the thread. Raises ConfigError for a parameter that has got other memory.
+        not the thread. Raises ConfigError for a parameter that has got other memory, and for a gradient that was changed behind the last
+        backward pass.
         """
         for place in self._places:
+            if place.arrived and (place.param.grad is not place.given or place.view._version != place.version):
+                raise ConfigError(
+                    f"the gradient of parameter {place.name!r} was changed between backward and step, expected as backward left it: it is reduced"
+                    " meanwhile, and replicas would differ. In place of clip_grad_norm_ or clip_grad_value_ build the optimizer with"
+                    " clip=ClipNorm(...) or ClipValue(...)"
+                )
             if not isinstance(place.param, DTensor) and place.param.data_ptr() != place.memory:
                 raise ConfigError(
                     f"parameter {place.name!r} has got other memory since the optimizer was built (by `param.data = ...` or"
                     f" model.to()): updates would not reach it; move the model before, and write values in place"
                 )
+        self._reduce_rest()
+
+    def _reduce_rest(self) -> None:
         if self._synchronised and not self._last:  # a pass that an exception broke off
             self._end_pass()
             self._begin_last_pass()
@@ -277,7 +291,7 @@ class GradBuckets:
         self._collect(place)
         if not self._synchronised and not sharded:
             return
-        place.arrived = True
+        place.arrived, place.given, place.version = True, place.param.grad, place.view._version
         self._missing[place.bucket] -= 1
         while self._scattering and all(work.is_completed() for work in self._scattering[0][1]):
             self._add_up()
@@ -352,5 +366,6 @@ class GradBuckets:
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
+    """`.data`: it counts its changes by itself, and not those of the bucket, which is reduced in place."""
     local = local_of(param)
-    return flat[offset : offset + local.numel()].view(local.shape)
+    return flat[offset : offset + local.numel()].view(local.shape).data

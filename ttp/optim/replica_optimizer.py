@@ -57,7 +57,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
     2. `result = optimizer.step(sums=[loss])`; then the LR scheduler's step, which works on `param_groups`
     3. `optimizer.zero_grad()`
 
-    Every rank calls all of them in step. After `step` the gradients are used up (`p.grad` is None). A parameter that
+    Every rank calls all of them in step. After `step` the gradients are used up (`p.grad` is None). Between backward and `step` they are being reduced:
+    clipping and loss scale are `clip` and `loss_scale`, never torch's `clip_grad_norm_` or GradScaler. A parameter that
     backward does not reach counts as a zero gradient. A step whose gradient is not finite is skipped on every rank.
     """
 
@@ -126,8 +127,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.spanning = Spanning(span, barrier, device)
         self.spans_job = self.spanning.spans_job
         world = self._group.size() if self._group is not None else 1
-        self.clip = clip
-        self.gradient_divisor = float(world * micro_batches)
+        self.clip, self.gradient_divisor = clip, float(world * micro_batches)
         """The summed gradient is divided by this and by the loss scale within the update."""
         self.part_name: Callable[[Any], str] | None = None
         """Of a process group: what the names of its shards begin with in messages; None: with nothing."""

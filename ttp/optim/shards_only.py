@@ -1,4 +1,4 @@
-"""The part of torch's Optimizer interface that an optimizer of shards refuses: whole state on one rank, and more parameters.
+"""The part of torch's Optimizer interface that an optimizer of shards refuses: whole state on one rank, more parameters, GradScaler.
 
 Owns the refusals. Never holds state.
 """
@@ -17,6 +17,16 @@ class OptimizerOfShards(Optimizer):
 
     _built = False
     """True once the layout is fixed."""
+    _step_supports_amp_scaling = True
+    """torch's GradScaler then gives its scale to the optimizer, which refuses it. Without, it would divide gradients that are being reduced."""
+
+    def _refuse_scale(self, scale: object) -> None:
+        raise ConfigError(
+            f"GradScaler: got a {type(self).__name__}, whose gradients are reduced while backward runs, expected another optimizer. In place of it"
+            " build the optimizer with loss_scale=LossScale(), and call optimizer.scale_loss(loss) and optimizer.step()"
+        )
+
+    grad_scale = property(fset=_refuse_scale)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the layout is fixed when the optimizer is built."""

@@ -24,7 +24,7 @@ from tests.unit.optim.material import (
     tokens,
     train,
 )
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ConfigError
 from ttp.optim.replica_optimizer import (
     ClipNorm,
     ClipValue,
@@ -261,7 +261,14 @@ def gradients_survive_careless_clearing() -> None:
         raise AssertionError("a second synchronised backward went unnoticed")
     except RuntimeError as error:
         assert "no_sync" in str(error)
-    optimizer.step()
+    try:
+        optimizer.step()
+        raise AssertionError("what the second backward added to was updated with")
+    except ConfigError as error:
+        assert "was changed between backward and step" in str(error)
+    for of, own in ((optimizer, net), (straight, twin)):
+        train(of, own, range(5, 6))
+    assert fingerprints(optimizer) == fingerprints(straight), "nothing of the refused step"
     optimizer.close()
     straight.close()
 

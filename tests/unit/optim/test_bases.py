@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -289,6 +290,72 @@ def test_a_gradient_that_backward_does_not_bring_can_be_put_there() -> None:
         plain.step()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def _replace(params: list[nn.Parameter]) -> None:
+    assert params[-1].grad is not None
+    params[-1].grad = params[-1].grad.clone()
+
+
+def _clear(params: list[nn.Parameter]) -> None:
+    params[0].grad = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params: nn.utils.clip_grad_norm_(params, 1e-3),
+        lambda params: nn.utils.clip_grad_norm_(params, 1e-3, foreach=True),
+        lambda params: nn.utils.clip_grad_value_(params, 1e-3),
+        _replace,
+        _clear,
+    ],
+)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_gradient_that_is_changed_behind_backward_is_refused(
+    change: Callable[[list[nn.Parameter]], object], accumulates: bool
+) -> None:
+    """It is being reduced: ranks would have different ones. Nothing has changed, and the next step is as it would have been."""
+    model, expected = net(0), net(0)
+    optimizer, straight = make(model, micro_batches=2), make(expected, micro_batches=2)
+    for of, own, refused in ((optimizer, model, True), (straight, expected, False)):
+        for bad in (True, False) if refused else (False,):
+            of.zero_grad()
+            with of.no_sync() if accumulates else contextlib.nullcontext():
+                torch.autograd.backward(own(torch.ones(2, 7)).sum())
+                if accumulates:
+                    change(list(own.parameters()))  # nothing is on the wire yet
+                    torch.autograd.backward(own(torch.ones(2, 7)).sum())
+            if accumulates:
+                torch.autograd.backward(own(torch.ones(2, 7)).sum())
+            if bad:
+                change(list(own.parameters()))
+                with pytest.raises(ConfigError, match=r"was changed between backward and step.* clip=ClipNorm"):
+                    of.step()
+            else:
+                of.step()
+    assert optimizer.current_step == straight.current_step == 1
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_torchs_grad_scaler_is_refused_before_the_update(unscales: bool) -> None:
+    """It divides gradients in place, without counting their changes up, while they are being reduced."""
+    model = net(0)
+    optimizer, scaler = make(model), torch.amp.GradScaler("cpu")
+    loss = scaler.scale(model(torch.ones(2, 7)).sum())
+    torch.autograd.backward(loss)
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(
+        ConfigError, match=r"GradScaler: got a TTPReplicaOptimizer.* build the optimizer with loss_scale=LossScale\(\)"
+    ):
+        scaler.step(optimizer)
+    assert optimizer.current_step == 0
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.step(optimizer)
+    assert optimizer.current_step == 1, "one that is switched off does nothing"
 
 
 def test_a_backward_that_raised_half_way_leaves_nothing_behind() -> None:
