@@ -408,11 +408,7 @@ class AdoptedOptimizer:
         check_host_state(self.optimizer.param_groups, saved)
 
     def load_end(self, step: int, host_state: dict[str, Any], record: CommitRecord | None = None) -> None:
-        saved = host_state["param_groups"]
-        groups = self.optimizer.param_groups
-        restore_hyper_parameters(groups, saved, step)
-        for group, old in zip(groups, saved, strict=True):  # what an optimizer writes into its groups in its first step
-            group.update({key: value for key, value in old.items() if key not in group})
+        restore_hyper_parameters(self.optimizer.param_groups, host_state["param_groups"], step)
         self._state.loaded()
         self._steps.restart(step, record)
         self.on_divergence.equal_after = step

@@ -221,8 +221,8 @@ def saved_scale(saved: Mapping[str, Any]) -> ScaleState:
 
 
 def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Put the values saved with `step` back into `groups`, as torch's load_state_dict does; the choice of kernel stays this run's own,
-    and a number that is a tensor stays that tensor. Raises CheckpointMismatch for another arrangement of param groups."""
+    """Put the values saved with `step` back into `groups`, as torch's load_state_dict does, those too that this run's have not yet (a
+    scheduler's `initial_lr`); the choice of kernel stays this run's own, and a number that is a tensor stays that tensor. Raises CheckpointMismatch for another arrangement of param groups."""
     if len(saved) != len(groups):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} has {len(saved)} param groups, the optimizer has {len(groups)}; group the"
@@ -230,9 +230,10 @@ def restore_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[M
         )
     for group, old in zip(groups, saved, strict=True):
         for key, value in old.items():
-            if key not in group or key == "params" or key in KERNEL_CHOICES:
+            if key == "params" or key in KERNEL_CHOICES:
                 continue
-            if torch.is_tensor(group[key]):
-                group[key].fill_(value)
+            own = group.get(key)
+            if torch.is_tensor(own):
+                own.fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+                group[key] = tuple(value) if isinstance(own, tuple) else value

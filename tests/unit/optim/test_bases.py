@@ -292,6 +292,26 @@ def test_a_gradient_that_backward_does_not_bring_can_be_put_there() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_a_scheduler_that_is_made_behind_a_load_goes_on_with_its_schedule() -> None:
+    """It takes the rate that it began with from the group, as after torch's load_state_dict."""
+    first, second = make(net(0), torch.optim.SGD, lr=1.0), make(net(0), torch.optim.SGD, lr=1.0)
+
+    def schedule(of: TTPReplicaOptimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(of, lambda step: 0.5**step, last_epoch=of.current_step - 1)
+
+    scheduler = schedule(first)
+    for _ in range(2):
+        first.step()
+        scheduler.step()
+    first.step()
+    list(second.load_begin())
+    second.load_end(first.current_step, first.host_state())
+    again = schedule(second)
+    scheduler.step()
+    assert again.get_last_lr() == scheduler.get_last_lr() == [0.125]
+    assert second.host_state()["param_groups"][0]["initial_lr"] == 1.0
+
+
 def _replace(params: list[nn.Parameter]) -> None:
     assert params[-1].grad is not None
     params[-1].grad = params[-1].grad.clone()
