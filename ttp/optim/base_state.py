@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ttp.errors import CheckpointMismatch, ConfigError
+from ttp.checkpoint.format.manifest import check_json_value
+from ttp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from ttp.inputs import checked
 from ttp.optim.step_agreement.step_result import ScaleState
 
 _FUSED = ("Adam", "AdamW", "SGD")
 """Bases whose fused kernel is the default where torch has one for the device."""
 _NOT_ELEMENT_WISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""Most settings: done with at once, as there may be a param group for each parameter, and this is done in each step."""
 KERNEL_CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -146,12 +149,28 @@ def _check_state(base: Optimizer) -> None:
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group without its parameters, tensors (a tensor learning rate) as numbers."""
-    return {
-        key: value.item() if torch.is_tensor(value) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    """Return a param group without its parameters, tensors (a tensor learning rate) and NumPy's scalars as numbers."""
+    return {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each group's hyper-parameters. Raises ConfigError for a value that no checkpoint can carry: now, not at the fault."""
+    settings = [hyper_parameters(group) for group in groups]
+    for number, group in enumerate(settings):
+        for key, value in group.items():
+            if type(value) in _PLAIN:
+                continue
+            try:
+                check_json_value(value, f"param_groups[{number}].{key}")
+            except CheckpointError as error:
+                raise ConfigError(f"{error}. Keep it outside the param groups, or as such a value") from None
+    return settings
+
+
+def _number(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_number, value))
+    return value.item() if torch.is_tensor(value) or getattr(value, "ndim", None) == 0 else value
 
 
 def described(

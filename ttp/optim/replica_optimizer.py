@@ -153,7 +153,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._params = job_params(self._parts, span, device)
         self._gather = Gather(self._parts)
         self._local_copy = local_copy
-        self._at_ready = [base_state.hyper_parameters(g) for g in self.param_groups]
+        self._at_ready = base_state.settings_of(self.param_groups)
         for part in self._parts:
             part.shards.create_base(base, kwargs, self._at_ready)
         if self.lane.ordered:
@@ -255,7 +255,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self.finish_gather()  # a gather still under way may write where the update will
         with state.in_collective():
             self._buckets.finish()
-            self._at_ready = [base_state.hyper_parameters(group) for group in self.param_groups]
+            self._at_ready = base_state.settings_of(self.param_groups)
             self._rates = tuple(float(group["lr"]) for group in self._at_ready)
             self._divisor = self.gradient_divisor
             squares = self._squares()  # launched before the wait: the device has something to do
@@ -436,7 +436,7 @@ class TTPReplicaOptimizer(OptimizerOfShards):
         self._steps.restart(step, record)
         self.on_divergence.equal_after = step
         self._backup_step = -1
-        self._at_ready = [base_state.hyper_parameters(group) for group in self.param_groups]
+        self._at_ready = base_state.settings_of(self.param_groups)
         self._steps.host_state = self._host_backup = self._describe()
 
     def _squares(self) -> torch.Tensor:
