@@ -58,8 +58,8 @@ class TTPReplicaOptimizer(OptimizerOfShards):
     3. `optimizer.zero_grad()`
 
     Every rank calls all of them in step. After `step` the gradients are used up (`p.grad` is None). Between backward and `step` they are being reduced:
-    clipping and loss scale are `clip` and `loss_scale`, never torch's `clip_grad_norm_` or GradScaler. A parameter that
-    backward does not reach counts as a zero gradient. A step whose gradient is not finite is skipped on every rank.
+    clipping and loss scale are `clip` and `loss_scale`, never torch's `clip_grad_norm_` or GradScaler. A parameter that backward does not reach counts as a
+    zero gradient. A step whose gradient is not finite is skipped on every rank. Buffers of the model (batch norm's statistics) are in no checkpoint.
     """
 
     ring = False
