@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from tests.device import backend
 from tests.device.ranks import Rank
 from ttp.checkpoint import host_copy
 from ttp.checkpoint.host_copy import HostCopier
+from ttp.checkpoint.write import write_share
+from ttp.mindio.job import current_job
+from ttp.mindio.modellink import TTPReplicaOptimizer
+from ttp.mindio.saving.local_save import LocalSave
+from ttp.mindio.saving.publisher import HandlerPublisher
+from ttp.proto.messages import Cause, CauseKind, PublishOrder
 
+LONG_S = 30.0
+"""What does not wait ends within it, also where this process does not run for a while."""
 SYNCS = 2
 """A step waits for the device when its gradients are reduced, before it says so, and for the result of its collective."""
 
@@ -79,3 +88,44 @@ def first_roll_forward_asks_nothing_of_the_device(rank: Rank) -> None:
     assert all(after[name] == before[name] for name in ("segments", "loads")), f"{after} after {before}"
     optimizer.close()
     dist.barrier()
+
+
+def handlers_of_mindio_run_beside_a_kernel_that_hangs(rank: Rank) -> None:
+    """On this rank's device, which is not the first, with the saved step's weights; the training thread's stream waits for a dead peer there."""
+    sim, device = torch.get_device_module(rank.device), torch.device(backend.NAME, 1)
+    sim.set_device(device)
+    model = torch.nn.Linear(8, 8).to(device)
+    adam = torch.optim.AdamW(model.parameters())
+    optimizer = TTPReplicaOptimizer(adam, 0.0, False, False, False, False, False, torch.float32, None, model)
+    job, core = current_job(), optimizer.core
+    job.optimizer, job.parts = optimizer, [[0]]
+    torch.autograd.backward(model(torch.ones(2, 8, device=device)).square().mean())
+    optimizer.reduce_model_grads()
+    optimizer.step()
+    job.step_done((1, model))
+    optimizer.zero_grad()
+    weights = model.weight.cpu()
+    save = LocalSave(0, core, job)
+    held = [tensor for tensors in core.holdings().values() for tensor in tensors]
+    share = write_share(rank.folder, "iter_0000001_tmp_1_1_1", 0, held, {}, copier=HostCopier(device))
+    seen: dict[str, tuple[int, torch.Tensor]] = {}
+
+    def look(handler: str) -> None:
+        seen[handler] = sim.current_device(), model.state_dict()["weight"].cpu()
+
+    job.save_handler = lambda save_rank, step, ranks, args: look("save")
+    job.rename_handler = lambda step, args: look("rename")
+    cause = Cause(CauseKind.EXITED, (1,), "signal SIGKILL")
+    order = PublishOrder(1, 1, str(rank.folder), "iter_0000001_tmp_1_1_1", (share,), cause, None, 1)
+    publisher = HandlerPublisher(0, core, job, save)
+    with torch.no_grad():
+        model.weight.zero_()  # what comes after the step
+    backend.hang(sim.current_stream(device))
+    before = backend.counts()["streams"]
+    thread = threading.Thread(target=publisher.publish, args=(order, {}, lambda count: None), daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert sorted(seen) == ["rename", "save"] and backend.counts()["streams"] == before
+    assert all(at == 1 and torch.equal(values, weights) for at, values in seen.values()), seen
+    thread.join()
+    backend.release(1)

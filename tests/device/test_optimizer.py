@@ -21,3 +21,8 @@ def test_a_dump_asks_nothing_of_the_device_but_copies(tmp_path: Path) -> None:
 def test_the_first_roll_forward_asks_nothing_of_the_device(tmp_path: Path) -> None:
     """What hangs there may hold everything that loads a kernel or asks the driver for memory."""
     run(claims.first_roll_forward_asks_nothing_of_the_device, 2, tmp_path)
+
+
+def test_handlers_of_mindio_run_beside_a_kernel_that_hangs(tmp_path: Path) -> None:
+    """Else no rank could save: the training thread's stream waits for the dead peer on each."""
+    run(claims.handlers_of_mindio_run_beside_a_kernel_that_hangs, 1, tmp_path)

@@ -26,6 +26,7 @@ STEP = 3
 NAME = f"iter_{STEP:07d}_tmp_1_1_1"
 CAUSE = Cause(CauseKind.EXITED, (5,), "signal SIGKILL")
 SHAPES = {"a": (4,), "b": (2,)}
+DEVICE = torch.device("cpu")
 
 
 class Bench:
@@ -64,7 +65,7 @@ class Bench:
 
     def publisher(self, rank: int = 1) -> HandlerPublisher:
         optimizer: Any = SimpleNamespace(
-            expected_tensors=lambda: self.shapes, device="the device", host_state=lambda step: {}
+            expected_tensors=lambda: self.shapes, device=DEVICE, host_state=lambda step: {}
         )
         trainer: Any = SimpleNamespace(
             step_args=self, save_handler=self.save, rename_handler=self.rename, show=lambda state: self.calls.append(("show", state)),
@@ -93,7 +94,7 @@ def test_the_handlers_get_the_state_the_randomness_and_the_objects_of_the_ordere
     """In this order."""
     assert bench.publish() == "the trainer's own checkpoint, saved by rank 1"
     assert bench.calls == [
-        ("show", f"the whole of step {STEP}"), ("restore", "the device"), ("save", 1, STEP, [1], ("args", STEP)),
+        ("show", f"the whole of step {STEP}"), ("restore", DEVICE), ("save", 1, STEP, [1], ("args", STEP)),
         ("rename", STEP, ("args", STEP)),
     ]  # fmt: skip
     assert bench.left() == [NOTE], "the shares only take room now"

@@ -64,7 +64,9 @@ class Job:
             step_args=box, save_handler=handler, rename_handler=rename, parts=PARTS, part_tensors=lambda: self.shapes,
             show=lambda state: self.calls.append(("show", rank)), leave_to_save_rank=lambda: self.calls.append(("leave", rank)),
         )  # fmt: skip
-        optimizer: Any = SimpleNamespace(host_state=lambda step: {}, expected_tensors=lambda: self.shapes, device="cpu")
+        optimizer: Any = SimpleNamespace(
+            host_state=lambda step: {}, expected_tensors=lambda: self.shapes, device=torch.device("cpu")
+        )
         return LocalSave(rank, optimizer, self.trainer)
 
     def publish(self, rank: int = 0) -> str:

@@ -1,7 +1,7 @@
 """The trainer's save handler on one rank: with the state of the step that is saved, and the trainer's objects of that step.
 
 Owns the order on one rank: read this rank's model part from the shares (the save rank alone), wait for the training thread's
-bookkeeping, restore the random numbers, call the handler. Never publishes.
+bookkeeping, restore the random numbers, call the handler. Owns the stream in which handlers run on an accelerator. Never publishes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +61,10 @@ class LocalSave:
     def __init__(self, rank: int, optimizer: TTPReplicaOptimizer, trainer: TrainerHandlers) -> None:
         self._rank, self._optimizer, self._trainer = rank, optimizer, trainer
         self._lock = threading.Lock()
+        device = optimizer.device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        # Made now: at a fault a driver may have anything but launches wait for the whole device.
+        self._stream = None if self._module is None else self._module.Stream(device)
         self._began_at: int | None = None  # written by the thread that saves, read by any
         self._done = 0
 
@@ -92,7 +97,7 @@ class LocalSave:
         trainer, step = self._trainer, saving.step
         self.check_handlers(step)
         assert trainer.save_handler is not None
-        with self._lock:
+        with self._lock, self.on_device():
             if saving.save_rank == self._rank:
                 contents = read_contents(folder, results, advance)
                 trainer.show(read_whole(folder, contents, step, self._host(step, host), trainer.part_tensors()))
@@ -102,6 +107,10 @@ class LocalSave:
             with torch.no_grad(), self.counted():
                 trainer.save_handler(saving.save_rank, step, list(saving.ranks), args)
         return args
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Enter this rank's device and the handlers' own stream there. The training thread's may wait for a dead peer's collective for ever."""
+        return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
     def counted(self) -> _Counted:
         """Count what a handler writes as work."""

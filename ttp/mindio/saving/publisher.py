@@ -100,7 +100,7 @@ class HandlerPublisher:
             if not claim.exists():
                 raise CheckpointError(f"step {order.step}: another publisher took {claim} over while this one saved")
             assert self._trainer.rename_handler is not None
-            with torch.no_grad(), self._save.counted():
+            with torch.no_grad(), self._save.on_device(), self._save.counted():
                 self._trainer.rename_handler(order.step, args)
         finally:
             if call is not None:
