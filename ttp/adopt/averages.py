@@ -29,7 +29,7 @@ class Averages:
     """The averages of one trainer, by name."""
 
     def __init__(self, averages: Mapping[str, Average], device: torch.device) -> None:
-        """Raises ConfigError for an object that is none, or whose state is not tensors of its own on `device`."""
+        """Raises ConfigError for an object that is none, or whose state is not tensors of its own on `device` or the CPU."""
         self._averages = dict(averages)
         for name, average in averages.items():
             if not name or "." in name:
@@ -42,10 +42,10 @@ class Averages:
                     " object with update_parameters(model) and state_dict()"
                 )
             for key, value in average.state_dict().items():
-                if not torch.is_tensor(value) or value.device.type != device.type:
+                if not torch.is_tensor(value) or value.device.type not in (device.type, "cpu"):
                     what = f"on {value.device}" if torch.is_tensor(value) else f"a {type(value).__name__}"
                     raise ConfigError(
-                        f"averages[{name!r}]: {key}: got {what}, expected tensors on {device}; keep counters as tensors too"
+                        f"averages[{name!r}]: {key}: got {what}, expected tensors on {' or '.join(sorted({'cpu', device.type}))}; keep counters as tensors too"
                     )
         self._tensors = dict(self._live())
         if sorted(map(_address, self._tensors.values())) != sorted(_address(value) for _, value in self._live()):

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import ttp
 from tests.gates import freeze
 from tests.unit.adopt.test_steps import adopt
+from ttp.adopt.averages import Averages
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
 from ttp.errors import CheckpointMismatch, ConfigError
@@ -231,3 +232,13 @@ def test_what_is_not_an_average_is_refused_at_the_start(
             save_dirs=[tmp_path],
             settings=OFF,
         )
+
+
+def test_an_average_may_have_tensors_on_the_cpu_beside_those_of_the_device() -> None:
+    """torch's own counts there, and offloaded weights are there. A device without memory stands for one."""
+    elsewhere = torch.device("meta")
+    ema = new_ema(torch.nn.Linear(2, 2, device=elsewhere))
+    assert {str(value.device) for value in ema.state_dict().values()} == {"cpu", "meta"}
+    assert len(Averages({"ema": ema}, elsewhere).tensors()) == 3
+    with pytest.raises(ConfigError, match=r"weight: .* meta, expected tensors on cpu or cuda; keep"):
+        Averages({"ema": ema}, torch.device("cuda"))
