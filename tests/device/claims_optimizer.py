@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 import ttp
 from tests.device import backend
 from tests.device.ranks import Rank
+from ttp.adopt.adopted_state import computing_device
 from ttp.checkpoint import host_copy
 from ttp.checkpoint.host_copy import HostCopier
 from ttp.checkpoint.write import write_share
+from ttp.config import Settings
+from ttp.errors import AbortedCollective
 from ttp.mindio.job import current_job
 from ttp.mindio.modellink import TTPReplicaOptimizer
 from ttp.mindio.saving.local_save import LocalSave
@@ -129,3 +134,41 @@ def handlers_of_mindio_run_beside_a_kernel_that_hangs(rank: Rank) -> None:
     assert all(at == 1 and torch.equal(values, weights) for at, values in seen.values()), seen
     thread.join()
     backend.release(1)
+
+
+def offloaded_parameters_are_protected_on_their_device(rank: Rank) -> None:
+    """With the numbers of a step that offloads nothing; the device's generators are seeded, and its communicators asked for an error."""
+    sim, seeded, found = torch.get_device_module(rank.device), list[int](), []
+    sim.manual_seed_all = seeded.append
+    policies: tuple[OffloadPolicy, ...] = (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False))
+    for policy in policies:
+        torch.manual_seed(rank.seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).to(
+            rank.device
+        )
+        fully_shard(model, mesh=init_device_mesh(backend.NAME, (rank.world,)), offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        guard = ttp.protect(
+            model, optimizer, clip=ttp.ClipNorm(0.1), save_dirs=[rank.folder / "saves"], settings=Settings(enable=False)
+        )
+        assert guard._adopted.device == rank.device
+        seeded.clear()
+        for _ in range(2):
+            torch.autograd.backward(model(torch.ones(4, 8, device=rank.device)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seeded
+        record = guard._adopted.last_record
+        assert record is not None
+        found.append((record.grad_norm, list(seeded)))
+        guard.close()
+    assert found[0] == found[1], found
+    elsewhere = torch.ones(1, device=torch.device(backend.NAME, 7))  # not the current one
+    assert computing_device([torch.ones(1), elsewhere]) == elsewhere.device
+    dist.barrier()
+    dist.group.WORLD._get_backend(rank.device).abort()  # type: ignore[union-attr]
+    try:
+        guard._adopted._spanning.check_communicators(3)
+    except AbortedCollective:
+        return
+    raise AssertionError("the aborted communicator was not asked")

@@ -26,3 +26,8 @@ def test_the_first_roll_forward_asks_nothing_of_the_device(tmp_path: Path) -> No
 def test_handlers_of_mindio_run_beside_a_kernel_that_hangs(tmp_path: Path) -> None:
     """Else no rank could save: the training thread's stream waits for the dead peer on each."""
     run(claims.handlers_of_mindio_run_beside_a_kernel_that_hangs, 1, tmp_path)
+
+
+def test_offloaded_parameters_are_protected_on_their_device(tmp_path: Path) -> None:
+    """They are on the CPU, and forward passes and collectives on the device."""
+    run(claims.offloaded_parameters_are_protected_on_their_device, 2, tmp_path)

@@ -9,7 +9,7 @@ blocks are replicas of each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +84,8 @@ class AdoptedState:
         """Of all that the optimizer updates, by id."""
         self._check_groups()
         _create(updating)
-        first = next(iter(self._params.values()))
-        self.device = local_of(first).device
+        self.device = computing_device(self._params.values())
+        """Where this rank computes, and talks to other ranks: not where offloaded parameters are."""
         self._averages = Averages(averages or {}, self.device)
         self._known = [list(group["params"]) for group in optimizer.param_groups]
         """The parameters of each group, as they were registered."""
@@ -347,6 +347,17 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             " torch.distributed.fsdp.fully_shard, which keeps them"
         )
     return model
+
+
+def computing_device(params: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of forward passes: the accelerator of the first parameter that has one, else the CPU. An offloaded parameter of
+    fully_shard is on the CPU, and its mesh on the accelerator."""
+    for param in params:
+        here = local_of(param).device
+        kind = param.device_mesh.device_type if isinstance(param, DTensor) else here.type
+        if kind != "cpu":
+            return here if here.type == kind else torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
 
 
 def clean_name(name: str) -> str:

@@ -329,7 +329,8 @@ class AdoptedOptimizer:
             for param in group["params"]
             if param.grad is not None and self._state.counts(param)
         ]
-        return torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum()
+        there = [norm.to(self.device) for norm in norms]  # offloaded gradients are on the CPU
+        return torch.stack([*there, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum()
 
     # --- the update, on whichever thread has the gate ---
 
