@@ -1,12 +1,14 @@
 """Checkpoints of a mirror as directories that `ttp ckpt` can look at: small files and tables whole, tensors' bytes left out.
 
 Owns those directories: each file of tensors has its size, and holes in the place of its bytes. `check_sums` reads the bytes themselves from the store.
+Which directories these are is known to this process alone: nothing in a directory can say that its bytes are elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ttp.checkpoint.format.dcp import METADATA_NAME
@@ -19,8 +21,18 @@ from ttp.errors import CheckpointError, CorruptCheckpoint
 from ttp.mirror import fetch
 from ttp.mirror.remote import Remote
 
-URL_NAME = ".ttp_url"
-"""In such a directory: where its bytes are."""
+_made: dict[Path, Remote] = {}
+"""Where the bytes of each such directory are."""
+
+
+@contextlib.contextmanager
+def folder_of_views() -> Iterator[Path]:
+    """Give a temporary folder for such directories; they end with the block."""
+    with tempfile.TemporaryDirectory(prefix="ttp_ckpt_") as made:
+        try:
+            yield Path(made).resolve()
+        finally:
+            _made.clear()
 
 
 def open_url(url: str) -> tuple[Remote, int | None]:
@@ -46,7 +58,7 @@ def make(remote: Remote, step: int, below: Path, *, tables: bool) -> Path:
     folder = step_directory_name(step)
     path = below / folder
     path.mkdir(parents=True)
-    (path / URL_NAME).write_text(remote.url)
+    _made[path] = remote
     for name in (MANIFEST_NAME, SIGNATURE_NAME, METADATA_NAME):
         if (content := remote.read(f"{folder}/{name}")) is not None:
             (path / name).write_bytes(content)
@@ -74,14 +86,14 @@ def _read_table(remote: Remote, name: str, path: Path, nbytes: int) -> None:
 
 def is_view(path: Path) -> bool:
     """Tell such a directory from a checkpoint's own."""
-    return (path / URL_NAME).exists()
+    return path in _made
 
 
 def check_sums(path: Path, progress: Progress, key: VerifyKey | None) -> None:
     """Compare the checksums of the bytes in the store. Nothing where this is a checkpoint's own directory. Raises CorruptCheckpoint, RemoteError."""
-    if not is_view(path):
+    remote = _made.get(path)
+    if remote is None:
         return
-    remote = Remote((path / URL_NAME).read_text(), name="URL")
     found = fetch.find(remote, step_of_directory(path) or 0, key)
     if found is None:
         raise CorruptCheckpoint(f"{path} has no {MANIFEST_NAME}")

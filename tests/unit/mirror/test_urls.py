@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from tests.unit.checkpoint.conftest import Job
-from tests.unit.checkpoint.signing import make_keys
+from tests.unit.checkpoint.damage import flip_a_bit
+from tests.unit.checkpoint.signing import make_keys, save_signed
 from tests.unit.mirror.test_fetch import _alter, mirrored
 from tests.unit.mirror.test_upload import copy_all, uploader
 from ttp.checkpoint.cli.main import main
 from ttp.checkpoint.write import write_share
+from ttp.mirror import view
 from ttp.mirror.remote import Remote
 
 
@@ -89,6 +92,28 @@ def test_verify_checks_the_signature_of_a_url(url: str, tmp_path: Path, job: Job
     content = next(name for name in store.sizes("iter_0000003") if name.endswith(".distcp"))
     _alter(store, f"iter_0000003/{content}")
     assert not ckpt_json("verify", "--key", str(tmp_path / "job.pub.pem"), f"{url}/iter_0000003")["valid"]
+
+
+def test_a_file_in_a_checkpoint_cannot_say_that_its_bytes_are_elsewhere(tmp_path: Path, job: Job) -> None:
+    """Weights that were altered, and a file as earlier versions had it in their own directories."""
+    keys = make_keys(tmp_path)
+    signed = save_signed(job, tmp_path / "checkpoints", 3, keys)
+    shutil.copytree(signed, tmp_path / "original" / signed.name)
+    flip_a_bit(signed)
+    (signed / ".ttp_url").write_text(f"file://{tmp_path}/original")
+    key = ("--key", str(tmp_path / "job.pub.pem"))
+    assert "expected sha256:" in ckpt_json("verify", *key, str(signed))["error"]
+    assert ckpt_json("verify", str(signed))["status"] == 1
+    assert ckpt_json("export", *key, str(signed), str(tmp_path / "out.pt"), "--to", "torch")["status"] == 3
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_a_view_ends_with_its_folder(url: str, tmp_path: Path, job: Job) -> None:
+    mirrored(url, tmp_path / "lost", job, 3)
+    with view.folder_of_views() as root:
+        path = view.make(Remote(url), 3, root, tables=False)
+        assert view.is_view(path) and not view.is_view(tmp_path / "lost" / "iter_0000003")
+    assert not view.is_view(path) and not root.exists()
 
 
 def test_what_changes_directories_refuses_a_url_and_an_empty_one_is_answered(url: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,7 @@ def run_on_urls(run: Run, given: argparse.Namespace, console: Console) -> Answer
         raise UsageError(
             f"invalid path: got a URL, expected directories for {given.command}: it changes files in place. {_INSTEAD.get(given.command, '')}".rstrip()
         )
-    with tempfile.TemporaryDirectory(prefix="ttp_ckpt_") as made:
-        root = Path(made).resolve()
+    with view.folder_of_views() as root:
         urls: dict[str, str] = {}
         try:
             for number, argument in enumerate(("path", "a", "b")):
