@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttp.checkpoint.format.durable import step_directory_name
 from ttp.checkpoint.format.manifest import Manifest
+from ttp.checkpoint.passed_over import write_notes
 from ttp.checkpoint.reader import Reader
 from ttp.checkpoint.store import Request
 from ttp.errors import CorruptCheckpoint
@@ -101,6 +102,8 @@ class ResumeSearch:
             found = self._mirror.look(choice, found, open_step, passed_over=bool(reasons))
         if found is not None:
             self._holder.resumes_from(str(found.path), found.manifest.step)
+        if self._directories.keeps:
+            write_notes(self._directories.used, self._holder.passed_over)
         if self._mirror is not None and (others := self._holder.passed_over):
             self._mirror.tell_agent(others)
         self._directories.begin_launch(found.manifest.step if found is not None else 0)

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ttp.checkpoint.find import Leftover, State, list_leftovers, list_published, nothing_in, size_of
-from ttp.checkpoint.format.durable import fsync_directory, step_directory_name, steps_of_run
+from ttp.checkpoint.format.durable import fsync_directory, step_directory_name
+from ttp.checkpoint.passed_over import MEANING, is_in
 from ttp.checkpoint.staging import PRUNED
 from ttp.errors import CheckpointError
 
@@ -45,7 +46,7 @@ class Plan:
     kept: tuple[Step, ...]
     removed: tuple[Step, ...]
     left: tuple[Step, ...]
-    """Not valid, or links, and not touched; `error` says why."""
+    """Not valid, links, or another run's, and not touched; `error` says why."""
     unfinished: tuple[Leftover, ...]
     """Half removed by an earlier prune: removed as well."""
 
@@ -96,15 +97,16 @@ def plan_prune(
     folder: Path, keep: int, check: Callable[[Path], object], passed_over: Mapping[str, int] = MappingProxyType({})
 ) -> Plan:
     """Choose in a folder of whole checkpoints; `check` compares checksums and raises CheckpointError. Those that are `passed_over` (inode by path)
-    are neither removed nor counted.
+    are neither removed nor counted: the plan leaves them alone.
 
     Raises CheckpointError where none is valid, OSError where one that may be kept cannot be read.
     """
-    mine = {path for _, path in steps_of_run([str(folder)], passed_over)}
-    listed = [entry for entry in list_published(folder) if entry.path in mine]
-    if not listed:
+    published = list_published(folder)
+    if not published:
         raise nothing_in(folder)
+    listed = [entry for entry in published if not is_in(passed_over, entry.path)]
     states = {entry.step: entry for entry in listed}
+    others = [Step(entry.step, (entry.path,), error=MEANING) for entry in published if entry not in listed]
 
     def fault_of(step: Step, deep: bool) -> str:
         entry = states[step.step]
@@ -122,6 +124,7 @@ def plan_prune(
         for entry in listed
     ]
     plan = choose([folder], steps, keep, fault_of)
+    plan = replace(plan, left=(*plan.left, *others))
     if not plan.kept:
         raise CheckpointError(
             f"{folder} holds no valid checkpoint, so nothing is removed: {'; '.join(step.error for step in plan.left)}"

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ttp.checkpoint.format.durable import steps_in
 from ttp.checkpoint.format.manifest import MANIFEST_NAME, read_manifest
+from ttp.checkpoint.passed_over import is_in, read_notes
 from ttp.errors import CheckpointError
 from ttp.launch.report.time_use import mean_step_s
 from ttp.proto.address import split_address
@@ -336,12 +338,22 @@ def _checkpoints(directories: Iterable[Path]) -> tuple[list[CheckpointRow], list
     notes = []
     for directory in directories:
         try:
-            newest: Sequence[tuple[int, Path]] = sorted(steps_in(directory), reverse=True)[:FEW_CHECKPOINTS]
+            others = _passed_over(directory)
+            mine = (row for row in steps_in(directory) if not is_in(others, row[1]))
+            newest = list(islice(mine, FEW_CHECKPOINTS))
         except OSError as error:
             notes.append(f"checkpoints in {directory} cannot be listed: {error.strerror or error}")
             continue
         rows += [_checkpoint_row(directory, step, path) for step, path in newest]
     return rows, notes
+
+
+def _passed_over(directory: Path) -> Mapping[str, int]:
+    """Return what is another run's there. A note that this user cannot read says nothing."""
+    try:
+        return read_notes([directory])
+    except (CheckpointError, OSError):
+        return {}
 
 
 def _checkpoint_row(directory: Path, step: int, path: Path) -> CheckpointRow:

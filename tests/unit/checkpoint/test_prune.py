@@ -19,8 +19,9 @@ from tests.unit.checkpoint.damage import flip_a_bit
 from tests.unit.checkpoint.test_manifest import resealed
 from ttp.checkpoint import find
 from ttp.checkpoint.cli import main
-from ttp.checkpoint.format.durable import step_of_directory
+from ttp.checkpoint.format.durable import inodes_in, step_of_directory
 from ttp.checkpoint.node_local.parts import list_parts
+from ttp.checkpoint.passed_over import write_notes
 from ttp.checkpoint.staging import clean_stale
 from ttp.checkpoint.verify import verify
 from ttp.errors import CorruptCheckpoint
@@ -147,6 +148,27 @@ def test_what_is_not_a_checkpoint_is_never_touched(disks: Shared) -> None:
     others = [sorted(name for name in os.listdir(folder) if name != "iter_0000010") for folder in disks.folders]
     assert disks.prune("--keep", 1, "--yes")[0] == 0
     assert [sorted(os.listdir(folder)) for folder in disks.folders] == others
+
+
+def test_what_the_job_has_passed_over_neither_counts_nor_goes(disks: Shared) -> None:
+    """Another run's of higher steps: a restart would have nothing to load."""
+    for step in (5, 80, 90):
+        disks.save(step)
+    write_notes(map(str, disks.folders), inodes_in(map(str, disks.folders)))
+    status, text = disks.prune("--keep", "1", "--yes")
+    assert status == 3 and "another run's, or refused when the job resumed" in text and disks.steps() == [5, 80, 90]
+    for step in (10, 20):
+        disks.save(step)
+    status, text = disks.prune("--keep", "1", "--yes")
+    assert (status, disks.steps()) == (0, [5, 20, 80, 90])
+    assert text.count("another run's, or refused when the job resumed: moved or removed by hand") == 3 * len(
+        disks.folders
+    )
+    for folder in disks.folders:
+        (folder / "iter_0000090").rename(folder.with_name(f"{folder.name}_90"))
+    disks.save(90)
+    assert disks.prune("--keep", "1", "--yes")[0] == 0
+    assert disks.steps() == [5, 80, 90], "one that has taken the name is the job's"
 
 
 @pytest.mark.parametrize("partial", [(), ("--partial",)])

@@ -202,6 +202,23 @@ def test_commands_take_what_is_signed(
     assert status == 0 and steps(folder) == [41, 42], text
 
 
+def test_without_the_key_signed_ones_do_not_go_for_unsigned_ones(job: Job, tmp_path: Path, keys: Keys) -> None:
+    """A job with the key would have nothing to resume from."""
+    folder = tmp_path / "c"
+    for step in (10, 20):
+        save_signed(job, folder, step, keys)
+    for step in (80, 90):
+        job.save(folder, step)
+    status, text = run("prune", folder, "--keep", 1, "--yes")
+    assert status == 3 and "iter_0000020 is signed and would go" in text and "Give --key" in text
+    assert steps(folder) == [10, 20, 80, 90]
+    assert run("prune", folder, "--keep", 1, "--yes", "--key", tmp_path / "job.pub.pem")[0] == 0
+    assert steps(folder) == [20, 80, 90]
+    assert run("prune", folder, "--keep", 3, "--yes")[0] == 0 and steps(folder) == [20, 80, 90]
+    save_signed(job, folder, 100, keys)
+    assert run("prune", folder, "--keep", 2, "--yes")[0] == 0 and steps(folder) == [90, 100]
+
+
 def test_a_model_is_exported_from_what_is_signed(tmp_path: Path, keys: Keys) -> None:
     """`--to hf` opens the checkpoint by way of the trainer."""
     config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16)

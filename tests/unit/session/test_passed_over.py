@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,9 @@ import torch
 import ttp
 from ttp.checkpoint.format.durable import inodes_in, newest_step, steps_of_run
 from ttp.checkpoint.format.manifest import read_manifest
+from ttp.checkpoint.passed_over import is_in, read_notes, write_notes
 from ttp.config import Settings
+from ttp.errors import CheckpointError
 from ttp.mirror.source import read
 from ttp.runtime.directory_agreement import JobDirectories
 
@@ -48,6 +51,10 @@ class Run:
 
 def refuse(state: Mapping[str, Any]) -> None:
     raise ValueError("mine: is missing, expected a value")
+
+
+def no_room(path: Path, content: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def weights(path: str | Path) -> list[float]:
@@ -208,6 +215,57 @@ def test_the_mirror_is_given_what_the_resume_has_passed_over(tmp_path: Path, ear
     assert run.session.resume(check=refuse) is None
     assert read(attempt) == replace(before, passed_over={str(earlier): os.lstat(earlier).st_ino})
     run.close()
+
+
+def test_a_resume_notes_beside_the_checkpoints_what_it_has_passed_over(
+    tmp_path: Path, earlier: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For `ttp ckpt prune` and `ttp status`. The next resume replaces the note."""
+    run = Run(tmp_path, 2.0)
+    assert run.session.resume(check=refuse) is None
+    assert read_notes([tmp_path]) == {str(earlier): os.lstat(earlier).st_ino}
+    run.close()
+    monkeypatch.setattr("ttp.checkpoint.passed_over.write_durably", no_room)
+    run = Run(tmp_path, 2.0)
+    assert run.session.resume(check=refuse) is None
+    assert f"{tmp_path}/.ttp_passed_over.json cannot be written: No space left on device" in caplog.text
+    run.close()
+    run = Run(tmp_path, 2.0)
+    assert run.session.resume() is not None
+    assert read_notes([tmp_path]) == {} and not (tmp_path / ".ttp_passed_over.json").exists()
+    run.close()
+    run = Run(tmp_path, 2.0)
+    assert run.session.resume() is not None and caplog.text.count("cannot be written") == 1
+    run.close()
+
+
+def test_a_rank_that_does_not_look_after_the_directories_notes_nothing(tmp_path: Path, earlier: Path) -> None:
+    run = Run(tmp_path, 2.0)
+    run.session._search._directories.keeps = False
+    assert run.session.resume(check=refuse) is None
+    assert read_notes([tmp_path]) == {}
+    run.close()
+
+
+def test_a_note_names_what_is_in_its_own_folder(tmp_path: Path) -> None:
+    """Which has another path where it was moved, or on another node."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    folders = [tmp_path / "a", tmp_path / "b"]
+    write_notes(map(str, folders), {f"{tmp_path}/a/iter_0000042": 7, f"{tmp_path}/b/iter_0000043": 8})
+    folders[0].rename(tmp_path / "c")
+    assert read_notes([tmp_path / "c"]) == {f"{tmp_path}/c/iter_0000042": 7}
+    assert read_notes(folders) == {f"{tmp_path}/b/iter_0000043": 8}
+    assert not is_in({f"{tmp_path}/a/iter_0000042": 7}, tmp_path / "a" / "iter_0000042"), "it is not there any more"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"iter_0000042": "7"}', "{"])
+def test_a_damaged_note_is_refused_by_what_removes(tmp_path: Path, content: str) -> None:
+    (tmp_path / ".ttp_passed_over.json").write_text(content)
+    with pytest.raises(
+        CheckpointError, match=r"ttp_passed_over.json is damaged: .*Start the job again, .* or remove it"
+    ):
+        read_notes([tmp_path])
 
 
 def test_a_difference_of_replicas_names_a_checkpoint_of_this_run(tmp_path: Path, earlier: Path) -> None:

@@ -24,6 +24,8 @@ from tests.unit.status.jobs import (
     report,
     start,
 )
+from ttp.checkpoint.format.durable import inodes_in
+from ttp.checkpoint.passed_over import write_notes
 from ttp.errors import ConfigError
 from ttp.proto.messages import Cause, CauseKind, Phase
 from ttp.proto.status import CoverageStatus, FaultStatus, JobStatus, PaceStatus, StragglerStatus
@@ -307,6 +309,22 @@ def test_a_checkpoint_that_cannot_be_read_is_listed_without_its_cause(tmp_path: 
         (3, "", None),
     ]
     assert "cannot be read" in text_of(found)
+
+
+def test_what_the_job_has_passed_over_is_not_listed(tmp_path: Path, answers: list[JobStatus]) -> None:
+    """Another run's of higher steps would be taken for the job's newest, in metrics as well. A note that cannot be read says nothing."""
+    log_dir, folder = job_at(tmp_path), tmp_path / "checkpoints"
+    for step in (70, 80, 90):
+        (folder / f"iter_{step:07}").mkdir(parents=True)
+    write_notes([str(folder)], inodes_in([str(folder)]))
+    for step in (10, 20):
+        (folder / f"iter_{step:07}").mkdir()
+    assert [row.step for row in looked(log_dir).checkpoints] == [20, 10]
+    (folder / ".ttp_passed_over.json").write_text("")
+    assert [row.step for row in looked(log_dir).checkpoints] == [90, 80, 70]
+    (folder / ".ttp_passed_over.json").unlink()
+    (folder / ".ttp_passed_over.json").mkdir()
+    assert [row.step for row in looked(log_dir).checkpoints] == [90, 80, 70]
 
 
 def test_every_key_is_there_in_every_state(tmp_path: Path, answers: list[JobStatus]) -> None:

@@ -17,7 +17,10 @@ from ttp.checkpoint import prune
 from ttp.checkpoint.cli.output import Answer, Status, UsageError
 from ttp.checkpoint.cli.verify import checked, key_given
 from ttp.checkpoint.find import State, folder_at, list_published, size_of
+from ttp.checkpoint.format.signature import SIGNATURE_NAME
 from ttp.checkpoint.node_local import prune as node_local
+from ttp.checkpoint.passed_over import read_notes
+from ttp.errors import CheckpointError
 from ttp.text.wording import size_text
 
 
@@ -28,6 +31,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     )  # one folder may come under two names
     parts = any(entry.state is State.PART for folder in folders for entry in list_published(folder))
     plan = _plan_parts(folders, given, console) if parts else _plan_whole(folders, given, console)
+    _check_unsigned(plan)
     where = {"folders": [str(folder) for folder in folders]} if parts else {"folder": str(folders[0])}
     fields = {
         **where,
@@ -54,7 +58,7 @@ def _plan_whole(folders: list[Path], given: argparse.Namespace, console: Console
     if given.partial:
         raise UsageError("--partial is about parts of nodes with directories of their own: there is none here")
     key = key_given(given)
-    return prune.plan_prune(folders[0], given.keep, lambda path: checked(path, console, key=key))
+    return prune.plan_prune(folders[0], given.keep, lambda path: checked(path, console, key=key), read_notes(folders))
 
 
 def _plan_parts(folders: list[Path], given: argparse.Namespace, console: Console) -> prune.Plan:
@@ -62,7 +66,22 @@ def _plan_parts(folders: list[Path], given: argparse.Namespace, console: Console
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checking", total=None)
         return node_local.plan_prune(
-            folders, given.keep, given.partial, lambda nbytes: bar.advance(task, nbytes), key_given(given)
+            folders,
+            given.keep,
+            given.partial,
+            lambda nbytes: bar.advance(task, nbytes),
+            key_given(given),
+            read_notes(folders),
+        )
+
+
+def _check_unsigned(plan: prune.Plan) -> None:
+    """Raise CheckpointError where signed checkpoints go and only unsigned ones stay: a job with a key resumes from the signed ones alone."""
+    going = [path for step in plan.removed for path in step.paths if (path / SIGNATURE_NAME).exists()]
+    if going and not any((path / SIGNATURE_NAME).exists() for step in plan.kept for path in step.paths):
+        raise CheckpointError(
+            f"{going[0]} is signed and would go, and what would stay is not signed: a job with TTP_VERIFY_KEY cannot resume from that. Give"
+            " --key (or TTP_VERIFY_KEY), or remove the signed ones by hand"
         )
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
+from ttp.checkpoint.find import step_of
 from ttp.checkpoint.format import checksum, dcp
 from ttp.checkpoint.format.file_index import parse_tables, read_tables
 from ttp.checkpoint.format.signature import VerifyKey
 from ttp.checkpoint.node_local.parts import NodePart, list_parts, read_parts, write_of
+from ttp.checkpoint.passed_over import MEANING, is_in
 from ttp.checkpoint.prune import Plan, Step, choose
 from ttp.checkpoint.verify import check_complete
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -25,17 +28,26 @@ Write = tuple[int, int, str, str]
 
 
 def plan_prune(
-    folders: Sequence[Path], keep: int, partial: bool, advance: Callable[[int], None], key: VerifyKey | None = None
+    folders: Sequence[Path],
+    keep: int,
+    partial: bool,
+    advance: Callable[[int], None],
+    key: VerifyKey | None = None,
+    passed_over: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
     """Choose by reading; `advance` is called with bytes read. partial: steps that are not whole here go as well, where they are older
-    than all that stay. key: who must have signed what counts.
+    than all that stay. key: who must have signed what counts. passed_over (inode by path): left alone, and not counted.
 
     Raises CheckpointError where no step is whole, or where a folder has a checkpoint that is not a part.
     """
+    published = list_parts(folders)
+    others = [path for path in published if is_in(passed_over, path)]
     broken: list[Step] = []
     writes: dict[int, dict[Write, list[NodePart]]] = {}
     for part in read_parts(
-        list_parts(folders), lambda path, error: broken.append(Step(0, (path,), error=str(error))), key
+        [path for path in published if path not in others],
+        lambda path, error: broken.append(Step(0, (path,), error=str(error))),
+        key,
     ):
         if not part.manifest.hosts:
             raise CheckpointError(
@@ -50,6 +62,7 @@ def plan_prune(
         lambda step, deep: _fault_of(writes[step.step], advance, deep=deep),
         partial=partial,
     )
+    plan = replace(plan, left=(*plan.left, *(Step(step_of(path), (path,), error=MEANING) for path in others)))
     if not plan.kept:
         raise CheckpointError(
             f"no step is whole in {', '.join(map(str, folders))}, so nothing is removed: "
