@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +24,7 @@ from ttp.checkpoint.staging import PRUNED
 from ttp.errors import CheckpointError
 
 LINKED = "a symbolic link, which is removed by hand"
+PROTECTED = "cannot be removed by this user: no permission to change it"
 """Why a checkpoint that would go is kept."""
 
 
@@ -84,13 +86,21 @@ def choose(
         if goes and any(path.is_symlink() for path in step.paths):
             left.append(replace(step, error=LINKED))
         elif goes and (partial or not fault):
-            removed.append(step)
+            if all(map(_is_removable, step.paths)):
+                removed.append(step)
+            else:
+                left.append(replace(step, error=PROTECTED))
         elif fault:
             left.append(replace(step, error=fault))
         else:
             kept.append(step)
     unfinished = [entry for folder in folders for entry in list_leftovers(folder) if PRUNED in entry.path.name]
     return Plan(tuple(folders), tuple(kept), tuple(removed), tuple(left), tuple(unfinished))
+
+
+def _is_removable(path: Path) -> bool:
+    """Tell whether this user may remove the files of a directory."""
+    return os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
 
 
 def plan_prune(
@@ -133,12 +143,18 @@ def plan_prune(
 
 
 def remove(plan: Plan) -> None:
-    """Remove what the plan says, oldest first. Raises OSError; what was renamed by then is gone for every search."""
-    for half in plan.unfinished:
-        remove_tree(half.path)
-    for step in reversed(plan.removed):
-        for path in step.paths:
-            take_away(path, step.step)
+    """Remove what the plan says, oldest first. What cannot be removed keeps nothing else: the first such is raised as OSError at the end; what was renamed by then
+    is gone for every search."""
+    removals = [(entry.path, partial(remove_tree, entry.path)) for entry in plan.unfinished]
+    removals += [(path, partial(take_away, path, step.step)) for step in reversed(plan.removed) for path in step.paths]
+    problems: list[OSError] = []
+    for path, remove_it in removals:
+        try:
+            remove_it()
+        except OSError as error:
+            problems.append(OSError(error.errno, error.strerror or str(error), str(path)))
+    if problems:
+        raise problems[0]
 
 
 def take_away(path: Path, step: int) -> None:

@@ -82,7 +82,9 @@ class Retention:
         except CheckpointError as error:  # nothing valid is there, so nothing goes
             log.debug("%s: no checkpoint was removed: %s", folder, error)
         except OSError as error:
-            log.warning("%s: older checkpoints were not removed: %s; remove them with `ttp ckpt prune`", folder, error)
+            log.warning(
+                "%s: not all older checkpoints were removed: %s; remove them with `ttp ckpt prune`", folder, error
+            )
 
     def _check(self, path: Path) -> None:
         written = (path / "manifest.json").stat().st_mtime if (path / "manifest.json").exists() else -1.0

@@ -288,6 +288,42 @@ def test_a_folder_that_cannot_be_changed_is_reported(job: Job, tmp_path: Path, m
     assert verify(tmp_path / "iter_0000010").step == 10
 
 
+def test_one_that_cannot_be_removed_keeps_no_other(disks: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files refuse, whatever its mode says. The next prune goes on past what is half removed of it."""
+    for step in (10, 20, 30, 40):
+        disks.save(step)
+    remove = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        if path.name.startswith("iter_0000010_"):
+            raise PermissionError(13, "Permission denied", "manifest.json")
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    status, text = disks.prune("--keep", "2", "--yes")
+    assert status == 3 and f"{disks.paths(10)[0]}: Permission denied" in text
+    assert disks.steps() == [30, 40]
+    status, text = disks.prune("--keep", "1", "--yes")
+    assert status == 3 and f"{disks.folders[0]}/iter_0000010_tmp_pruned_" in text and disks.steps() == [40]
+
+
+@pytest.mark.parametrize("partial", [(), ("--partial",)])
+def test_one_that_this_user_may_not_remove_is_left_alone(
+    nodes: NodeLocal, monkeypatch: pytest.MonkeyPatch, partial: tuple[str, ...]
+) -> None:
+    """Somebody keeps a step by `chmod -R a-w`, or it is another user's."""
+    for step in (10, 20, 30):
+        nodes.save(step)
+    protected, needed = nodes.paths(10)[1], os.R_OK | os.W_OK | os.X_OK
+
+    def access(path: Path, mode: int, *, effective_ids: bool) -> bool:
+        return not (str(path) == protected and mode == needed and effective_ids)
+
+    monkeypatch.setattr(os, "access", access)
+    status, text = nodes.prune("--keep", "1", *partial, "--yes")
+    assert status == 0 and "cannot be removed by this user" in text and nodes.steps() == [10, 30]
+
+
 def test_an_attempt_that_cleans_at_the_same_time_does_no_harm(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
