@@ -194,20 +194,45 @@ def nothing_in(folder: Path) -> CheckpointError:
 
 
 def open_at(path: Path, judge: Callable[[Path], Manifest], on_skip: OnSkip = ignore) -> Reader:
-    """Open the checkpoint at `path`, or the newest one of the folder `path` that `judge` takes. Raises CheckpointError."""
-    paths = all_at(path)
+    """Open the checkpoint at `path`, or the newest one of the folder `path` that `judge` takes. Raises CheckpointError.
+
+    Where the job removes one that is being judged, there are newer ones: the folder is listed again.
+    """
     if is_checkpoint(path):
         return open_verified(path, judge(path))
-    broken: list[str] = []
+    refused: dict[Path, CheckpointError | OSError] = {}
 
-    def skip(skipped: Path, reason: str) -> None:
-        broken.append(reason)
-        on_skip(skipped, reason)
+    def judge_once(each: Path) -> Manifest:
+        if each not in refused:
+            try:
+                return judge(each)
+            except (CheckpointError, OSError) as error:
+                if is_gone(each):
+                    raise _Removed from None
+                refused[each] = error
+                on_skip(each, str(error))
+        raise refused[each]
 
-    found = first_valid(paths, judge, on_skip=skip)
-    if found is None:
-        raise CheckpointError(f"{paths[0].parent} holds no valid checkpoint: {'; '.join(broken)}")
-    return found
+    while True:
+        paths = all_at(path)
+        try:
+            found = first_valid(paths, judge_once)
+        except _Removed:
+            continue
+        if found is None:
+            raise CheckpointError(
+                f"{paths[0].parent} holds no valid checkpoint: {'; '.join(map(str, refused.values()))}"
+            )
+        return found
+
+
+class _Removed(Exception):
+    """A checkpoint was removed while it was judged."""
+
+
+def is_gone(path: Path) -> bool:
+    """Tell a published checkpoint that was removed since it was listed: its name goes first."""
+    return not os.path.lexists(path)
 
 
 # --- what is in a folder ---
@@ -263,8 +288,9 @@ class Leftover:
 
 
 def list_published(folder: Path) -> list[Listed]:
-    """Return every published checkpoint of a folder, newest first, after the cheap checks."""
-    return [judged(path) for path in list_checkpoints([folder])]
+    """Return every published checkpoint of a folder, newest first, after the cheap checks; without what is removed meanwhile."""
+    entries = [judged(path) for path in list_checkpoints([folder])]
+    return [entry for entry in entries if entry.manifest is not None or not is_gone(entry.path)]
 
 
 def judged(path: Path) -> Listed:

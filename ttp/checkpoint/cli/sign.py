@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from ttp.checkpoint import find
 from ttp.checkpoint.cli.output import Answer, Status, UsageError, invalid
-from ttp.checkpoint.cli.verify import progress_of
+from ttp.checkpoint.cli.verify import progress_of, still_there
 from ttp.checkpoint.format.signature import SignKey, read_sign_key
 from ttp.checkpoint.sign import sign
 from ttp.errors import CheckpointError, ConfigError
@@ -26,7 +26,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         key = read_sign_key(given.sign_key, "--sign-key")
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    answers = [_signed(path, key, console) for path in find.all_at(given.path)]
+    answers = still_there([_signed(path, key, console) for path in find.all_at(given.path)])
     return Answer(
         max(answer.status for answer in answers),
         {"checkpoints": [answer.fields for answer in answers]},
@@ -38,7 +38,7 @@ def _signed(path: Path, key: SignKey, console: Console) -> Answer:
     try:
         with progress_of(console, f"checking {path.name}") as progress:
             found = sign(path, key, progress)
-    except CheckpointError as error:
+    except (CheckpointError, FileNotFoundError) as error:
         return invalid(path, str(error))
     text = f"[green]SIGNED[/] {escape(str(path))}: step {found.step}, {counted(len(found.files), 'file')}"
     return Answer(Status.YES, {"path": str(path), "valid": True, "signed": True, "step": found.step}, [text])

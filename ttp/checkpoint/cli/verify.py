@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -38,6 +38,7 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
         _verified(path, console, f"checking {path.name}, {number} of {len(paths)}", deep=deep, key=key)
         for number, path in enumerate(paths, 1)
     ]
+    answers = still_there(answers)
     status = max(answer.status for answer in answers)
     fields = {"folder": str(paths[0].parent), "valid": not status, "checkpoints": [answer.fields for answer in answers]}
     if errors := [answer.fields["error"] for answer in answers if answer.status]:
@@ -45,8 +46,18 @@ def run(given: argparse.Namespace, console: Console) -> Answer:
     statuses = [answer.status for answer in answers]
     bad = [(statuses.count(Status.NO), "broken"), (statuses.count(Status.FAILED), "unreadable")]
     outcome = ", ".join(f"{count:,} {what}" for count, what in bad if count) or "none is broken"
+    if removed := len(paths) - len(answers):
+        outcome += f"; {removed:,} removed meanwhile"
     shown = [item for answer in answers for item in answer.shown]
     return Answer(status, fields, [*shown, f"{counted(len(answers), 'checkpoint')} checked: {outcome}"])
+
+
+def still_there(answers: Sequence[Answer]) -> list[Answer]:
+    """Leave out what the job has removed while it was looked at: it is not broken. Raises CheckpointError: nothing is there any more."""
+    found = [answer for answer in answers if not answer.status or not find.is_gone(Path(answer.fields["path"]))]
+    if not found:
+        raise CheckpointError(f"{answers[0].fields['path']} was removed while it was checked. Start the command again")
+    return found
 
 
 def _verified(path: Path, console: Console, doing: str, *, deep: bool, key: VerifyKey | None) -> Answer:
