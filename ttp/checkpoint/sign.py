@@ -1,6 +1,6 @@
 """Sign a checkpoint that is published already.
 
-Owns the order: what is signed was verified first, and what other readers need of the manifest stays. Whoever signs vouches for the files as
+Owns the order: what is signed was verified first, and what other readers need of the manifest stays, and who may read it. Whoever signs vouches for the files as
 they are.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ttp.checkpoint.format.checksum import check, digest_of, for_file, of_file
 from ttp.checkpoint.format.durable import fsync_directory
-from ttp.checkpoint.format.manifest import Manifest, read_bytes, sign_manifest, write_manifest
+from ttp.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_bytes, sign_manifest, write_manifest
 from ttp.checkpoint.format.signature import SignKey
 from ttp.checkpoint.verify import Progress, files_here, verify
 from ttp.errors import CheckpointError, CorruptCheckpoint
@@ -23,7 +23,7 @@ def sign(path: Path, key: SignKey, progress: Progress | None = None) -> Manifest
 
     Raises CorruptCheckpoint, with nothing changed; CheckpointError for a node's part that lists files of other nodes without SHA-256; OSError.
     """
-    content = read_bytes(path)
+    content, like = read_bytes(path), (path / MANIFEST_NAME).stat()
     manifest = verify(path, deep=False)
     here = {file.name for file in files_here(path, manifest)}
     total, done = sum(file.nbytes for file in manifest.files if file.name in here), 0
@@ -52,7 +52,7 @@ def sign(path: Path, key: SignKey, progress: Progress | None = None) -> Manifest
         )
     signed = replace(manifest, files=files)
     if files != manifest.files:
-        content = write_manifest(path, signed)
-    sign_manifest(path, signed, content, key)
+        content = write_manifest(path, signed, like)
+    sign_manifest(path, signed, content, key, like)
     fsync_directory(path)
     return signed

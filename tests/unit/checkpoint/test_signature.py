@@ -321,7 +321,7 @@ class BrokenKey(SignKey):
 
     error: Exception = OSError(28, "No space left on device")
 
-    def write_signature(self, directory: Path, manifest: bytes) -> None:
+    def write_signature(self, directory: Path, manifest: bytes, like: os.stat_result | None = None) -> None:
         raise self.error
 
 

@@ -295,6 +295,30 @@ def test_sign_is_durable_and_shows_how_far_it_is(
     assert synced == [path] and "checking iter_0000042" in out.getvalue()
 
 
+def test_who_signs_does_not_take_the_checkpoint_from_its_job(
+    job: Job, tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user, with a umask of 077: mode, owner and group are the manifest's; the group alone where no more is permitted."""
+    path, given = job.save(tmp_path / "c", 42), list[tuple[int, int]]()
+    (path / "manifest.json").chmod(0o664)
+    like = (path / "manifest.json").stat()
+
+    def refuse(descriptor: int, owner: int, group: int) -> None:
+        given.append((owner, group))
+        if owner != -1:
+            raise PermissionError(1, "Operation not permitted")
+
+    with umask(0o077), monkeypatch.context() as patch:
+        patch.setattr("os.fchown", refuse)
+        assert run("sign", path, "--sign-key", tmp_path / "job.pem")[0] == 0
+    assert mode_of(path / "manifest.json") == mode_of(path / SIGNATURE_NAME) == 0o664
+    assert given == [(like.st_uid, like.st_gid), (-1, like.st_gid)] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fchown", lambda *owner: given.append(owner[1:]))
+        assert run("sign", path, "--sign-key", tmp_path / "job.pem")[0] == 0
+    assert given[4:] == [(like.st_uid, like.st_gid)]
+
+
 def test_sign_compares_the_sha_256_that_a_manifest_has(job: Job, tmp_path: Path, keys: Keys) -> None:
     """And leaves such a manifest as it is: another key may have signed it."""
     path = save_signed(job, tmp_path / "c", 42, make_keys(tmp_path, "other"))

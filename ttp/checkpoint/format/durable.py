@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -105,9 +106,10 @@ def written_by_library(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
+def write_durably(path: Path, content: bytes, *, private: bool = False, like: os.stat_result | None = None) -> None:
     """Write a file by way of a temporary neighbour, so that `path` is never seen half written. Fsyncs the file only:
-    the caller makes the name durable. `private`: it is not part of a checkpoint, and has the mode of TTP's own files."""
+    the caller makes the name durable. `private`: it is not part of a checkpoint, and has the mode of TTP's own files. `like`: it
+    has the mode of that file, and its owner and group where this user may give it away."""
     neighbour = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     descriptor = files.opener(str(neighbour), flags) if private else os.open(neighbour, flags, 0o666)
@@ -116,6 +118,8 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
             view = memoryview(content)
             while view:
                 view = view[os.write(descriptor, view) :]
+            if like is not None:
+                _make_alike(descriptor, like)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -124,6 +128,14 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
         with contextlib.suppress(OSError):
             os.unlink(neighbour)
         raise
+
+
+def _make_alike(descriptor: int, like: os.stat_result) -> None:
+    os.fchmod(descriptor, stat.S_IMODE(like.st_mode))
+    for owner in (like.st_uid, -1):
+        with contextlib.suppress(OSError):  # a container may not know them
+            os.fchown(descriptor, owner, like.st_gid)
+            break
 
 
 def open_regular(path: Path) -> io.FileIO:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,19 +127,22 @@ def check_json_value(value: object, path: str) -> None:
     _encode(value, path, 3)
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> bytes:
-    """Write it durably into `directory` (its name becomes durable with the directory's fsync); return the file's content."""
+def write_manifest(directory: Path, manifest: Manifest, like: os.stat_result | None = None) -> bytes:
+    """Write it durably into `directory` (its name becomes durable with the directory's fsync); return the file's content. `like`: as
+    `write_durably` takes it."""
     content = to_bytes(manifest)
-    write_durably(directory / MANIFEST_NAME, content)
+    write_durably(directory / MANIFEST_NAME, content, like=like)
     return content
 
 
-def sign_manifest(directory: Path, manifest: Manifest, content: bytes, key: SignKey) -> None:
-    """Sign what `write_manifest` has written, as durably. Raises CheckpointError where a file has no SHA-256; OSError."""
+def sign_manifest(
+    directory: Path, manifest: Manifest, content: bytes, key: SignKey, like: os.stat_result | None = None
+) -> None:
+    """Sign what `write_manifest` has written, as durably; `like` as there. Raises CheckpointError where a file has no SHA-256; OSError."""
     for file in manifest.files:
         if not checksum.digest_of(file):
             raise CheckpointError(f"{file.name} has no SHA-256: rank {file.rank} wrote it without TTP_SIGN_KEY")
-    key.write_signature(directory, content)
+    key.write_signature(directory, content, like)
 
 
 def read_manifest(directory: Path, key: VerifyKey | None = None) -> Manifest:

@@ -8,6 +8,7 @@ manifest must hold, the manifest decides.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,9 @@ class SignKey:
     path: str
     _key: Ed25519PrivateKey
 
-    def write_signature(self, directory: Path, manifest: bytes) -> None:
+    def write_signature(self, directory: Path, manifest: bytes, like: os.stat_result | None = None) -> None:
         """Sign a manifest's content, durably (the name becomes durable with the directory's fsync). Raises OSError."""
-        write_durably(directory / SIGNATURE_NAME, self._key.sign(manifest))
+        write_durably(directory / SIGNATURE_NAME, self._key.sign(manifest), like=like)
 
 
 @dataclass(frozen=True, slots=True)
