@@ -70,8 +70,14 @@ def find(named: str) -> Job:
         )
     places = [folder / place for place in PLACES]
     for place in places:
-        if (place / REPORT_NAME).exists() or any(journals(place)):
-            return Job(place)
+        try:
+            if (place / REPORT_NAME).exists() or any(journals(place)):
+                return Job(place)
+        except OSError as error:
+            raise ConfigError(
+                f"invalid job: got {checked.shown(named)}, where {place} cannot be read ({error.strerror}), expected a job whose files this user may"
+                " read. Ask as the job's user, or start the job with TTP_FILE_MODE=0640 for its group"
+            ) from None
     looked = ", ".join(str(place) for place in places)
     raise ConfigError(
         f"no job found: got {checked.shown(named)}, expected a folder with journal_0.jsonl or {REPORT_NAME} in it (looked into {looked}). Name the job's"

@@ -122,7 +122,7 @@ def read(log_dir: Path) -> History:
             state = state_of([*own, *([marks] if marks.exists() else [])])
             found = _attempts.get((log_dir, number), state, partial(_attempt, log_dir, number))
         except _UNREADABLE as error:
-            text = f"the journal of attempt {number} in {log_dir} is broken ({_briefly(error)}): it is passed over"
+            text = f"the journal of attempt {number} in {log_dir} {_fault_of(error)}: it is passed over"
             notes.append(text)
             continue
         attempts += [found] if found is not None else []
@@ -130,8 +130,14 @@ def read(log_dir: Path) -> History:
     try:
         return _shown(_together(log_dir, attempts, read_report(path), notes))
     except _UNREADABLE as error:
-        text = f"{path} is broken ({_briefly(error)}): it is passed over, and the journals beside it are read alone. Move the file away"
+        advice = "" if isinstance(error, OSError) else ". Move the file away"
+        text = f"{path} {_fault_of(error)}: it is passed over, and the journals beside it are read alone{advice}"
         return _together(log_dir, attempts, [], [*notes, text])
+
+
+def _fault_of(error: Exception) -> str:
+    """Say what a file is: one that this user may not read is not broken."""
+    return f"{'cannot be read' if isinstance(error, OSError) else 'is broken'} ({_briefly(error)})"
 
 
 def _shown(history: History) -> History:

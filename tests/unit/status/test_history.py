@@ -242,6 +242,15 @@ def test_a_broken_report_costs_a_note_of_one_line(tmp_path: Path, content: bytes
     assert [each.step for each in known.faults] == [40]
 
 
+def test_files_that_cannot_be_read_are_not_called_broken(tmp_path: Path) -> None:
+    """Nor is it advised to move them away."""
+    for name in ("story.jsonl", "journal_0.jsonl"):
+        (tmp_path / name).mkdir()
+    journal, report = history.read(tmp_path).notes
+    for note in (journal, report):
+        assert "cannot be read (NotRegular" in note and "broken" not in note and "Move" not in note
+
+
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     journal(tmp_path, 0, *comes(0.0))
     path = report(tmp_path, start(0, 1.0))

@@ -76,6 +76,21 @@ def test_where_it_was_looked_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"looked into {tmp_path}, {tmp_path}/log, {tmp_path}/ttp_log" in capsys.readouterr().err
 
 
+def test_a_job_whose_files_this_user_may_not_read_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's: it is not known whether there is a job."""
+
+    def refuse(place: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr("ttp.status.find_job.journals", refuse)
+    assert main.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path} cannot be read (Permission denied), expected a job whose files this user may read" in error
+    assert error.startswith("ttp status: ") and error.count("\n") == 1
+
+
 def test_an_address_that_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
