@@ -23,6 +23,7 @@ import torch
 import yaml
 
 import ttp
+from ttp.checkpoint.format.durable import fsync_directory, fsync_tree
 from ttp.errors import CheckpointError, ConfigError, TTPError
 from ttp.inputs.input_file import read_json
 
@@ -45,12 +46,14 @@ def to_hugging_face(
     source: str, output: Path, dtype: str = "float32", tokenizer: str | None = None, key: str | None = None
 ) -> int:
     """Write the newest valid checkpoint of `source` as a model of transformers, with its tokenizer; return its step. `key`: as
-    `ttp.open_checkpoint` takes it.
+    `ttp.open_checkpoint` takes it. Newer ones that are not valid are named on stderr.
 
     Raises ConfigError for an architecture that they have not, CheckpointError.
     """
     _check_free(output)
     trained = open_trained(source, key)
+    for reason in trained.checkpoint.skipped:
+        print(f"skipped: {reason}", file=sys.stderr)
     named = tokenizer or trained.tokenizer
     end = None if named is None else open_tokenizer(named).end_of_text
     config = to_hf_config(trained.config, dtype, end)
@@ -185,12 +188,14 @@ def _safetensors() -> Any:
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `output` when the block ends well."""
+    """Give a folder to write into, which becomes `output`, durable, when the block ends well."""
     unfinished = unfinished_beside(output)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        fsync_tree(unfinished)
         os.replace(unfinished, output)
+        fsync_directory(output.absolute().parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -179,6 +179,32 @@ def test_a_full_disk_leaves_nothing(job: Job, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
+def test_an_export_is_on_disk_before_it_has_its_name(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Each file and its folder, then the name."""
+    save_model(job, tmp_path / "c")
+    acts: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        acts.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def named(source: Path, target: Path) -> None:
+        acts.append("named")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    assert export(tmp_path / "c", tmp_path / "w", "--to", to)[0] == 0
+    before, after = acts[: acts.index("named")], acts[acts.index("named") + 1 :]
+    written = os.listdir(tmp_path / "w") if to == "hf" else []
+    assert set(before) > set(written) and any(name.lstrip(".").startswith("w") for name in set(before) - set(written))
+    assert after == [tmp_path.name]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
 def test_a_write_that_the_kernel_refuses_is_exit_status_3(job: Job, tmp_path: Path, to: str) -> None:
     """The libraries raise errors of their own there; here a file may have 100 bytes."""
     save_model(job, tmp_path / "c")
@@ -205,14 +231,15 @@ def test_ctrl_c_leaves_nothing_and_is_130(job: Job, tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize("to", ["torch", "hf"])
 def test_a_broken_newer_checkpoint_is_skipped_aloud(
-    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
     """The older valid one is exported, stderr says why."""
-    job.save(tmp_path / "c", 41)
-    torn = job.later().save(tmp_path / "c", 42)
+    save_model(job, tmp_path / "c")
+    torn = job.later().save(tmp_path / "c", 43)
     (torn / "__1_0_0.distcp").unlink()
-    assert "step 41" in export(tmp_path / "c", tmp_path / "w", "--to", "torch")[1]
+    assert "step 42" in export(tmp_path / "c", tmp_path / "w", "--to", to)[1]
     assert "skipped: " in (said := capsys.readouterr().err) and "__1_0_0.distcp is missing" in said
 
 

@@ -26,7 +26,7 @@ from ttp.checkpoint.cli.output import Answer, Status, UsageError
 from ttp.checkpoint.cli.verify import key_given, open_given
 from ttp.checkpoint.find import all_at
 from ttp.checkpoint.format import dcp
-from ttp.checkpoint.format.durable import fsync_directory, written_by_library
+from ttp.checkpoint.format.durable import fsync_directory, fsync_file, written_by_library
 from ttp.checkpoint.format.keys import model_key, nested_path
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError
@@ -151,11 +151,7 @@ def _appearing(output: Path) -> Iterator[Path]:
     unfinished = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
     try:
         yield unfinished
-        descriptor = os.open(unfinished, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync_file(unfinished)
         os.replace(unfinished, output)
         fsync_directory(output.absolute().parent)
     finally:
