@@ -6,6 +6,8 @@ import io
 import json
 import os
 import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +243,41 @@ def test_a_broken_newer_checkpoint_is_skipped_aloud(
     (torn / "__1_0_0.distcp").unlink()
     assert "step 42" in export(tmp_path / "c", tmp_path / "w", "--to", to)[1]
     assert "skipped: " in (said := capsys.readouterr().err) and "__1_0_0.distcp is missing" in said
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_sigterm_and_sighup_leave_nothing_either(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
+    """A second one does not cut the removal short. One that is ignored (nohup) ends nothing, and what was before is so again."""
+    job.save(tmp_path / "c", 42)
+    unlink, before = Path.unlink, signal.getsignal(number)
+
+    def interrupt(content: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), number)
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        os.kill(os.getpid(), number)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr("ttp.checkpoint.cli.export.torch.save", interrupt)
+    monkeypatch.setattr(Path, "unlink", slow)
+    try:
+        signal.signal(number, signal.SIG_DFL)
+        assert export(tmp_path / "c", tmp_path / "w", "--to", "torch")[0] == status
+        assert os.listdir(tmp_path) == ["c"] and signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        assert export(tmp_path / "c", tmp_path / "w", "--to", "torch")[0] == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_command_on_another_thread_takes_no_signals(job: Job, tmp_path: Path) -> None:
+    job.save(tmp_path / "c", 42)
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(export, tmp_path / "c", tmp_path / "w", "--to", "torch").result()[0] == 0
 
 
 def test_nested_makes_lists_of_numbers() -> None:

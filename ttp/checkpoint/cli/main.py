@@ -7,9 +7,12 @@ is imported when it is asked for. The older order `PATH {list,inspect,verify}` i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,6 +36,8 @@ COMMANDS = {
 }
 """The module of this room whose `run` it is, and what `--help` and docs/commands.md say."""
 _INTERRUPTED = 130
+_SIGNALLED = 128
+"""Added to a signal's number, as a shell says it."""
 
 FORMATS = ("safetensors", "torch", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,23 +59,50 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     run: Callable[[argparse.Namespace, Console], Answer] = importlib.import_module(f"{__package__}.{module}").run
     progress = open_console(sys.stderr)  # the answer alone is on stdout
     try:
-        if any(map(is_url, _named(given))):
-            from ttp.checkpoint.cli.urls import run_on_urls  # fsspec takes a while
+        with _ended_as_by_ctrl_c():
+            if any(map(is_url, _named(given))):
+                from ttp.checkpoint.cli.urls import run_on_urls  # fsspec takes a while
 
-            answer = run_on_urls(run, given, progress)
-        else:
-            _check_folders(given)
-            answer = run(given, progress)
+                answer = run_on_urls(run, given, progress)
+            else:
+                _check_folders(given)
+                answer = run(given, progress)
     except UsageError as error:
         answer = _refusal(given.command, Status.USAGE, str(error))
     except TTPError as error:
         answer = _refusal(given.command, Status.FAILED, str(error))
     except OSError as error:
         answer = _refusal(given.command, Status.FAILED, system_error_text(error))
+    except _Ended as ended:
+        return _SIGNALLED + ended.number
     except KeyboardInterrupt:
         return _INTERRUPTED  # what a shell says of Ctrl-C; no command leaves anything half done that looks whole
     print_answer(answer, console, as_json=given.json)
     return int(answer.status)
+
+
+class _Ended(KeyboardInterrupt):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextlib.contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP end a command as Ctrl-C does: it removes what it has not finished. One that is ignored (nohup) stays so."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # the removal takes a while
+        raise _Ended(number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    signals = [one for one in (signal.SIGTERM, signal.SIGHUP) if in_main and signal.getsignal(one) is signal.SIG_DFL]
+    for one in signals:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in signals:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _check_folders(given: argparse.Namespace) -> None:
