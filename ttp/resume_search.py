@@ -106,8 +106,8 @@ class ResumeSearch:
             write_notes(self._directories.used, self._holder.passed_over)
         if self._mirror is not None and (others := self._holder.passed_over):
             self._mirror.tell_agent(others)
-        self._directories.begin_launch(found.manifest.step if found is not None else 0)
         if found is not None:
+            self._directories.begin_launch(found.manifest.step)
             return found, reasons
         if choice not in ("auto", "never"):
             raise CorruptCheckpoint(
@@ -125,6 +125,7 @@ class ResumeSearch:
                 "no valid checkpoint found in %s; restarting from step 1 (previous progress is lost)",
                 ", ".join(self._directories.named),
             )
+        self._directories.begin_launch(0)
         return None, reasons
 
     def _log(self, text: str, level: int = logging.INFO) -> None:

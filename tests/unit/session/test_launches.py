@@ -6,9 +6,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.unit.session.test_session import do_steps, new_run
 from ttp.checkpoint.format.manifest import read_manifest
 from ttp.config import Settings
+from ttp.errors import CorruptCheckpoint
 from ttp.exchange import launch_file
 from ttp.exchange.launch_file import Launch
 
@@ -47,6 +50,9 @@ def test_a_restart_of_a_launch_goes_on_from_its_own_steps(tmp_path: Path) -> Non
     step, another = begin(attempts[2])
     assert step == 9 and another is not None and another.name != launch.name, "a launch may begin from any"
     model, optimizer, session = new_run(tmp_path / "empty", replace(own, attempt_dir=str(attempts[3])))
+    with pytest.raises(CorruptCheckpoint, match="is not a valid checkpoint"):
+        session.resume(str(tmp_path / "empty" / "iter_0000007"))
+    assert launch_file.read(attempts[3]) is None, "it has begun from nothing yet"
     assert session.resume() is None
     session.close()
     fresh = launch_file.read(attempts[3])
