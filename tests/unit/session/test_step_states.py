@@ -111,7 +111,7 @@ def test_a_trainer_that_gives_states_gives_one_for_every_step(trainer: Trainer) 
     """Its next update is refused before anything has changed, so that a fault costs none of the steps before."""
     trainer.session.set_step_state(1, {"samples": 8})
     trainer.update()
-    before = trainer.model.weight.detach().clone()  # type: ignore[operator, union-attr]
+    before = trainer.model.weight.detach().clone()  # type: ignore[operator]
     with pytest.raises(
         ConfigError, match=r"step 2: no host state is kept \(kept: steps 1\); call session.set_step_state"
     ):
