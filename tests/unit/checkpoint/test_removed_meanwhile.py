@@ -85,7 +85,7 @@ def test_the_others_of_a_folder_are_the_answer(job: Job, tmp_path: Path, at_step
     assert status == 3 and "iter_0000010 was removed while it was checked. Start the command again" in text
 
 
-def test_a_signature_that_finds_no_folder_any_more_is_no_damage(
+def test_a_checkpoint_that_goes_before_it_is_signed_is_not_called_broken(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_keys(tmp_path)

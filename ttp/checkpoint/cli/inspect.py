@@ -23,7 +23,7 @@ from ttp.checkpoint.format.file_index import TensorEntry, read_contents
 from ttp.checkpoint.format.manifest import Manifest, file_fields, read_manifest
 from ttp.checkpoint.format.signature import SIGNATURE_NAME
 from ttp.errors import CheckpointError, CorruptCheckpoint
-from ttp.proto.messages import Cause, CommitRecord, ShareResult
+from ttp.proto.messages import Cause, CommitRecord, FileEntry, ShareResult
 from ttp.text.wording import ranks_text, size_text
 
 
@@ -179,11 +179,16 @@ def _writers(found: Manifest, written: _Written) -> Table:
     """A row a rank; a rank that wrote torch's metadata and the plain values published."""
     table = Table(Column("rank", justify="right"), "node", Column("files", justify="right"), Column("size", justify="right"),
                   Column("tensors", justify="right"), Column("elements", justify="right"), "wrote")  # fmt: skip
-    boxes = [(rank, key, entry) for key, entries in written.boxes.items() for rank, entry in entries]
-    for rank in sorted({file.rank for file in found.files}):
-        files = [file for file in found.files if file.rank == rank]
-        keys = {key for writer, key, _ in boxes if writer == rank}
-        elements = sum(math.prod(entry.sizes) for writer, _, entry in boxes if writer == rank)
+    files_of: dict[int, list[FileEntry]] = {}
+    for file in found.files:
+        files_of.setdefault(file.rank, []).append(file)
+    boxes_of: dict[int, list[tuple[str, int]]] = {}
+    for key, entries in written.boxes.items():
+        for writer, entry in entries:
+            boxes_of.setdefault(writer, []).append((key, math.prod(entry.sizes)))
+    for rank, files in sorted(files_of.items()):
+        boxes = boxes_of.get(rank, [])
+        keys, elements = {key for key, _ in boxes}, sum(count for _, count in boxes)
         heads = {key.partition(".")[0] for key in keys}
         parts = [name for head, name in (("model", "weights"), ("optim", "optimizer state")) if head in heads]
         parts += ["others"] if heads - {"model", "optim"} else []
