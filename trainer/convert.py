@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import os
 import shutil
 import signal
 import sys
@@ -23,7 +22,7 @@ import torch
 import yaml
 
 import ttp
-from ttp.checkpoint.format.durable import fsync_directory, fsync_tree
+from ttp import files
 from ttp.errors import CheckpointError, ConfigError, TTPError
 from ttp.inputs.input_file import read_json
 
@@ -193,9 +192,7 @@ def _appearing(output: Path) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        fsync_tree(unfinished)
-        os.replace(unfinished, output)
-        fsync_directory(output.absolute().parent)
+        files.name_durably(unfinished, output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -65,6 +65,15 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
+def name_durably(unfinished: Path, path: Path) -> None:
+    """Give a file or folder that is finished its name: a power cut leaves all of it there, or nothing. Raises OSError."""
+    inside = [Path(folder, name) for folder, folders, names in os.walk(unfinished) for name in (*folders, *names)]
+    for each in (*inside, unfinished):
+        _fsync(each)
+    os.replace(unfinished, path)
+    _fsync(path.absolute().parent)
+
+
 def make_temporary(prefix: str) -> Path:
     """Make a folder for temporary files that this user alone can enter, whatever TTP_FILE_MODE says. Raises OSError."""
     path = Path(tempfile.mkdtemp(prefix=prefix))
@@ -83,6 +92,14 @@ def _mode() -> int:
         return file_mode()
     except ConfigError:  # an attempt refuses it when it begins; until then this is the safe one
         return FILE_MODE
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _set_mode(new: int | Path, mode: int) -> None:

@@ -23,6 +23,7 @@ from tests.simulation.disk import OLDER_STEP, Disk
 from tests.simulation.piece_work import PieceWorker
 from tests.simulation.pieces import OwnDisks, is_published
 from tests.simulation.work import Worker
+from tests.unit.checkpoint.cluster import FIRST_LAUNCH
 from ttp.checkpoint import publish as publish_module
 from ttp.checkpoint.format.durable import advance_tracker, read_tracker
 from ttp.checkpoint.format.manifest import read_manifest
@@ -289,7 +290,7 @@ class Real:
         }  # fmt: skip
         publication: _Shared | _Part
         if self.own:
-            publication = _Part(self.path(rank), order.tmp_name, **fields, hosts=HOSTS, start=1)
+            publication = _Part(self.path(rank), order.tmp_name, **fields, hosts=HOSTS, start=1, launch=FIRST_LAUNCH)
         else:
             publication = _Shared(self.path(rank), order.tmp_name, **fields)
 

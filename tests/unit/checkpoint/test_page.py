@@ -52,7 +52,7 @@ def test_the_folder_of_a_protected_trainer_is_as_shown(tmp_path: Path) -> None:
         ttp.ttp_to_persist(train)()
     guard.close()
     tree, outputs = shown(), [re.compile(r"(journal|standby)[\d_]+\.log"), re.compile(r"standby_[\d_]+\.jsonl\.inputs")]
-    assert [len(tree[folder]) for folder in ("", "iter", "ttp_log")] == [11, 6, 7]
+    assert [len(tree[folder]) for folder in ("", "iter", "ttp_log")] == [12, 6, 7]
     assert unknown([path.name for path in tmp_path.iterdir()], tree[""]) == []
     checkpoints = sorted(tmp_path.glob("iter_*"))
     assert [path.name for path in checkpoints] == ["iter_0000002", "iter_0000003"]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.checkpoint.cluster import FIRST_LAUNCH
 from tests.unit.checkpoint.conftest import Job, make_job
 from ttp.checkpoint import prune, staging, write
 from ttp.checkpoint.format.durable import TRACKER_NAME, inodes_in
@@ -79,7 +80,7 @@ def publishes(folder: Path, name: str, results: Sequence[ShareResult] = MISSING)
 def publishes_a_piece(folder: Path, name: str, results: Sequence[ShareResult] = MISSING) -> None:
     publish_part(
         folder, name, step=42, results=results, hosts=("a",), cause=CAUSE, record=None, state=STATE, layout={}, blobs={},
-        rank=0, start=1, term=1,
+        rank=0, start=1, launch=FIRST_LAUNCH, term=1,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ttp.chaos import cli, demo, kills
+from ttp.chaos.folder import MARK
 from ttp.checkpoint.cli.main import parser as ckpt_parser
 from ttp.controller.__main__ import parse as controller_parse
 from ttp.inputs.options import above_zero, whole
@@ -100,5 +101,9 @@ def test_a_folder_with_other_things_is_not_emptied(
     (tmp_path / "thesis.tex").write_text("mine")
     (tmp_path / "killed").mkdir()
     assert tool.main(["--output", str(tmp_path), "--ranks", "2"]) == 2
-    assert "it holds 'thesis.tex'" in capsys.readouterr().out.replace("\n", " ")
+    assert "which holds 'killed' and no .ttp_chaos" in capsys.readouterr().out.replace("\n", " ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "thesis.tex"]
+    (tmp_path / MARK).touch()
+    assert tool.main(["--output", str(tmp_path), "--ranks", "2"]) == 2
+    assert "it holds 'thesis.tex'" in capsys.readouterr().out.replace("\n", " ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, "killed", "thesis.tex"]

@@ -22,11 +22,12 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from ttp import files
 from ttp.checkpoint.cli.output import Answer, Status, UsageError
 from ttp.checkpoint.cli.verify import key_given, open_given
 from ttp.checkpoint.find import all_at
 from ttp.checkpoint.format import dcp
-from ttp.checkpoint.format.durable import fsync_directory, fsync_file, written_by_library
+from ttp.checkpoint.format.durable import written_by_library
 from ttp.checkpoint.format.keys import model_key, nested_path
 from ttp.checkpoint.reader import Reader
 from ttp.errors import CheckpointError
@@ -151,8 +152,6 @@ def _appearing(output: Path) -> Iterator[Path]:
     unfinished = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
     try:
         yield unfinished
-        fsync_file(unfinished)
-        os.replace(unfinished, output)
-        fsync_directory(output.absolute().parent)
+        files.name_durably(unfinished, output)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -88,23 +88,6 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_file(path: Path) -> None:
-    """Make durable what a library has written."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_tree(root: Path) -> None:
-    """Make durable all that is in a directory."""
-    for folder, _, names in os.walk(root):
-        for name in names:
-            fsync_file(Path(folder, name))
-        fsync_directory(Path(folder))
-
-
 @contextlib.contextmanager
 def written_by_library(path: Path) -> Iterator[None]:
     """Within the block a library writes `path`. What it raises in a form of its own becomes CheckpointError.
