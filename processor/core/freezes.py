@@ -23,6 +23,10 @@ def freeze(state: ProcessorState, message: Freeze, now: float, out: list[Effect]
         out.append(Log(f"freeze {message.freeze_id}: {message.cause.kind.value}: {message.cause.text}"))
         if message.cause.kind is CauseKind.HUNG:
             out.append(SaveStacks(message.cause.text))
+    if state.regrouping is not None and message.freeze_id > state.freeze_id:
+        out.append(
+            SaveStacks(f"the regroup of freeze {state.regrouping.freeze_id} was given up before this rank had done it")
+        )
     freeze_id, orders = message.freeze_id, state.orders if state.freeze_id == message.freeze_id else ()
     out.append(CloseGate(freeze_id))
     return replace(

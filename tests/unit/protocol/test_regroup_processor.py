@@ -21,6 +21,7 @@ from ttp.processor.core.events import (
     RegroupDone,
     RegroupTraining,
     RollForwardDone,
+    SaveStacks,
     TrainReturned,
     WorkFailed,
     WriteDone,
@@ -103,6 +104,20 @@ def test_an_order_is_carried_out_once_and_answered_as_often_as_it_is_said() -> N
     assert rank.said(Regrouped) == [Regrouped(1, 1)]
     rank.receive(order())
     assert rank.said(Regrouped) == [Regrouped(1, 1)] and not only(rank.effects, RegroupTraining)
+
+
+def test_a_rank_that_has_not_regrouped_by_the_next_freeze_saves_its_stacks() -> None:
+    """It may stand in a collective that does not end: they say where. The same freeze, asked again, says nothing new."""
+    rank = regrouping()
+    assert not only(rank.receive(Freeze(1, CAUSE)), SaveStacks)
+    assert rank.receive(Freeze(2, CAUSE))[-2:] == (
+        SaveStacks("the regroup of freeze 1 was given up before this rank had done it"),
+        CloseGate(2),
+    )
+    assert not only(rank.receive(Freeze(2, CAUSE)), SaveStacks)
+    done = regrouping()
+    done.take(RegroupDone(order()))
+    assert not only(done.receive(Freeze(2, CAUSE)), SaveStacks)
 
 
 def test_an_order_of_another_freeze_is_not_obeyed() -> None:
