@@ -155,6 +155,8 @@ class Ended:
             [line.split() for line in (out / f"losses-{rank}").read_text().splitlines()] for rank in range(ranks)
         ]
         self.journals = "".join(path.read_text() for path in (out / "checkpoints" / "ttp_log").glob("journal_*.jsonl"))
+        self.stacks = "".join(path.read_text() for path in (out / "checkpoints" / "ttp_log").glob("rank_*/stacks.log"))
+        """Of ranks that had not regrouped as a recovery in place was given up."""
         self.board = written(out / "board") if "board" in options else Counter[tuple[str, int]]()
         """How often each point of TensorBoard was written."""
         self.checkpoints = sorted(path.name for path in (out / "checkpoints").glob("iter_*"))
@@ -199,7 +201,7 @@ def assert_equal(job: Ended, whole: Ended, ranks: int) -> None:
 
 
 def assert_in_place(job: Ended, victims: tuple[int, ...], ranks: int, times: int = 1) -> None:
-    assert len(re.findall("training continues after step", job.text)) == times, job.text[-4000:]
+    assert len(re.findall("training continues after step", job.text)) == times, job.text[-4000:] + job.stacks
     assert job.attempts == {"0"} and "restarting" not in job.text
     for rank in range(ranks):
         assert job.pids(rank) == 1 + victims.count(rank), f"processes of rank {rank}"
@@ -211,6 +213,17 @@ def test_a_killed_rank_of_ddp_is_replaced(ended: Job) -> None:
     assert_in_place(job, (0,), 2)
     assert_equal(job, ended(2, "accumulate,save"), 2)
     assert job.checkpoints == ended(2, "accumulate,save").checkpoints
+
+
+@pytest.mark.long
+def test_a_survivor_that_does_not_come_out_of_its_step_costs_a_restart_and_says_where_it_stands(ended: Job) -> None:
+    """One thread does not return to Python, as in a collective that no closed connection ends; the others wait for that rank in the new groups."""
+    job = ended(3, "", "kill:rank=1,step=9,point=backward;hang:rank=2,step=9,point=backward")
+    assert job.attempts == {"1"} and "had not regrouped after 30 s" in job.journals and "lost    0 steps" in job.text
+    given_up = "the regroup of freeze 1 was given up before this rank had done it"
+    assert job.stacks.count(given_up) == 3 and "in make_again" in job.stacks and "faults/inject.py" in job.stacks, (
+        job.stacks
+    )
 
 
 @pytest.mark.long
