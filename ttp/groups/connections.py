@@ -13,6 +13,12 @@ import socket
 import termios
 from array import array
 from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ttp.groups.device_backends import all_groups
 
 _DESCRIPTORS = "/proc/self/fd"
 _SOCKET = "socket:["
@@ -22,6 +28,7 @@ _GLOO_RUNS = "pt_gloo_runloo"
 """What the kernel keeps of the name of a thread that carries operations out: 15 characters."""
 _GLOO_LOOP = "gloo_tcp_loop"
 """The name of a thread that reads and writes all connections of a group."""
+_A_MOMENT = timedelta(milliseconds=1)
 _TURN_TICKS = 3
 """CPU time of a loop, in ticks of 10 ms, within which it looks at each of its connections many times."""
 
@@ -71,6 +78,17 @@ class Connections:
             return False
         turned = {task for task, (_, ticks) in loops.items() if ticks - since.get(task, ticks) >= _TURN_TICKS}
         return bool(turned) and all(task in turned or not running for task, (running, _) in loops.items())
+
+
+def end_waits() -> None:
+    """End what waits for a message over a connection that gloo reads no more: the memory of another message on it was given back, so that gloo never
+    learns that it was shut down (pair.cc: prepareRead). A receive that does not come in time closes every connection of its group (unbound_buffer.cc:
+    waitRecv), and what waits there raises."""
+    for group in all_groups():
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError, ValueError):  # a connection that is closed; a group of devices
+                    dist.irecv(torch.zeros(1), group=group, group_src=peer).wait(_A_MOMENT)
 
 
 def computing() -> bool:

@@ -24,13 +24,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ttp.errors import ConfigError
-from ttp.groups.connections import Connections, computing
+from ttp.groups.connections import Connections, computing, end_waits
 from ttp.groups.device_backends import abort_all, await_kernels
 
 Successor = Callable[[Any], Any]
 """Of a process group that was closed: the one in its place. Of None, a group of now, and one without this rank: the same."""
 
 c10d: Any = distributed_c10d
+OPEN_S = 1.0
+"""A connection that is open so long after it was shut down may be one from which gloo reads no more."""
 CLOSED_S = 2.0
 """Connections that are open for longer after they were shut down, and may still bring something: their groups cannot be made again."""
 _LOOK_S = 0.001
@@ -84,6 +86,8 @@ class ProcessGroups:
         self._connections = Connections()
         self._closed: list[Any] = []
         """The groups that were closed last."""
+        self._end_waits_s = 0.0
+        """From when on operations that wait on connections that are open still are ended in another way."""
         self._left = self._left_before = False
         """The groups of now, those that were closed last: they were left in the middle of their operations."""
 
@@ -111,7 +115,10 @@ class ProcessGroups:
         first, self._left = not self._left, True
         count = self._connections.shut_down()
         if first:
+            self._end_waits_s = time.monotonic() + OPEN_S
             abort_all()
+        elif count and time.monotonic() > self._end_waits_s:
+            end_waits()
         return count
 
     def close(self) -> None:
