@@ -88,7 +88,9 @@ def end_waits() -> None:
         for peer in range(group.size()):
             if peer != group.rank():
                 with contextlib.suppress(RuntimeError, ValueError):  # a connection that is closed; a group of devices
-                    dist.irecv(torch.zeros(1), group=group, group_src=peer).wait(_A_MOMENT)
+                    work = dist.irecv(torch.zeros(1), group=group, group_src=peer)
+                    assert work is not None  # this rank is a member
+                    work.wait(_A_MOMENT)
 
 
 def computing() -> bool:

@@ -7,6 +7,7 @@ import os
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def main(rank: int, port: int, folder: str) -> None:
             os._exit(0)
         if rank == 0:
             store.wait(["waits"])
-            dist.isend(torch.ones(1000), 2, tag=7)  # type: ignore[union-attr]
+            dist.isend(torch.ones(1000), 2, tag=7)
             store.set("sent", "")
         else:
             _come_out(store)
@@ -39,7 +40,7 @@ def main(rank: int, port: int, folder: str) -> None:
     os._exit(0)
 
 
-def _come_out(store: dist.Store) -> None:
+def _come_out(store: Any) -> None:
     raised: list[str] = []
     work = dist.all_reduce(torch.ones(90_000), async_op=True)
 
