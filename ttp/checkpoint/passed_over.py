@@ -20,7 +20,7 @@ from ttp.inputs.input_file import read_json
 log = logging.getLogger("ttp")
 
 NOTE_NAME = ".ttp_passed_over.json"
-MEANING = "another run's, or refused when the job resumed: moved or removed by hand"
+MEANING = "another run's, or refused when the job resumed: move or remove it by hand"
 """Why prune neither removes nor counts one."""
 
 

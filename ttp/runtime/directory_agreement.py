@@ -152,7 +152,11 @@ class JobDirectories:
         try:
             launch_file.write(Path(self._settings.attempt_dir), Launch(self.store.launch, after))
         except OSError as error:
-            log.warning("%sa restart may not know which checkpoints are this launch's: %s", self.node, error)
+            log.warning(
+                "%sa restart may not know which checkpoints are this launch's: %s. Free space there, or set TMPDIR",
+                self.node,
+                error,
+            )
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         refusal = ""

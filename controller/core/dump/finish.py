@@ -56,7 +56,7 @@ def refuse(state: ControllerState, refusal: Refusal, now: float, out: list[Effec
     out.append(Journal("refused", {**fields, "goes_on_from": newest}))
     after = f"the job goes on from {newest}" if newest else "no rank has reported an older checkpoint"
     if outcome.kept_step is None:
-        after = "the job goes on from the trainer's newest checkpoint"
+        after = "the job goes on from the trainer's newest checkpoint, if it has one"
     return leave(state, f"no dying-gasp checkpoint: {refusal.reason}; {after}", now, out, outcome)
 
 

@@ -161,7 +161,7 @@ def test_what_the_job_has_passed_over_neither_counts_nor_goes(disks: Shared) -> 
         disks.save(step)
     status, text = disks.prune("--keep", "1", "--yes")
     assert (status, disks.steps()) == (0, [5, 20, 80, 90])
-    assert text.count("another run's, or refused when the job resumed: moved or removed by hand") == 3 * len(
+    assert text.count("another run's, or refused when the job resumed: move or remove it by hand") == 3 * len(
         disks.folders
     )
     for folder in disks.folders:
