@@ -21,5 +21,8 @@ def high(descriptor: int) -> int:
 
 
 def high_socket(channel: socket.socket) -> socket.socket:
-    """Return the same socket behind a high number; the one given is used up."""
-    return socket.socket(fileno=high(channel.detach()))
+    """Return the same socket behind a high number, with the same timeout; the one given is used up."""
+    timeout_s = channel.gettimeout()
+    moved = socket.socket(fileno=high(channel.detach()))
+    moved.settimeout(timeout_s)
+    return moved

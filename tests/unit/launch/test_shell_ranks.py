@@ -78,9 +78,10 @@ class Shells:
         )
         self.thread = threading.current_thread()
         until(
-            lambda: self.attempt.processes == dict(enumerate(self.ranks)) and self.attempt.has_controller,
-            "the ranks' processes and a controller",
+            lambda: len(self.attempt._watch._followed) == len(self.ranks) and self.attempt.has_controller,
+            "the ranks' processes to be watched, and a controller",
         )
+        assert self.attempt.processes == dict(enumerate(self.ranks))
 
     def line(self, rank: int) -> str:
         stdout = self.workers[rank].stdout
@@ -164,7 +165,7 @@ def test_a_notice_goes_to_the_ranks_and_their_shells_tell_how_they_left(
     assert shells.attempt.outcome() == "ranks 0-1: exited on a preemption notice (exit code 76)"
     assert [death.pid for _, death in sorted(shells.attempt.deaths().items())] == shells.ranks
     assert swept == [[]]
-    said = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when)]
+    said = [record.getMessage() for record in caplog.get_records("setup")]
     assert f"rank 1 is process {shells.ranks[1]}, started by its worker (pid {shells.workers[1].pid})" in said
 
 
