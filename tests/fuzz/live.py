@@ -88,7 +88,9 @@ class LiveController:
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = asyncio.get_running_loop().time() + LONG_S
         while not condition():
-            assert asyncio.get_running_loop().time() < deadline, f"waited in vain: {what}; {self.state.stage}"
+            assert asyncio.get_running_loop().time() < deadline, (
+                f"waited in vain: {what}; {self.state and self.state.stage}"
+            )
             await asyncio.sleep(0.001)
 
     async def status(self) -> pb.JobStatus:
@@ -132,6 +134,7 @@ async def live_controller(settings: ControllerSettings, folder: Path) -> AsyncIt
     ended.append(controller)
     driver.start()
     try:
+        await controller.until(lambda: controller.state is not None, "the first state")
         yield controller
     finally:
         driver.put(StopAsked("the test is over"))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ttp.launch.rendezvous.departures import departures_after, over, publish_departure, publish_over
+from ttp.launch.rendezvous.departures import (
+    departures_after,
+    end,
+    over,
+    publish_departure,
+    publish_over,
+    publish_success,
+)
 
 
 def test_departures_are_read_in_order_from_a_number_on() -> None:
@@ -33,3 +40,18 @@ def test_the_first_reason_why_the_job_is_over_stays() -> None:
     publish_over(store, "j", "a: exit code 2")
     publish_over(store, "j", "b: no node came")
     assert over(store, "j") == "a: exit code 2" and over(store, "k") == ""
+
+
+def test_a_job_that_fails_and_then_succeeds_between_two_reads_has_not_succeeded() -> None:
+    """A job that has failed on a node has not succeeded, whatever a later node publishes."""
+
+    class EndsMeanwhile(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            found = bool(super().check(keys))
+            publish_over(self, "j", "a: exit code 2")
+            publish_success(self, "j", "node-b")
+            return found
+
+    store = EndsMeanwhile()
+    assert end(store, "j") == ("a: exit code 2", False)
+    assert end(store, "j") == ("a: exit code 2", True)

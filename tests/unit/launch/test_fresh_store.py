@@ -63,17 +63,19 @@ class FixedNodes(RendezvousHandler):
 
 
 def join_all(handlers: list[FreshStoreRendezvous]) -> list[RendezvousInfo]:
-    """Let all nodes join at once and return what each got."""
+    """Let all nodes join at once and return what each got. The variable that each sets for its process, and then removes, is one for all here."""
     results: dict[int, RendezvousInfo] = {}
 
     def join(index: int) -> None:
         results[index] = handlers[index].next_rendezvous()
 
     threads = [threading.Thread(target=join, args=(index,)) for index in range(len(handlers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
     return [results[index] for index in range(len(handlers))]
 
 

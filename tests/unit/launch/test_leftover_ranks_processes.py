@@ -55,16 +55,15 @@ def test_a_stopped_rank_lives_as_long_as_the_controller_has_not_sent_the_ranks_a
     patient: RunningAttempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other left with the same exit code because it had lost its controller: the stopped one may be the only holder."""
-    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 0.1)
+    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 1.0)
     patient.line.decided = False
     await_stop(patient.workers[0].pid)
     let_one_leave(patient)
     until(
-        lambda: patient.line.asked >= 6 or not patient.held.is_alive(), "the controller to be asked for several graces"
+        lambda: patient.line.asked >= 10 or not patient.held.is_alive(), "the controller to be asked for several graces"
     )
     assert patient.held.is_alive()
     assert patient.attempt.living() == [0] and "killed" not in caplog.text
-    monkeypatch.setattr(attempt_module, "LEAVE_GRACE_S", 50.0)
     patient.line.decided = True
     patient.held.join(DEADLINE_S)
     assert not patient.held.is_alive() and patient.attempt.living() == []

@@ -115,8 +115,10 @@ def succeeded(store: Store, run_id: str) -> bool:
 
 
 def end(store: Store, run_id: str) -> tuple[str, bool]:
-    """Return why the job is over, empty if no node has published it, and whether it has succeeded on a node."""
-    return over(store, run_id), succeeded(store, run_id)
+    """Return why the job is over, empty if no node has published it, and whether it has succeeded on a node. Success is read first: a failure that was
+    published before it is then there."""
+    success = succeeded(store, run_id)
+    return over(store, run_id), success
 
 
 def publish_wait(store: Store, run_id: str) -> None:

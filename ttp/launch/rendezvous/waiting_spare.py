@@ -258,8 +258,7 @@ def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint, given_up:
     return _View(
         place,
         read_agents(store, run_id),
-        departures.over(store, run_id),
-        departures.succeeded(store, run_id),
+        *departures.end(store, run_id),
         running,
         len(departures.departures_after(store, run_id, 0)),
         tuple(seated(store, run_id, running.start, number) for number in seats) if running is not None else (),
