@@ -2,7 +2,8 @@
 
 A test that passes once and fails once is a defect: of the test, or of what it tests. Owns the choice of places, the busy processes, and
 a state file, with which an interrupted run goes on where it was. Never repeats a failed run: every failure counts. Long tests are not among
-them unless asked for (`--marks long`): a pass of them takes an hour.
+them unless asked for (`--marks long`): a pass of them takes an hour. With `--pauses 0.1` threads and processes pause at a tenth of the lines of ttp
+(`tests/pauses`), which shows in a few runs what is taken for granted of their order; a run's number is its seed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAUSES = ROOT / "tests/pauses"
 TIMES = 10
 BUSY = 2
 WORKERS = 3
@@ -99,7 +102,15 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def run_once(place: str, marks: str, workers: int, output: Path) -> list[str]:
+def pausing(seed: int, share: float) -> dict[str, str]:
+    """Return the environment of processes that pause at this share of the lines of ttp; with 0, this process's."""
+    if not share:
+        return dict(os.environ)
+    path = os.pathsep.join([str(PAUSES), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": path, "PAUSES": f"{seed} {share}"}
+
+
+def run_once(place: str, marks: str, workers: int, output: Path, environment: dict[str, str]) -> list[str]:
     """Run the tests of a place; return which failed. `output` gets what pytest prints, and is kept where one failed."""
     report = output.with_suffix(".xml")
     command = [
@@ -119,7 +130,9 @@ def run_once(place: str, marks: str, workers: int, output: Path) -> list[str]:
         f"--junitxml={report}",
     ]
     with open(output, "wb") as stream:
-        status = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode
+        status = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
+        ).returncode
     failed = []
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
@@ -134,7 +147,14 @@ def run_once(place: str, marks: str, workers: int, output: Path) -> list[str]:
 
 
 def run_all(
-    state: State, places: Sequence[str], times: int, marks: str, workers: int, folder: Path, until_s: float
+    state: State,
+    places: Sequence[str],
+    times: int,
+    marks: str,
+    workers: int,
+    share: float,
+    folder: Path,
+    until_s: float,
 ) -> None:
     """Run what is missing: every place once, then every place a second time, and so on. Begins no run after `until_s`."""
     for number in range(times):
@@ -145,7 +165,7 @@ def run_all(
                 return
             output = folder / f"{place.strip('/').replace('/', '.').removesuffix('.py')}_{number + 1}.txt"
             began_s = time.monotonic()
-            failed = run_once(place, marks, workers, output)
+            failed = run_once(place, marks, workers, output, pausing(number + 1, share))
             state.runs[place] = number + 1
             state.failures += [{"test": test, "run": str(number + 1), "output": str(output)} for test in failed]
             state.save(folder / "state.json")
@@ -173,6 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=TIMES, help="runs of each place (default %(default)s)")
     parser.add_argument("--busy", type=int, default=BUSY, help="busy processes beside them (default %(default)s)")
     parser.add_argument("--workers", type=int, default=WORKERS, help="tests at the same time (default %(default)s)")
+    parser.add_argument(
+        "--pauses", type=float, default=0.0, help="share of the lines of ttp that pause (default: none)"
+    )
     parser.add_argument("--marks", default=MARKS, help="which tests, as pytest -m (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
@@ -182,12 +205,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder: Path = given.folder
     if given.marks != MARKS:  # other tests of the same places
         folder /= re.sub(r"\W+", "_", given.marks) or "all"
+    if not 0 <= given.pauses <= 1:
+        parser.error(f"invalid --pauses: got {given.pauses:g}, expected a share of the lines, 0 to 1")
+    if given.pauses:
+        folder /= f"pauses_{given.pauses:g}"
     folder.mkdir(parents=True, exist_ok=True)
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     state = State.load(folder / "state.json", asked.stdout.strip() or "no commit")
     places = places_of(given.places or PLACES)
     with busy(given.busy):
-        run_all(state, places, given.times, given.marks, given.workers, folder, time.monotonic() + 60 * given.minutes)
+        until_s = time.monotonic() + 60 * given.minutes
+        run_all(state, places, given.times, given.marks, given.workers, given.pauses, folder, until_s)
     print(summary(state, places, given.times))
     return 1 if state.failures else 0
 

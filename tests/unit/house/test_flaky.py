@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import threading
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests import flaky
+from tests.pauses import sitecustomize
 from tests.rooms import ROOT
+from ttp.text.wording import ranks_text
 
 SOMETIMES = """
 from pathlib import Path
@@ -60,6 +63,59 @@ def test_other_marks_are_other_tests(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert flaky.main(arguments) == 0 and "run 1 of 1: passed" in capsys.readouterr().out
     assert flaky.main([*arguments, "--marks", "long"]) == 0 and "run 1 of 1: passed" in capsys.readouterr().out
     assert flaky.main([*arguments, "--marks", "long"]) == 0 and "run 1 of 1" not in capsys.readouterr().out
+
+
+TRACED = """
+import subprocess, sys, threading
+
+def test_threads_and_processes_of_a_test_are_followed_and_the_test_is_not():
+    code = "import sys; print(sys.gettrace())"
+    child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    followed = ["trace_calls" in text for text in (str(sys.gettrace()), str(threading.gettrace()), child)]
+    assert followed == [False, True, True]
+"""
+
+
+def test_threads_and_processes_that_a_test_starts_pause_where_they_are_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of runs with pauses is not that of runs without."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # a process that has it from its start is one that a test has started
+    (tmp_path / "test_traced.py").write_text(TRACED)
+    arguments = [str(tmp_path / "test_traced.py"), "--busy", "0", "--workers", "0", "--times", "1"]
+    arguments += ["--folder", str(tmp_path / "state")]
+    assert flaky.main([*arguments, "--pauses", "0.01"]) == 0
+    assert flaky.main(arguments) == 1 and "run 1 of 1: FAILED" in capsys.readouterr().out
+
+
+def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a share of 1 at every line; the seed chooses, for each test anew."""
+    paused: list[float] = []
+    monkeypatch.setattr(sitecustomize, "sleep", paused.append)
+
+    def in_a_thread(share: float) -> list[float]:
+        before = threading.gettrace()
+        paused.clear()
+        sitecustomize.Pauses("1", share).start(here=False)
+        try:
+            thread = threading.Thread(target=lambda: [ranks_text([0, 1, 5]) for _ in range(2)])
+            thread.start()
+            thread.join()
+        finally:
+            threading.settrace(before)
+        return [each for each in paused if each > 0.0]
+
+    every = in_a_thread(1.0)
+    assert every and every == in_a_thread(1.0) and max(every) <= sitecustomize.LONGEST_S
+    assert in_a_thread(0.0) == []
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
+    assert in_a_thread(1.0) != every
+
+
+def test_a_share_of_the_lines_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flaky.main(["--pauses", "2"])
+    assert "invalid --pauses: got 2, expected a share of the lines, 0 to 1" in capsys.readouterr().err
 
 
 def test_busy_processes_are_gone_afterwards() -> None:
