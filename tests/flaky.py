@@ -2,7 +2,7 @@
 
 A test that passes once and fails once is a defect: of the test, or of what it tests. Owns the choice of places, the busy processes, and
 a state file, with which an interrupted run goes on where it was. Never repeats a failed run: every failure counts. Long tests are not among
-them unless asked for (`--marks long`): a pass of them takes an hour. With `--pauses 0.1` threads and processes pause at a tenth of the lines of ttp
+them unless asked for (`--marks long`): a pass of them takes an hour. With `--pauses 0.03` threads and processes pause at 3 % of the lines of ttp
 (`tests/pauses`), which shows in a few runs what is taken for granted of their order; a run's number is its seed.
 """
 

@@ -1,6 +1,6 @@
 """Lines of ttp that pause, so that what code or a test takes for granted of the order of threads and processes fails in one run of a few, not of a hundred.
 
-Python imports this file at the start of every process whose PYTHONPATH has its folder: `python -m tests.flaky --pauses 0.1` sees to that. Where PAUSES is
+Python imports this file at the start of every process whose PYTHONPATH has its folder: `python -m tests.flaky --pauses 0.03` sees to that. Where PAUSES is
 set (a seed, and a share of the lines), each thread pauses the first time in a test that it comes to one of the chosen lines. Seed, test and rank choose
 them. The thread that runs the tests is the test, and does not pause. Noise in the scheduling, for the same end: Edelstein et al. 2002, IBM Systems Journal
 41 (1), doi 10.1147/sj.411.0111.

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fork_server.conftest import END_S, module, run, serving, state_of, until
-from ttp.fork_server import frames
+from ttp.fork_server import frames, request
 from ttp.fork_server.client import MOST_DEATHS, ForkServer, Listener, Program, not_forkable
 from ttp.fork_server.forked_process import ForkedChild, ForkedOrphan
 from ttp.fork_server.request import NotForked, fork_at
@@ -390,7 +390,8 @@ def test_another_process_has_one_forked_that_is_nobodys_child(tmp_path: Path) ->
         fork_at(path, argv, os.environ, (0, 1, 2))
 
 
-def test_a_stranger_who_says_nothing_does_not_stop_a_server(tmp_path: Path) -> None:
+def test_a_stranger_who_says_nothing_does_not_stop_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "ANSWER_S", END_S)
     with serving(["json"], Listener()) as server, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(server.address)
         argv = [sys.executable, "-P", "-m", "this"]

@@ -26,6 +26,12 @@ def own_logger() -> Iterator[None]:
 
 
 @pytest.fixture
+def agents_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each agent sets this variable while it meets the others, and then restores it: of one process, they would take it from each other."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+@pytest.fixture
 def short_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Ranks without a controller are not held for long, and are polled often."""
     monkeypatch.setattr(attempt_module, "UNLED_S", 0.6)

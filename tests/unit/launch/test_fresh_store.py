@@ -21,6 +21,8 @@ from ttp.launch.links.peer_agents import PeerAgents
 from ttp.launch.rendezvous import fresh_store
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous, StoreNotReached
 
+pytestmark = pytest.mark.usefixtures("agents_in_one_process")
+
 
 class FixedNodes(RendezvousHandler):
     """A handler whose membership the test sets; `prefixed`: another part of the store each round, as c10d's."""
@@ -63,19 +65,17 @@ class FixedNodes(RendezvousHandler):
 
 
 def join_all(handlers: list[FreshStoreRendezvous]) -> list[RendezvousInfo]:
-    """Let all nodes join at once and return what each got. The variable that each sets for its process, and then removes, is one for all here."""
+    """Let all nodes join at once and return what each got."""
     results: dict[int, RendezvousInfo] = {}
 
     def join(index: int) -> None:
         results[index] = handlers[index].next_rendezvous()
 
     threads = [threading.Thread(target=join, args=(index,)) for index in range(len(handlers))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     return [results[index] for index in range(len(handlers))]
 
 

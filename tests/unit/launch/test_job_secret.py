@@ -34,6 +34,8 @@ from ttp.launch.rendezvous.store_failover import FailoverRendezvous
 
 __all__ = ["quick"]
 
+pytestmark = pytest.mark.usefixtures("agents_in_one_process")
+
 A, B = Secret(b"a" * 32), Secret(b"b" * 32)
 
 

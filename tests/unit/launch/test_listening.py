@@ -21,7 +21,10 @@ from ttp.launch.rendezvous import fresh_store
 from ttp.launch.rendezvous.fresh_store import FreshStoreRendezvous
 from ttp.launch.rendezvous.multi_endpoint import Endpoint, Stores
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net"),
+    pytest.mark.usefixtures("agents_in_one_process"),
+]
 
 EVERYWHERE = {"::", "0.0.0.0"}
 OTHER = "127.0.0.2"

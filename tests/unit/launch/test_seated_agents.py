@@ -34,6 +34,8 @@ from ttp.launch.rendezvous.waiting_spare import PlaceGiven, _Orders, _View
 __all__ = ["job", "quick"]
 """Fixtures that pytest uses by themselves: a store with two nodes' entries, and short times."""
 
+pytestmark = pytest.mark.usefixtures("agents_in_one_process")
+
 
 def enter(place: Endpoint, server: TCPStore) -> FailoverRendezvous:
     """Return the rendezvous of node-c's agent, a spare one that was given node 1's place. A node had left before."""

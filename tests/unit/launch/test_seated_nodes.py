@@ -44,6 +44,8 @@ from ttp.proto.messages import Replace, TakePlaces, Thaw
 __all__ = ["job", "quick"]
 """Fixtures that pytest uses by themselves: a store with two nodes' entries, and short times."""
 
+pytestmark = pytest.mark.usefixtures("agents_in_one_process")
+
 NODES = (RunningNode(1, (0, 4, 0, 4)), RunningNode(2, (2, 4, 2, 4)))
 SECRET = "ab" * 16
 RUNS = RunningJob(f"127.0.0.1 4000 0 {SECRET}", 0, 1, NODES)

@@ -16,6 +16,7 @@ from ttp.controller.agent_link import request_status
 from ttp.controller.core.facts.events import ControllerSettings
 from ttp.controller.process import CannotListen, start_controller
 from ttp.errors import NotWritable
+from ttp.fork_server import request
 from ttp.fork_server.client import ForkServer, Listener
 from ttp.fork_server.forked_process import ForkedOrphan
 from ttp.fork_server.forked_program import ENDED
@@ -24,8 +25,11 @@ from ttp.launch.links.controller_shutdown import is_controller
 from ttp.proto.address import split_address
 
 
-def test_a_controller_that_is_forked_is_like_one_that_is_executed(tmp_path: Path) -> None:
+def test_a_controller_that_is_forked_is_like_one_that_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It listens, leads a session of its own, is found by its command line, takes SIGTERM, and its errors are distinguished."""
+    monkeypatch.setattr(request, "ANSWER_S", LONG_S)  # a slow server is given up, and the controller executed
     server = ForkServer(CONTROLLERS, Listener())
     server.start(os.environ)
     try:

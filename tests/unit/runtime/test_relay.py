@@ -245,7 +245,7 @@ def test_a_connection_on_which_nothing_comes_takes_no_more_streams(
 ) -> None:
     """The controller stands still, as a connection does that a network has dropped; a rank that tries again gets another one."""
     controller = new_controller(world_size=3, lease_s=60.0)
-    relay = Relay(tmp_path / "impatient", RANKS, lease_s=0.6)
+    relay = Relay(tmp_path / "impatient", RANKS, lease_s=2.0)
     stale_s, relay._stale_s = relay._stale_s, LONG_S  # both ranks are to come to one connection
     relay.start()
     callers = [Caller(rank, controller.address, relay.path) for rank in (0, 1)]
