@@ -110,7 +110,7 @@ def test_the_save_handler_runs_on_every_rank_of_each_list_and_the_rename_handler
 
 def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 dies in its handler: rank 3 saves the part; what the other part has saved stays."""
-    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
+    monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
     dying = threading.Event()
 
     def dies() -> None:
@@ -129,7 +129,7 @@ def test_a_save_rank_that_is_lost_is_followed_by_another_of_its_part(job: Job, m
 def test_a_rank_of_the_list_that_is_lost_costs_nothing_once_the_save_rank_is_done(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
+    monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
     job.frozen[2] = False  # it answers no rank
     job.publish()
     assert job.saved() == [(0, 0, [0]), (1, 1, [1, 3]), (3, 1, [1, 3])]
@@ -172,7 +172,7 @@ def test_a_handler_that_raises_on_another_rank_is_not_a_checkpoint(job: Job) -> 
 
 
 def test_a_part_of_which_no_rank_answers_cannot_be_saved(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
+    monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
     job.frozen[1] = job.frozen[3] = False
     with pytest.raises(CheckpointError, match=r"step 3: no rank that has the model part of ranks \[1, 3\] answers"):
         job.publish()
@@ -182,7 +182,7 @@ def test_a_rank_that_wrote_nothing_saves_where_no_writer_answers(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 wrote the part's shares and is gone; rank 3 has the trainer's objects."""
-    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
+    monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
     call = Call.begin(tmp_path, STEP, lambda count: None)
     job.frozen[1] = False
     assert call.usable(0, PARTS, {1}, set()) == {0, 3}
@@ -211,7 +211,7 @@ def test_a_hanging_handler_of_an_earlier_publisher_is_passed_over(job: Job, monk
     thread.start()
     assert begun.wait(LONG_S)
     until(lambda: (2, 0, [0, 2]) in job.saved(), "rank 2's save")
-    monkeypatch.setattr(save_calls, "SILENT_S", 1.0)
+    monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
     try:
         job.publish(2)
     finally:
