@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.marks != MARKS:  # other tests of the same places
         folder /= re.sub(r"\W+", "_", given.marks) or "all"
     if not 0 <= given.pauses <= 1:
-        parser.error(f"invalid --pauses: got {given.pauses:g}, expected a share of the lines, 0 to 1")
+        parser.error(f"invalid --pauses: got {given.pauses:g}, expected a share of the lines, 0 to 1, as in 0.03")
     if given.pauses:
         folder /= f"pauses_{given.pauses:g}"
     folder.mkdir(parents=True, exist_ok=True)

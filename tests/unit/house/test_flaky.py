@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -93,12 +94,12 @@ def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(mo
     paused: list[float] = []
     monkeypatch.setattr(sitecustomize, "sleep", paused.append)
 
-    def in_a_thread(share: float) -> list[float]:
+    def in_a_thread(share: float, times: int = 1, what: Callable[[list[int]], object] = ranks_text) -> list[float]:
         before = threading.gettrace()
         paused.clear()
         sitecustomize.Pauses("1", share).start(here=False)
         try:
-            thread = threading.Thread(target=lambda: [ranks_text([0, 1, 5]) for _ in range(2)])
+            thread = threading.Thread(target=lambda: [what([0, 1, 5]) for _ in range(times)])
             thread.start()
             thread.join()
         finally:
@@ -106,8 +107,8 @@ def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(mo
         return [each for each in paused if each > 0.0]
 
     every = in_a_thread(1.0)
-    assert every and every == in_a_thread(1.0) and max(every) <= sitecustomize.LONGEST_S
-    assert in_a_thread(0.0) == []
+    assert every and every == in_a_thread(1.0, times=2) and max(every) <= sitecustomize.LONGEST_S
+    assert len(in_a_thread(0.3)) < len(every) and in_a_thread(0.0) == [] == in_a_thread(1.0, what=sum)
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
     assert in_a_thread(1.0) != every
 
@@ -115,7 +116,7 @@ def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(mo
 def test_a_share_of_the_lines_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         flaky.main(["--pauses", "2"])
-    assert "invalid --pauses: got 2, expected a share of the lines, 0 to 1" in capsys.readouterr().err
+    assert "invalid --pauses: got 2, expected a share of the lines, 0 to 1, as in 0.03" in capsys.readouterr().err
 
 
 def test_busy_processes_are_gone_afterwards() -> None:

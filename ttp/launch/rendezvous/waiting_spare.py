@@ -255,10 +255,12 @@ def _look(store: Store, *, run_id: str, entry: Entry, place: Endpoint, given_up:
         entry.renew(store, place, SPARE)
     running = running_job.read(store, run_id)
     seats = range(len(running.nodes)) if running is not None else ()
+    over, succeeded = departures.end(store, run_id)
     return _View(
         place,
         read_agents(store, run_id),
-        *departures.end(store, run_id),
+        over,
+        succeeded,
         running,
         len(departures.departures_after(store, run_id, 0)),
         tuple(seated(store, run_id, running.start, number) for number in seats) if running is not None else (),
