@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ttp.launch.rendezvous import waiting_spare
 from ttp.launch.rendezvous.departures import (
     departures_after,
     end,
@@ -12,6 +16,7 @@ from ttp.launch.rendezvous.departures import (
     publish_over,
     publish_success,
 )
+from ttp.launch.rendezvous.multi_endpoint import Endpoint
 
 
 def test_departures_are_read_in_order_from_a_number_on() -> None:
@@ -42,16 +47,28 @@ def test_the_first_reason_why_the_job_is_over_stays() -> None:
     assert over(store, "j") == "a: exit code 2" and over(store, "k") == ""
 
 
-def test_a_job_that_fails_and_then_succeeds_between_two_reads_has_not_succeeded() -> None:
-    """A job that has failed on a node has not succeeded, whatever a later node publishes."""
+class EndsMeanwhile(HashStore):
+    """A store of a job that fails and then succeeds when its end has been looked for once."""
 
-    class EndsMeanwhile(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            found = bool(super().check(keys))
+    def check(self, keys: list[str]) -> bool:
+        found = bool(super().check(keys))
+        if keys[0].startswith(("ttp/over/", "ttp/succeeded/")):
             publish_over(self, "j", "a: exit code 2")
             publish_success(self, "j", "node-b")
-            return found
+        return found
 
+
+def test_a_job_that_fails_and_then_succeeds_between_two_reads_has_not_succeeded() -> None:
+    """A job that has failed on a node has not succeeded, whatever a later node publishes."""
     store = EndsMeanwhile()
     assert end(store, "j") == ("a: exit code 2", False)
     assert end(store, "j") == ("a: exit code 2", True)
+
+
+def test_a_spare_node_that_looks_meanwhile_takes_the_job_for_failed() -> None:
+    given_up = threading.Event()
+    given_up.set()
+    entry: Any = None  # is not renewed
+    place = Endpoint("127.0.0.1", 1)
+    view = waiting_spare._look(EndsMeanwhile(), run_id="j", entry=entry, place=place, given_up=given_up)
+    assert (view.over, view.succeeded) == ("a: exit code 2", False)
