@@ -13,8 +13,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
@@ -111,8 +113,8 @@ def pausing(seed: int, share: float) -> dict[str, str]:
 
 
 def run_once(place: str, marks: str, workers: int, output: Path, environment: dict[str, str]) -> list[str]:
-    """Run the tests of a place; return which failed. `output` gets what pytest prints, and is kept where one failed."""
-    report = output.with_suffix(".xml")
+    """Run the tests of a place; return which failed. `output` gets what pytest prints, and is kept where one failed, as the tests' folders are."""
+    report, wrote = output.with_suffix(".xml"), tempfile.mkdtemp(prefix="flaky-")
     command = [
         sys.executable,
         "-m",
@@ -131,8 +133,14 @@ def run_once(place: str, marks: str, workers: int, output: Path, environment: di
     ]
     with open(output, "wb") as stream:
         status = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
+            command,
+            cwd=ROOT,
+            env={**environment, "PYTEST_DEBUG_TEMPROOT": wrote},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            check=False,
         ).returncode
+        stream.write(f"what the tests wrote is in {wrote}\n".encode())
     failed = []
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
@@ -143,6 +151,7 @@ def run_once(place: str, marks: str, workers: int, output: Path, environment: di
         failed.append(f"{place}: pytest ended with status {status}")
     if not failed:
         output.unlink()
+        shutil.rmtree(wrote, ignore_errors=True)
     return list(dict.fromkeys(failed))
 
 

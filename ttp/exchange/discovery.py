@@ -32,6 +32,11 @@ def failure_key(round_number: int) -> str:
     return f"ttp/controller_failed/{round_number}"
 
 
+def folder_key(round_number: int) -> str:
+    """Return the store's key under which rank 0 notes that what an earlier launch has left of an attempt is out of its folder."""
+    return f"ttp/folder/{round_number}"
+
+
 def log_dir_key(round_number: int) -> str:
     """Return the store's key for the folder of an attempt's journals on rank 0's node; `ttprun` reads them there."""
     return f"ttp/log_dir/{round_number}"
@@ -65,6 +70,11 @@ def publish_failure(store: Store, round_number: int, error: Exception) -> None:
     store.set(failure_key(round_number), f"{kind.__name__} {error}")
 
 
+def publish_folder(store: Store, round_number: int) -> None:
+    """Have the standbys of this attempt begin their journals: the folder holds none of an earlier launch any more (rank 0)."""
+    store.set(folder_key(round_number), "1")
+
+
 def find(
     store: Store,
     round_number: int,
@@ -78,8 +88,33 @@ def find(
 
     Raises rank 0's error with its reason (ConfigError, NotWritable, ControllerError), ControllerError after `timeout_s`.
     """
+    return _find(store, controller_key(round_number), round_number, rank, timeout_s, clock, sleep).split()[0]
+
+
+def wait_for_folder(
+    store: Store,
+    round_number: int,
+    rank: int,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until rank 0 has published that the attempt's folder is ready (a rank that starts a standby). Raises as `find` does."""
+    _find(store, folder_key(round_number), round_number, rank, timeout_s, clock, sleep)
+
+
+def _find(
+    store: Store,
+    key: str,
+    round_number: int,
+    rank: int,
+    timeout_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> str:
     deadline, pause_s = clock() + timeout_s, FIRST_LOOK_S
-    while not store.check([controller_key(round_number)]):
+    while not store.check([key]):
         if store.check([failure_key(round_number)]):
             name, _, reason = store.get(failure_key(round_number)).decode().partition(" ")
             kind = next((kind for kind in _REFUSALS if kind.__name__ == name), ControllerError)
@@ -90,8 +125,8 @@ def find(
             )
         sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-    address: str = store.get(controller_key(round_number)).decode().split()[0]
-    return address
+    found: str = store.get(key).decode()
+    return found
 
 
 def check_name(

@@ -54,10 +54,17 @@ class JobController:
             self.store().set(discovery.process_key(number, self._rank), discovery.process_text())
         return self._start() if self._rank == 0 and not vacant() else self._find(timeout_s)
 
+    def wait_for_folder(self, timeout_s: float) -> None:
+        """Wait, before a standby is started, until rank 0 has moved what an earlier launch has left in the folder: a journal that was begun
+        before would be moved with it, and what the standby does would be in no report. Raises as `open` does."""
+        discovery.wait_for_folder(self.store(), self._settings.round_number, self._rank, timeout_s)
+
     def _start(self) -> str:
         settings, log_dir = self._settings, self._log_dir
         try:
             _set_earlier_files_aside(log_dir, settings.round_number)
+            if self._world_size > 1:
+                discovery.publish_folder(self.store(), settings.round_number)
             self._process = start_job_controller(settings, 0, self._world_size, log_dir)
         except CannotListen as error:
             refused = self._refused_port(error)

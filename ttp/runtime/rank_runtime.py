@@ -125,6 +125,7 @@ class Protection:
             for line in _warnings(optimizer.device, settings, rank, world_size):
                 show(logging.WARNING, line)
         if (place := standby_place(settings, rank, world_size)) and not vacant():
+            self._controller.wait_for_folder(ASSEMBLY_TIMEOUT_S)
             holder.standby = self._standbys.first(place, self._controller.store())
         address = self._controller.open(ASSEMBLY_TIMEOUT_S)
         restores = standbys_of(settings, world_size) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -19,12 +20,19 @@ from ttp.text.wording import ranks_text
 SOMETIMES = """
 from pathlib import Path
 
-def test_fails_the_second_time():
+def test_fails_the_second_time(tmp_path):
     count = Path(__file__).with_name("count")
     seen = int(count.read_text()) if count.exists() else 0
     count.write_text(str(seen + 1))
+    (tmp_path / "left").write_text(f"run {seen + 1}")
     assert seen != 1, "sometimes"
 """
+
+
+@pytest.fixture(autouse=True)
+def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failing tests of these tests wrote goes with them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.long
@@ -42,6 +50,8 @@ def test_a_test_that_fails_once_is_found_and_a_run_that_was_interrupted_goes_on(
     assert "3 of 3 runs done, 1 failed tests" in said and "test_fails_the_second_time, run 2: see " in said
     (output,) = folder.glob("*_2.txt")
     assert "sometimes" in output.read_text() and list(folder.glob("*.txt")) == [output]
+    wrote = Path(output.read_text().rpartition("what the tests wrote is in ")[2].strip())
+    assert [path.read_text() for path in wrote.rglob("left")] == ["run 2"], "kept where one failed"
     state = json.loads((folder / "state.json").read_text())
     assert len(state["failures"]) == 1
     (folder / "state.json").write_text(json.dumps(state | {"commit": "another"}))

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -37,6 +38,20 @@ def test_a_controller_that_is_published_late_is_found() -> None:
     store, clock = HashStore(), Clock()
     clock.at[20.0] = lambda: discovery.publish(store, 7, "host:8000", 12)
     assert find(store, clock) == "host:8000" and clock.now < 21.5
+
+
+def test_a_standby_waits_for_the_folder_and_not_for_the_controller() -> None:
+    """Both start at the same time; rank 0's reason ends this wait as well."""
+    store, clock = HashStore(), Clock()
+    clock.at[3.0] = lambda: discovery.publish_folder(store, 7)
+    wait = partial(discovery.wait_for_folder, store, rank=1, clock=lambda: clock.now, sleep=clock.sleep)
+    wait(7, timeout_s=300.0)
+    assert 3 <= clock.now < 5 and not store.check([discovery.controller_key(7)])
+    with pytest.raises(ControllerError, match="rank 1: rank 0 did not publish a controller within 60 s"):
+        wait(8, timeout_s=60.0)
+    discovery.publish_failure(store, 8, NotWritable("log directory /logs cannot be written"))
+    with pytest.raises(NotWritable, match="log directory /logs cannot be written"):
+        wait(8, timeout_s=60.0)
 
 
 def test_the_wait_is_made_of_short_slices() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from ttp.config import Settings, ordered_by, replaces
+from ttp.controller.journal import set_aside_earlier
 from ttp.errors import ConfigError, NotWritable
 from ttp.exchange import discovery
 from ttp.runtime import job_controller
 from ttp.runtime.job_controller import JobController
+from ttp.runtime.rank_runtime import Protection
+from ttp.runtime.standby import Standbys
+from ttp.runtime.state_provider import StepStates
 
 
 def test_it_comes_to_the_controller_that_had_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +58,43 @@ def test_rank_0_moves_an_earlier_launch_s_files_of_its_attempt_before_the_contro
     of_first = {foreign, *(name.format(0) for name in names)}
     assert found == [{foreign, *(name.format(2) for name in names[2:])}, of_first]
     assert len([path for path in (tmp_path / "earlier").iterdir() if path.name.endswith("_saved_alone_0.json")]) == 1
+
+
+def test_a_standby_that_is_started_meanwhile_keeps_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be moved as an earlier launch's, and no report would have what the standby saves."""
+    store, settings = HashStore(), Settings(one_node=True)
+    monkeypatch.setattr(JobController, "store", lambda self: store)
+    monkeypatch.setattr(job_controller, "start_job_controller", lambda *_: SimpleNamespace(address="host:1", pid=12))
+    waits, journal = threading.Event(), tmp_path / "standby_0_1.jsonl"
+    journal.write_text("of an earlier launch")
+    find = discovery.wait_for_folder
+
+    def move_late(log_dir: Path, attempt: int) -> None:
+        assert waits.wait(60.0)
+        set_aside_earlier(log_dir, attempt)
+
+    def look(*given: Any) -> None:
+        waits.set()
+        find(*given)
+
+    monkeypatch.setattr(job_controller, "set_aside_earlier", move_late)
+    monkeypatch.setattr(discovery, "wait_for_folder", look)
+
+    def start_standby(self: Standbys, place: int, store: Store) -> str:
+        journal.write_text(f"of standby {place}")
+        waits.set()
+        raise NotWritable("seen")
+
+    monkeypatch.setattr(Standbys, "first", start_standby)
+    first = threading.Thread(target=lambda: JobController(settings, tmp_path, 0, 2).open(60.0))
+    first.start()
+    lane, optimizer = SimpleNamespace(ordered=False), SimpleNamespace(current_step=0, device=torch.device("cpu"))
+    optimizer.lane, optimizer.attach = lane, lambda gate, attempt: None
+    with pytest.raises(NotWritable, match="seen"):
+        Protection(SimpleNamespace(optimizer=optimizer, step_states=StepStates()), settings, tmp_path, 1, 2)  # type: ignore[arg-type]
+    first.join()
+    assert journal.read_text() == "of standby 1"
+    assert [path.read_text() for path in (tmp_path / "earlier").iterdir()] == ["of an earlier launch"]
 
 
 def test_the_variable_is_checked() -> None:
