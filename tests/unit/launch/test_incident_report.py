@@ -104,6 +104,10 @@ def test_a_fault_that_no_controller_lived_to_end_is_reported_by_its_first_signs(
     assert report.incident.not_saved == "the controllers ended before a decision" and report.incident.saved is None
     elsewhere = reported(unended("killed"), one_node=False)
     assert elsewhere.incident.not_saved == "not known on this node: its journal ends before a decision"
+    left = reported(unended("killed"), left_saved=True)
+    assert left.incident.not_saved.startswith("not known on this node: ranks exited with their state saved"), (
+        "its journal is lost"
+    )
     raised = reported(unended("raised"))
     assert raised.incident.kind == "exception" and len(raised.incident.culprits[0].trace) == 3
     hung = reported(unended("hung"))

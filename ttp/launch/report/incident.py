@@ -210,11 +210,12 @@ def _unended(start: int, lines: Sequence[Line], ending: AttemptEnd) -> Report | 
     if suspected := not found and bool(shut):
         found = {rank: Culprit(rank=rank, cause=shut[-1]["text"]) for rank in shut[-1]["culprits"]}
     kinds = [*(fields["kind"] for fields in shut[-1:]), *(each.kind for each in found.values())]
+    undecided = _NEVER_DECIDED if ending.one_node else _UNDECIDED
     incident = Incident(
         kind=next(iter(kinds), CauseKind.CONTROLLER_LOST.value),
         suspected=suspected,
         culprits=tuple(found.values()),
-        not_saved=_NEVER_DECIDED if ending.one_node else _UNDECIDED,
+        not_saved=_SAVED_UNKNOWN if ending.left_saved else undecided,
         took_over=max(int(line["controller"]) for line in lines),
     )
     return Report(start=start, began_unix_s=float(signs[0]["unix_s"]), incident=incident)
