@@ -130,15 +130,11 @@ def run_once(place: str, marks: str, workers: int, output: Path, environment: di
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
+        f"--basetemp={wrote}",
     ]
     with open(output, "wb") as stream:
         status = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**environment, "PYTEST_DEBUG_TEMPROOT": wrote},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            check=False,
+            command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
         ).returncode
         stream.write(f"what the tests wrote is in {wrote}\n".encode())
     failed = []
