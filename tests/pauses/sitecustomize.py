@@ -8,6 +8,7 @@ them. The thread that runs the tests is the test, and does not pause. Noise in t
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import os
@@ -32,15 +33,23 @@ class Pauses:
         self._passed: set[tuple[str, int, int]] = set()
         """File, line and thread that have been there in this test."""
         self._ours: dict[str, bool] = {}
+        self._over = False
+        """The interpreter is ending: what this module has imported goes, while threads run on."""
 
     def start(self, *, here: bool) -> None:
         """Have all threads pause that begin from now on; `here`: this one too."""
+        atexit.register(self.end)
         threading.settrace(self.trace_calls)
         if here:
             sys.settrace(self.trace_calls)
 
+    def end(self) -> None:
+        self._over = True
+
     def trace_calls(self, frame: FrameType, event: str, given: Any) -> Any:
         """As `sys.settrace` calls it for every function: follow those of ttp, line by line."""
+        if self._over:
+            return None
         file = frame.f_code.co_filename
         if (ours := self._ours.get(file)) is None:
             path = Path(file).resolve()
@@ -53,7 +62,7 @@ class Pauses:
         return self.trace_lines
 
     def trace_lines(self, frame: FrameType, event: str, given: Any) -> Any:
-        if event == "line":
+        if event == "line" and not self._over:
             place = (frame.f_code.co_filename, frame.f_lineno, threading.get_ident())
             if place not in self._passed:
                 self._passed.add(place)

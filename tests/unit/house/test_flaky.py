@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -121,6 +123,26 @@ def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(mo
     assert len(in_a_thread(0.3)) < len(every) and in_a_thread(0.0) == [] == in_a_thread(1.0, what=sum)
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
     assert in_a_thread(1.0) != every
+
+
+LATE = """
+import sys
+from ttp.text.wording import ranks_text
+
+class Late:
+    def __del__(self, call=ranks_text):
+        call([0, 1, 5])
+
+import inspect
+inspect.late = Late()
+"""
+
+
+def test_an_interpreter_that_ends_is_followed_no_more() -> None:
+    """What the file has imported is gone then: a line of a traceback would be in what the process prints."""
+    environment = {**flaky.pausing(1, 0.001), "PYTEST_CURRENT_TEST": "this one"}
+    ended = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert ended.stderr == b""
 
 
 def test_a_share_of_the_lines_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

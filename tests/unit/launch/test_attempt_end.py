@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from tests.unit.launch.attempts import DEADLINE_S, START_ID, RunningAttempt
 from tests.unit.launch.test_signals import Clock, clock, torchs_handlers  # noqa: F401
 from tests.waiting import until
+from ttp.launch.attempts import attempt as attempt_module
 from ttp.launch.attempts.signals import SAME_S, ShutdownSignals
 from ttp.launch.links import controller_shutdown
 from ttp.launch.links.controller_shutdown import START_VARIABLE
@@ -37,9 +38,12 @@ def lines_of_attempts(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("short_times")
 @pytest.mark.parametrize("words", ["b failed (rank 2: signal SIGKILL) and restarts", ""])
-def test_an_attempt_that_another_node_ended_is_reported_with_that_nodes_text(tmp_path: Path, words: str) -> None:
+def test_an_attempt_that_another_node_ended_is_reported_with_that_nodes_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     """Ranks without a session exit here when others die there: a fault, though nothing failed here and no journal has it. Where
     no agent has reported it either, it is not known."""
+    monkeypatch.setattr(attempt_module, "UNLED_S", DEADLINE_S)  # the ranks are waited for, however slowly they exit
     path = tmp_path / "story.jsonl"
     reporter = Reporter(path)
     running = RunningAttempt(60.0, controller=False, reporter=reporter, nodes=2)
