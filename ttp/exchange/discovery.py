@@ -81,40 +81,17 @@ def find(
     rank: int,
     timeout_s: float,
     *,
+    key: Callable[[int], str] = controller_key,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Wait for the controller's address (every rank but 0). A signal ends the wait at once: the store's own would not.
+    """Wait for the controller's address, or for another entry of rank 0, and return its first word (every rank but 0). A signal ends the
+    wait at once: the store's own would not.
 
     Raises rank 0's error with its reason (ConfigError, NotWritable, ControllerError), ControllerError after `timeout_s`.
     """
-    return _find(store, controller_key(round_number), round_number, rank, timeout_s, clock, sleep).split()[0]
-
-
-def wait_for_folder(
-    store: Store,
-    round_number: int,
-    rank: int,
-    timeout_s: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Wait until rank 0 has published that the attempt's folder is ready (a rank that starts a standby). Raises as `find` does."""
-    _find(store, folder_key(round_number), round_number, rank, timeout_s, clock, sleep)
-
-
-def _find(
-    store: Store,
-    key: str,
-    round_number: int,
-    rank: int,
-    timeout_s: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> str:
     deadline, pause_s = clock() + timeout_s, FIRST_LOOK_S
-    while not store.check([key]):
+    while not store.check([key(round_number)]):
         if store.check([failure_key(round_number)]):
             name, _, reason = store.get(failure_key(round_number)).decode().partition(" ")
             kind = next((kind for kind in _REFUSALS if kind.__name__ == name), ControllerError)
@@ -125,8 +102,8 @@ def _find(
             )
         sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-    found: str = store.get(key).decode()
-    return found
+    first: str = store.get(key(round_number)).decode().split()[0]
+    return first
 
 
 def check_name(

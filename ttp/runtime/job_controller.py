@@ -57,7 +57,7 @@ class JobController:
     def wait_for_folder(self, timeout_s: float) -> None:
         """Wait, before a standby is started, until rank 0 has moved what an earlier launch has left in the folder: a journal that was begun
         before would be moved with it, and what the standby does would be in no report. Raises as `open` does."""
-        discovery.wait_for_folder(self.store(), self._settings.round_number, self._rank, timeout_s)
+        discovery.find(self.store(), self._settings.round_number, self._rank, timeout_s, key=discovery.folder_key)
 
     def _start(self) -> str:
         settings, log_dir = self._settings, self._log_dir

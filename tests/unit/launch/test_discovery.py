@@ -44,7 +44,7 @@ def test_a_standby_waits_for_the_folder_and_not_for_the_controller() -> None:
     """Both start at the same time; rank 0's reason ends this wait as well."""
     store, clock = HashStore(), Clock()
     clock.at[3.0] = lambda: discovery.publish_folder(store, 7)
-    wait = partial(discovery.wait_for_folder, store, rank=1, clock=lambda: clock.now, sleep=clock.sleep)
+    wait = partial(discovery.find, store, rank=1, key=discovery.folder_key, clock=lambda: clock.now, sleep=clock.sleep)
     wait(7, timeout_s=300.0)
     assert 3 <= clock.now < 5 and not store.check([discovery.controller_key(7)])
     with pytest.raises(ControllerError, match="rank 1: rank 0 did not publish a controller within 60 s"):

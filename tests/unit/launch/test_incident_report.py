@@ -105,7 +105,7 @@ def test_a_fault_that_no_controller_lived_to_end_is_reported_by_its_first_signs(
     elsewhere = reported(unended("killed"), one_node=False)
     assert elsewhere.incident.not_saved == "not known on this node: its journal ends before a decision"
     left = reported(unended("killed"), left_saved=True)
-    assert left.incident.not_saved.startswith("not known on this node: ranks exited with their state saved"), (
+    assert left.incident.not_saved.startswith("not known on this node: ranks exited for a restart"), (
         "its journal is lost"
     )
     raised = reported(unended("raised"))

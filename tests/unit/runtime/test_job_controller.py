@@ -64,25 +64,32 @@ def test_a_standby_that_is_started_meanwhile_keeps_its_journal(tmp_path: Path, m
     """Else it would be moved as an earlier launch's, and no report would have what the standby saves."""
     store, settings = HashStore(), Settings(one_node=True)
     monkeypatch.setattr(JobController, "store", lambda self: store)
-    monkeypatch.setattr(job_controller, "start_job_controller", lambda *_: SimpleNamespace(address="host:1", pid=12))
-    waits, journal = threading.Event(), tmp_path / "standby_0_1.jsonl"
+    waits, begun, journal = threading.Event(), threading.Event(), tmp_path / "standby_0_1.jsonl"
+    together: list[bool] = []
+
+    def start_controller(*_: object) -> SimpleNamespace:
+        together.append(begun.wait(20.0))
+        return SimpleNamespace(address="host:1", pid=12)
+
+    monkeypatch.setattr(job_controller, "start_job_controller", start_controller)
     journal.write_text("of an earlier launch")
-    find = discovery.wait_for_folder
+    find = discovery.find
 
     def move_late(log_dir: Path, attempt: int) -> None:
         assert waits.wait(60.0)
         set_aside_earlier(log_dir, attempt)
 
-    def look(*given: Any) -> None:
+    def look(*given: Any, **options: Any) -> str:
         waits.set()
-        find(*given)
+        return find(*given, **options)
 
     monkeypatch.setattr(job_controller, "set_aside_earlier", move_late)
-    monkeypatch.setattr(discovery, "wait_for_folder", look)
+    monkeypatch.setattr(discovery, "find", look)
 
     def start_standby(self: Standbys, place: int, store: Store) -> str:
         journal.write_text(f"of standby {place}")
         waits.set()
+        begun.set()
         raise NotWritable("seen")
 
     monkeypatch.setattr(Standbys, "first", start_standby)
@@ -93,6 +100,7 @@ def test_a_standby_that_is_started_meanwhile_keeps_its_journal(tmp_path: Path, m
     with pytest.raises(NotWritable, match="seen"):
         Protection(SimpleNamespace(optimizer=optimizer, step_states=StepStates()), settings, tmp_path, 1, 2)  # type: ignore[arg-type]
     first.join()
+    assert together == [True], "the standby does not wait for the first controller's start"
     assert journal.read_text() == "of standby 1"
     assert [path.read_text() for path in (tmp_path / "earlier").iterdir()] == ["of an earlier launch"]
 

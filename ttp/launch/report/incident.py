@@ -30,7 +30,7 @@ _LEFT_OUT = (
     "not known on this node: the journals of attempt {} in {} are from before its begin by this node's clock, and were left out."
     " They may be an earlier launch's. If a clock was set back, read in them what was saved"
 )
-_SAVED_UNKNOWN = "not known on this node: ranks exited with their state saved, and no journal here records the step"
+_SAVED_UNKNOWN = "not known on this node: ranks exited for a restart, and no journal here records a saved step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class AttemptEnd:
     pids: Mapping[int, int]
     """Of this node's workers, by rank."""
     left_saved: bool = False
-    """Workers on this node exited on a controller's order, state saved."""
+    """Workers on this node exited for a restart: on a controller's order, or frozen with no controller any more. A step may be saved."""
     raised: Mapping[int, Recorded] = field(default_factory=dict)
     """The exceptions that some of them recorded."""
     one_node: bool = True
