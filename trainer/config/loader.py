@@ -74,7 +74,7 @@ def read_yaml(name: str) -> dict[str, Any]:
     """Return the mapping in the preset or file `name`."""
     preset = name in presets()
     path = str(resources.files("ttp.trainer") / "presets" / f"{name}.yaml") if preset else name
-    where = f"--config {name if name.isprintable() else checked.shown(name)}"
+    where = f"--config {checked.shown_path(name)}"
     try:
         tree = read_yaml_file(path, where)
     except FileNotFoundError:

@@ -19,11 +19,11 @@ class Invalid(ValueError):
     """A value is not what is expected: `state.trainer.samples: got -3, expected an integer >= 0`."""
 
     def __init__(self, path: str, value: object, expected: str) -> None:
-        super().__init__(f"{_path(path)}: got {shown(value)}, expected {expected}")
+        super().__init__(f"{shown_path(path)}: got {shown(value)}, expected {expected}")
 
 
-def _path(path: str) -> str:
-    """Return a path for a message: its keys come from outside too."""
+def shown_path(path: str) -> str:
+    """Return a path, of keys or of a file, for a message: short, one line. It comes from outside too."""
     plain = path.encode("unicode_escape").decode() if not path.isprintable() else path
     return plain if len(plain) <= 300 else f"{plain[:150]}...{plain[-150:]}"
 
@@ -121,7 +121,7 @@ def field(fields: dict[str, Any], name: str, path: str) -> tuple[Any, str]:
     """Return a required value of a mapping, with its path. Raises Invalid."""
     where = f"{path}.{name}" if path else name
     if name not in fields:
-        raise ValueError(f"{_path(where)}: is missing, expected a value")
+        raise ValueError(f"{shown_path(where)}: is missing, expected a value")
     return fields[name], where
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from ttp.chaos.faults.scenario import load_scenario
 from ttp.errors import ConfigError
 from ttp.trainer.__main__ import help_text, main
-from ttp.trainer.config.loader import describe, load_config, parse_overrides, presets
+from ttp.trainer.config.loader import describe, load_config, parse_overrides, presets, read_yaml
 from ttp.trainer.config.schema import Config, ParallelConfig, plain
 from ttp.trainer.model.gpt import count_parameters
 
@@ -292,6 +293,16 @@ def test_unknown_preset_is_named_with_the_nearest() -> None:
     """`--config` takes a preset or a path."""
     with pytest.raises(ConfigError, match=r"no such file, and no such preset; did you mean gpt_tiny?"):
         load_config("gpt_tny")
+
+
+@pytest.mark.parametrize("name", ["1" * 5000, "x\n" * 2000, "/" + "long/" * 2000])
+def test_a_name_of_any_length_is_refused_in_one_short_line(name: str) -> None:
+    """Of a config, and of a scenario for `ttp chaos`."""
+    for read in (read_yaml, lambda name: load_scenario(Path(name))):
+        with pytest.raises(ConfigError) as caught:
+            read(name)
+        text = str(caught.value)
+        assert "\n" not in text and len(text) < 1000 and name[:20].encode("unicode_escape").decode() in text
 
 
 def test_world_that_is_not_the_product_of_the_axes_is_refused_with_all_factors() -> None:

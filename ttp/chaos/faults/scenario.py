@@ -237,11 +237,12 @@ MOST_NODES = 256
 
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario's file. Raises ConfigError that names file, fault, field, what was got and what was expected."""
+    where = checked.shown_path(str(path))
     try:
-        content = read_yaml_file(path, str(path))
+        content = read_yaml_file(path, where)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file, expected a scenario in YAML (docs/chaos.md has examples)") from None
-    return parse_scenario(content, str(path))
+        raise ConfigError(f"{where}: no such file, expected a scenario in YAML (docs/chaos.md has examples)") from None
+    return parse_scenario(content, where)
 
 
 def parse_scenario(content: object, where: str) -> Scenario:
