@@ -82,11 +82,12 @@ def beat(stop=threading.Event()):
     while not stop.wait(0.001):
         Path(sys.argv[1], "beat").touch()
 threading.Thread(target=beat, daemon=True).start()
-sleep = ctypes.PyDLL(None).sleep
+sys.setswitchinterval(1000)  # the lock is not given up between the two calls: a handler that comes while frames change can crash
+libc = ctypes.PyDLL(None)
 def stand_in_c():
-    print("held", flush=True)
+    libc.write(1, b"held\\n", 5)
     while True:
-        sleep(1000)  # with Python's lock held: no thread of this process runs
+        libc.sleep(1000)  # with Python's lock held: no thread of this process runs
 stand_in_c()
 """
 
