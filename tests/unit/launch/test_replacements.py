@@ -92,7 +92,7 @@ def test_an_order_may_overtake_the_death_that_it_answers(job: RunningJob, monkey
     monkeypatch.setattr(watch, "_report", report_slowly)
     monkeypatch.setattr(watch, "wait", note)
     first = job.pids[1]
-    job.kill(1)
+    os.kill(first, signal.SIGKILL)  # its death may be forgotten already, as the order comes before it is shown
     until(lambda: bool(job.line.refusals) or job.attempt.pids[1] != first, "an answer")
     assert job.line.refusals == [] and job.attempt.pids[1] == job.process(1, first)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class Job:
         self.calls: list[Any] = []
         self.on_save: dict[int, Callable[[], None]] = {}
         self.frozen = dict.fromkeys(range(4), True)
+        self.looked = [threading.Event() for _ in range(4)]
         shares = []
         for rank in writers:
             values = HeldTensor(f"t{rank}", (2,), 0, torch.zeros(2))
@@ -43,9 +45,20 @@ class Job:
         cause = Cause(CauseKind.EXITED, (9,), "signal SIGKILL")
         self.order = PublishOrder(1, STEP, str(root), NAME, tuple(shares), cause, None, 1)
         self.saves = [self._save(rank) for rank in range(4)]
-        self.watchers = [Watcher(r, root, self.saves[r], lambda r=r: self.frozen[r]) for r in range(4)]  # type: ignore[misc]
+        self.watchers = [Watcher(r, root, self.saves[r], functools.partial(self._is_frozen, r)) for r in range(4)]
         for watcher in self.watchers:
             watcher.start()
+
+    def _is_frozen(self, rank: int) -> bool:
+        self.looked[rank].set()
+        return self.frozen[rank]
+
+    def thaw(self, *ranks: int) -> None:
+        """Have these ranks answer no call that begins from now on: what they look for meanwhile is waited for."""
+        for rank in ranks:
+            self.frozen[rank] = False
+            self.looked[rank].clear()
+            assert self.looked[rank].wait(LONG_S)
 
     def _save(self, rank: int) -> LocalSave:
         def handler(save_rank: int, step: int, ranks: list[int], args: Any) -> None:
@@ -130,7 +143,7 @@ def test_a_rank_of_the_list_that_is_lost_costs_nothing_once_the_save_rank_is_don
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
-    job.frozen[2] = False  # it answers no rank
+    job.thaw(2)
     job.publish()
     assert job.saved() == [(0, 0, [0]), (1, 1, [1, 3]), (3, 1, [1, 3])]
 
@@ -173,7 +186,7 @@ def test_a_handler_that_raises_on_another_rank_is_not_a_checkpoint(job: Job) -> 
 
 def test_a_part_of_which_no_rank_answers_cannot_be_saved(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
-    job.frozen[1] = job.frozen[3] = False
+    job.thaw(1, 3)
     with pytest.raises(CheckpointError, match=r"step 3: no rank that has the model part of ranks \[1, 3\] answers"):
         job.publish()
 
@@ -183,8 +196,8 @@ def test_a_rank_that_wrote_nothing_saves_where_no_writer_answers(
 ) -> None:
     """Rank 1 wrote the part's shares and is gone; rank 3 has the trainer's objects."""
     monkeypatch.setattr(save_calls, "SILENT_S", 3.0)
+    job.thaw(1)
     call = Call.begin(tmp_path, STEP, lambda count: None)
-    job.frozen[1] = False
     assert call.usable(0, PARTS, {1}, set()) == {0, 3}
     assert savings(STEP, PARTS, {0, 3}, 0) == (Saving(STEP, 0, (0,)), Saving(STEP, 3, (3,)))
     call.end()
