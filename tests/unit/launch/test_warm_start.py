@@ -14,10 +14,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, api, start_processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from tests.waiting import until
 from ttp.fork_server.client import ForkServer
 from ttp.launch import warm_start
 from ttp.launch.torch_names import HANDLER_NAMES
 from ttp.launch.warm_start import forking
+from ttp.launch.watch.processes import exit_status
 
 END_S = 60.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*_io.FileIO.*log", "ignore:unclosed file.*log:ResourceWarning")
@@ -61,6 +63,8 @@ def test_torch_starts_forked_workers_as_it_starts_others(tmp_path: Path, server:
         workers = start(tmp_path, ["-u", script, str(status)])
         pids = workers.pids()
     assert not begun.reason and len(set(pids.values())) == 2
+    # Else torch, which sees one fail, sends the other one SIGTERM as it exits.
+    until(lambda: all(exit_status(pid) is not None for pid in pids.values()), "both to exit")
     result = workers.wait(END_S)
     assert result is not None and result.is_failed() == bool(status)
     assert {rank: (failure.exitcode, failure.pid) for rank, failure in result.failures.items()} == (
