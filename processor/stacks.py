@@ -2,8 +2,8 @@
 
 For a hang a thread of its own writes: the disk may be what hangs. It needs Python's lock, which a thread in C code may hold for
 good; so a signal, STACKS_SIGNAL, has the stacks written too, by `faulthandler`'s own handler, which is C and takes no
-lock. A process whose Python code runs at that moment can crash in it (it reads frames that change; some 1 in 50 times of three threads
-that do nothing else): only one that is about to be killed is asked. Python frames only; C and device stacks are a debugger's. Never raises
+lock. A process whose Python code runs at that moment can crash in it (it reads frames that change; 1 in 10 times where three threads
+do nothing else): only one that is about to be killed is asked. Python frames only; C and device stacks are a debugger's. Never raises
 and never makes the processor wait.
 """
 
