@@ -97,6 +97,15 @@ def test_a_rank_that_was_silent_and_has_ended_meanwhile_leaves_its_shell_alone(n
     assert node.killed == [70] and node.signalled == [] and node.ended == {0}
 
 
+def test_a_rank_that_crashes_as_it_writes_its_stacks_counts_as_killed_by_the_launcher(node: Node) -> None:
+    """Its interpreter was not held any more: the handler may crash then. No report names it as a failure of its own."""
+    node.silent = frozenset({0, 1})
+    node.on_stacks = lambda: node.living.remove(0)
+    node.looks(0.0)
+    node.looks()
+    assert node.ended == {0, 1}
+
+
 def test_a_rank_that_goes_on_while_the_stacks_are_written_is_not_ended(node: Node) -> None:
     node.stopped = {70, 171}
     node.on_stacks = lambda: node.stopped.discard(70)
