@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tests.device import backend
 from tests.device.build import extension
 from tests.unit.forkserver import fork_server, run_ranks_to_end
+from ttp.nccl import set_nccl
 
 DEADLINE_S = 120.0
 BACKENDS = f"cpu:gloo,{backend.NAME}:{backend.BACKEND}"
@@ -72,7 +73,11 @@ def run(
     endings: Mapping[int, int] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a claim on `world` ranks; raises AssertionError with what they raised. endings: exit codes of ranks that are to end otherwise."""
+    """Run a claim on `world` ranks; raises AssertionError with what they raised.
+
+    endings: exit codes of ranks that are to end otherwise. environ: beside what ttprun sets: under torch's own values the watchdog may end a rank
+    within 10 ms of an abort.
+    """
     extension()  # compiled once, by whoever comes first, and not within a rank's deadline
     seed = int(os.environ.get("TTP_TEST_SEED", random.SystemRandom().randrange(2**31)))
     context = fork_server()
@@ -100,6 +105,7 @@ def begin_ranks(rank: Rank) -> None:
 
 def _main(claim: Claim, rank: Rank, environ: dict[str, str]) -> None:
     os.environ.update(environ)
+    set_nccl(os.environ)
     try:
         begin_ranks(rank)
         claim(rank)
