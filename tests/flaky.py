@@ -2,8 +2,8 @@
 
 A test that passes once and fails once is a defect: of the test, or of what it tests. Owns the choice of places, the busy processes, and
 a state file, with which an interrupted run goes on where it was. Never repeats a failed run: every failure counts. Long tests are not among
-them unless asked for (`--marks long`): a pass of them takes an hour. With `--pauses 0.03` threads and processes pause at 3 % of the lines of ttp
-(`tests/pauses`), which shows in a few runs what is taken for granted of their order; a run's number is its seed.
+them unless asked for (`--marks long`): a pass of them takes an hour. With `--pauses 0.03` threads and processes pause at 3 % of the lines of ttp,
+or with `--lines-of tests` of the tests (`tests/pauses`), which shows in a few runs what is taken for granted of their order; a run's number is its seed.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def pausing(seed: int, share: float) -> dict[str, str]:
-    """Return the environment of processes that pause at this share of the lines of ttp; with 0, this process's."""
+def pausing(seed: int, share: float, lines_of: str) -> dict[str, str]:
+    """Return the environment of processes that pause at this share of the lines of `ttp` or of `tests`; with 0, this process's."""
     if not share:
         return dict(os.environ)
     path = os.pathsep.join([str(PAUSES), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
-    return {**os.environ, "PYTHONPATH": path, "PAUSES": f"{seed} {share}"}
+    return {**os.environ, "PYTHONPATH": path, "PAUSES": f"{seed} {share} {lines_of}"}
 
 
 def run_once(place: str, marks: str, workers: int, output: Path, environment: dict[str, str]) -> list[str]:
@@ -158,6 +158,7 @@ def run_all(
     marks: str,
     workers: int,
     share: float,
+    lines_of: str,
     folder: Path,
     until_s: float,
 ) -> None:
@@ -170,7 +171,7 @@ def run_all(
                 return
             output = folder / f"{place.strip('/').replace('/', '.').removesuffix('.py')}_{number + 1}.txt"
             began_s = time.monotonic()
-            failed = run_once(place, marks, workers, output, pausing(number + 1, share))
+            failed = run_once(place, marks, workers, output, pausing(number + 1, share, lines_of))
             state.runs[place] = number + 1
             state.failures += [{"test": test, "run": str(number + 1), "output": str(output)} for test in failed]
             state.save(folder / "state.json")
@@ -201,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pauses", type=float, default=0.0, help="share of the lines of ttp that pause (default: none)"
     )
+    parser.add_argument("--lines-of", choices=("ttp", "tests"), default="ttp", help="whose pause (default %(default)s)")
     parser.add_argument("--marks", default=MARKS, help="which tests, as pytest -m (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
@@ -213,14 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= given.pauses <= 1:
         parser.error(f"invalid --pauses: got {given.pauses:g}, expected a share of the lines, 0 to 1, as in 0.03")
     if given.pauses:
-        folder /= f"pauses_{given.pauses:g}"
+        folder /= f"pauses_{given.pauses:g}_{given.lines_of}"
     folder.mkdir(parents=True, exist_ok=True)
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     state = State.load(folder / "state.json", asked.stdout.strip() or "no commit")
     places = places_of(given.places or PLACES)
     with busy(given.busy):
         until_s = time.monotonic() + 60 * given.minutes
-        run_all(state, places, given.times, given.marks, given.workers, given.pauses, folder, until_s)
+        run_all(state, places, given.times, given.marks, given.workers, given.pauses, given.lines_of, folder, until_s)
     print(summary(state, places, given.times))
     return 1 if state.failures else 0
 

@@ -1,8 +1,8 @@
-"""Lines of ttp that pause, so that what code or a test takes for granted of the order of threads and processes fails in one run of a few, not of a hundred.
+"""Lines of ttp, or of its tests, that pause, so that what code or a test takes for granted of the order of threads and processes fails in one run of a few, not of a hundred.
 
 Python imports this file at the start of every process whose PYTHONPATH has its folder: `python -m tests.flaky --pauses 0.03` sees to that. Where PAUSES is
-set (a seed, and a share of the lines), each thread pauses the first time in a test that it comes to one of the chosen lines. Seed, test and rank choose
-them. The thread that runs the tests is the test, and does not pause. Noise in the scheduling, for the same end: Edelstein et al. 2002, IBM Systems Journal
+set (a seed, a share of the lines, and whose they are: `ttp` or `tests`), each thread pauses the first time in a test that it comes to one of the chosen
+lines. Seed, test and rank choose them. The thread that runs the tests pauses at lines of tests alone. Noise in the scheduling, for the same end: Edelstein et al. 2002, IBM Systems Journal
 41 (1), doi 10.1147/sj.411.0111.
 """
 
@@ -27,8 +27,8 @@ LONGEST_S = 0.1
 class Pauses:
     """Of one process."""
 
-    def __init__(self, seed: str, share: float) -> None:
-        self._seed, self._share = seed, share
+    def __init__(self, seed: str, share: float, *, of_tests: bool) -> None:
+        self._seed, self._share, self._of_tests = seed, share, of_tests
         self._test = ""
         self._passed: set[tuple[str, int, int]] = set()
         """File, line and thread that have been there in this test."""
@@ -47,19 +47,23 @@ class Pauses:
         self._over = True
 
     def trace_calls(self, frame: FrameType, event: str, given: Any) -> Any:
-        """As `sys.settrace` calls it for every function: follow those of ttp, line by line."""
+        """As `sys.settrace` calls it for every function: follow the chosen ones, line by line."""
         if self._over:
             return None
         file = frame.f_code.co_filename
         if (ours := self._ours.get(file)) is None:
-            path = Path(file).resolve()
-            ours = path.is_relative_to(ROOT) and not {"tests", ".venv", "build"} & set(path.relative_to(ROOT).parts)
-            self._ours[file] = ours
+            ours = self._ours[file] = self.pauses_in(Path(file).resolve())
         if not ours or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or a class
             return None
         if (test := os.environ.get("PYTEST_CURRENT_TEST", "")) != self._test:
             self._test, self._passed = test, set()
         return self.trace_lines
+
+    def pauses_in(self, file: Path) -> bool:
+        if not file.is_relative_to(ROOT) or file == Path(__file__).resolve():
+            return False
+        parts = file.relative_to(ROOT).parts
+        return not {".venv", "build"} & set(parts) and ("tests" in parts) is self._of_tests
 
     def trace_lines(self, frame: FrameType, event: str, given: Any) -> Any:
         if event == "line" and not self._over:
@@ -77,5 +81,6 @@ class Pauses:
 
 
 if "PAUSES" in os.environ:
-    _seed, _share = os.environ["PAUSES"].split()
-    Pauses(_seed, float(_share)).start(here="PYTEST_CURRENT_TEST" in os.environ)  # a test has started this process
+    _seed, _share, _whose = os.environ["PAUSES"].split()
+    _by_a_test = "PYTEST_CURRENT_TEST" in os.environ  # has this process been started
+    Pauses(_seed, float(_share), of_tests=_whose == "tests").start(here=_by_a_test or _whose == "tests")

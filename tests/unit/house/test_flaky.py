@@ -101,15 +101,21 @@ def test_threads_and_processes_that_a_test_starts_pause_where_they_are_asked_to(
     assert flaky.main(arguments) == 1 and "run 1 of 1: FAILED" in capsys.readouterr().out
 
 
-def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a share of 1 at every line; the seed chooses, for each test anew."""
+def sorted_here(numbers: list[int]) -> list[int]:
+    return sorted(numbers)
+
+
+def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a share of 1 at every line; the seed chooses, for each test anew. Of ttp's lines, or of the tests'."""
     paused: list[float] = []
     monkeypatch.setattr(sitecustomize, "sleep", paused.append)
 
-    def in_a_thread(share: float, times: int = 1, what: Callable[[list[int]], object] = ranks_text) -> list[float]:
+    def in_a_thread(
+        share: float, times: int = 1, what: Callable[[list[int]], object] = ranks_text, of_tests: bool = False
+    ) -> list[float]:
         before = threading.gettrace()
         paused.clear()
-        sitecustomize.Pauses("1", share).start(here=False)
+        sitecustomize.Pauses("1", share, of_tests=of_tests).start(here=False)
         try:
             thread = threading.Thread(target=lambda: [what([0, 1, 5]) for _ in range(times)])
             thread.start()
@@ -121,6 +127,8 @@ def test_each_thread_pauses_once_in_a_test_at_each_of_the_chosen_lines_of_ttp(mo
     every = in_a_thread(1.0)
     assert every and every == in_a_thread(1.0, times=2) and max(every) <= sitecustomize.LONGEST_S
     assert len(in_a_thread(0.3)) < len(every) and in_a_thread(0.0) == [] == in_a_thread(1.0, what=sum)
+    of_tests = [len(in_a_thread(1.0, what=what, of_tests=True)) for what in (ranks_text, sorted_here)]
+    assert of_tests[1] == of_tests[0] + 1 and in_a_thread(1.0, what=sorted_here) == []
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
     assert in_a_thread(1.0) != every
 
@@ -140,7 +148,7 @@ inspect.late = Late()
 
 def test_an_interpreter_that_ends_is_followed_no_more() -> None:
     """What the file has imported is gone then: a line of a traceback would be in what the process prints."""
-    environment = {**flaky.pausing(1, 0.001), "PYTEST_CURRENT_TEST": "this one"}
+    environment = {**flaky.pausing(1, 0.001, "ttp"), "PYTEST_CURRENT_TEST": "this one"}
     ended = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, env=environment, capture_output=True, check=True)
     assert ended.stderr == b""
 
