@@ -39,6 +39,7 @@ def test_a_check_that_succeeds_says_nothing_whatever_it_prints() -> None:
         ("import sys; sys.stderr.write('no fsync'); sys.exit(1)", "failed (exit status 1): no fsync"),
         ("raise SystemExit(2)", "failed (exit status 2), and printed nothing"),
         ("import os; os.kill(os.getpid(), 9)", "failed (signal SIGKILL), and printed nothing"),
+        ("import os; os.kill(os.getpid(), 40)", "failed (signal 40), and printed nothing"),
         ("import os; os.write(1, b'\\n\\xff\\xfe bad\\x00\\x1b[2J\\r\\n \\n'); os._exit(1)",
          "failed (exit status 1): \ufffd\ufffd bad [2J"),
         ("import os; os.write(1, b'x' * 5000); os._exit(1)", f"failed (exit status 1): {'x' * SHOWN}..."),

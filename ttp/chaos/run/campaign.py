@@ -222,7 +222,7 @@ def read_baseline(path: Path) -> tuple[Record, Path | None]:
         world_size = checked.integer(*checked.field(content, "world_size", ""), 1)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{path}: {' '.join(str(error).split())}, expected the baseline.json of a campaign of the same command"
+            f"--baseline: got {path}, expected the baseline.json of a campaign of the same command ({' '.join(str(error).split())})"
         ) from None
     newest = max((reported.step for reported in steps), default=0)
     record = Record(world_size=world_size, steps=steps, newest_step=newest)

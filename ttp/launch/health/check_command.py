@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from ttp.errors import ConfigError
 from ttp.launch.health.builtin_options import parse_builtin
-from ttp.launch.watch.processes import exit_status, sweep_sessions
+from ttp.launch.watch.processes import exit_status, status_text, sweep_sessions
 
 CHECK_S = 30.0
 """A check that takes longer has failed."""
@@ -83,11 +83,7 @@ def run_check(words: Sequence[str], timeout_s: float, stop: threading.Event) -> 
         return f"its health check took longer than {timeout_s:g} s and was killed{f'; it had printed: {said}' if said else ''}"
     if process.returncode == 0:
         return ""
-    how = (
-        f"exit status {process.returncode}"
-        if process.returncode > 0
-        else f"signal {signal.Signals(-process.returncode).name}"
-    )
+    how = f"exit status {process.returncode}" if process.returncode > 0 else status_text(process.returncode)
     return f"its health check failed ({how}){f': {said}' if said else ', and printed nothing'}"
 
 
