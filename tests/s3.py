@@ -44,6 +44,8 @@ class Proxy:
     """Nothing more is forwarded from the clients after so many bytes in all, until it is None again."""
     carried: int = 0
     _more: threading.Condition = field(default_factory=threading.Condition)
+    _counts: threading.Lock = field(default_factory=threading.Lock)
+    """Held while one of several connections looks whether it is the one to be cut or refused."""
 
     def release(self) -> None:
         with self._more:
@@ -67,16 +69,12 @@ class Proxy:
                 while data := client.recv(1 << 16):
                     if self.down:
                         break
-                    if self.refusals > 0 and data.split(b" ", 1)[0] in (b"PUT", b"POST"):
-                        self.refusals -= 1
-                        self.refused += 1
+                    if data.split(b" ", 1)[0] in (b"PUT", b"POST") and self._refuses():
                         client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                         break
                     carries_part = carries_part or b"partNumber=" in data
                     seen += len(data)
-                    if carries_part and self.cut_after and seen > self.cut_after[0]:
-                        del self.cut_after[0]
-                        self.cuts += 1
+                    if carries_part and self._cuts(seen):
                         break
                     with self._more:
                         self.carried += len(data)
@@ -86,13 +84,32 @@ class Proxy:
                     with contextlib.suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
 
+    def _refuses(self) -> bool:
+        with self._counts:
+            refuses = self.refusals > 0
+            self.refusals, self.refused = self.refusals - refuses, self.refused + refuses
+            return refuses
+
+    def _cuts(self, seen: int) -> bool:
+        with self._counts:
+            if cuts := bool(self.cut_after) and seen > self.cut_after[0]:
+                del self.cut_after[0]
+                self.cuts += 1
+            return cuts
+
+    def _cuts_answer(self) -> bool:
+        with self._counts:
+            cuts = self.answer_cuts > 0
+            self.answer_cuts -= cuts
+            return cuts
+
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         seen, how = 0, socket.SHUT_WR
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 seen += len(data)
-                if seen > 1 << 20 and self.answer_cuts > 0:
-                    self.answer_cuts, how = self.answer_cuts - 1, socket.SHUT_RDWR
+                if seen > 1 << 20 and self._cuts_answer():
+                    how = socket.SHUT_RDWR
                     break
                 target.sendall(data)
         with contextlib.suppress(OSError):

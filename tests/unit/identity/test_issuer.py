@@ -262,13 +262,13 @@ def test_a_controllers_certificate_speaks_for_no_rank(issuer: Issuer) -> None:
 
 def test_neither_descriptors_nor_silence_pile_up(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     issuer.workers({0: os.getpid()})
-    monkeypatch.setattr("ttp.identity.issuer.REQUEST_S", 0.05)
     before = len(os.listdir("/proc/self/fd"))
     request = {"role": "rank", "job_id": JOB, "ranks": [0], "term": 0}
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_name(issuer.address))
         frames.send(channel, request, (0, 1, 2))
         assert "credentials" in frames.receive(channel)[0]
+    monkeypatch.setattr("ttp.identity.issuer.REQUEST_S", 0.05)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(socket_name(issuer.address))
         silent.settimeout(10.0)
