@@ -53,6 +53,22 @@ def kernel_of_matrix_products_is_as_long(rank: Rank) -> None:
     assert time.perf_counter() - began > 0.1  # other processes may have taken the cores while it was measured
 
 
+def kernel_is_as_long_where_a_measurement_was_held_up(rank: Rank) -> None:
+    """By other processes. The kernel was then shorter than what was looked at while it ran, and the device was said to be at fault."""
+    sim: Any = torch.get_device_module(rank.device)
+    sleeps, held_up = sim._sleep, [0.2]
+
+    def slow_once(cycles: int) -> None:
+        time.sleep(held_up.pop() if held_up else 0.0)
+        sleeps(cycles)
+
+    sim._sleep = slow_once
+    kernel = LongKernel(rank.device)
+    began = time.perf_counter()
+    kernel.start(1.0).synchronize()
+    assert not held_up and time.perf_counter() - began > 0.5
+
+
 def ready_that_does_not_wait_is_seen(rank: Rank) -> None:
     """By the same hook as in the self-test's job."""
     blocked_step.READY_S = 4.0

@@ -13,6 +13,7 @@ import torch
 
 _LEAST_S = 0.05
 """A measured piece of work takes at least this: less is mostly the launch."""
+_MEASUREMENTS = 3
 _FIRST_CYCLES = 1_000_000
 _FIRST_SIZE, _LARGEST_SIZE = 512, 8192
 """Rows and columns of the matrices where the device's module has no kernel that sleeps."""
@@ -46,18 +47,21 @@ class LongKernel:
         size = _FIRST_SIZE
         while True:
             factor, product = (torch.zeros(size, size, device=self._device) for _ in range(2))
-            self._timed(_multiply, factor, product, 1)
             took = self._timed(_multiply, factor, product, 1)
             if took >= _LEAST_S or size == _LARGEST_SIZE:
                 return lambda seconds: _multiply(factor, product, max(1, round(seconds / took)))
             size *= 2
 
     def _timed(self, launch: Callable[..., None], *arguments: Any) -> float:
-        self._module.synchronize()
-        began = time.perf_counter()
-        launch(*arguments)
-        self._module.synchronize()
-        return time.perf_counter() - began
+        """Return the shortest of some measurements: on a busy host one may be mostly the wait for a processor."""
+        took = []
+        for _ in range(_MEASUREMENTS):
+            self._module.synchronize()
+            began = time.perf_counter()
+            launch(*arguments)
+            self._module.synchronize()
+            took.append(time.perf_counter() - began)
+        return min(took)
 
 
 def _multiply(factor: torch.Tensor, product: torch.Tensor, times: int) -> None:
