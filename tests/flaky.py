@@ -199,10 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=TIMES, help="runs of each place (default %(default)s)")
     parser.add_argument("--busy", type=int, default=BUSY, help="busy processes beside them (default %(default)s)")
     parser.add_argument("--workers", type=int, default=WORKERS, help="tests at the same time (default %(default)s)")
-    parser.add_argument(
-        "--pauses", type=float, default=0.0, help="share of the lines of ttp that pause (default: none)"
-    )
-    parser.add_argument("--lines-of", choices=("ttp", "tests"), default="ttp", help="whose pause (default %(default)s)")
+    parser.add_argument("--pauses", type=float, default=0.0, help="share of the lines that pause (default: none)")
+    parser.add_argument("--lines-of", choices=("ttp", "tests"), default="ttp", help="whose lines (default %(default)s)")
     parser.add_argument("--marks", default=MARKS, help="which tests, as pytest -m (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
@@ -214,6 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder /= re.sub(r"\W+", "_", given.marks) or "all"
     if not 0 <= given.pauses <= 1:
         parser.error(f"invalid --pauses: got {given.pauses:g}, expected a share of the lines, 0 to 1, as in 0.03")
+    if given.lines_of != "ttp" and not given.pauses:
+        parser.error(f"invalid --lines-of: got {given.lines_of} without --pauses, expected both, as in --pauses 0.25")
     if given.pauses:
         folder /= f"pauses_{given.pauses:g}_{given.lines_of}"
     folder.mkdir(parents=True, exist_ok=True)

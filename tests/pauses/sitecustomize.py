@@ -82,5 +82,5 @@ class Pauses:
 
 if "PAUSES" in os.environ:
     _seed, _share, _whose = os.environ["PAUSES"].split()
-    _by_a_test = "PYTEST_CURRENT_TEST" in os.environ  # has this process been started
-    Pauses(_seed, float(_share), of_tests=_whose == "tests").start(here=_by_a_test or _whose == "tests")
+    _started_by_a_test = "PYTEST_CURRENT_TEST" in os.environ
+    Pauses(_seed, float(_share), of_tests=_whose == "tests").start(here=_started_by_a_test or _whose == "tests")

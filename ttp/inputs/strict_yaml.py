@@ -29,7 +29,7 @@ def read_yaml_file(path: str | os.PathLike[str], where: str) -> Any:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror}; expected a readable file in YAML") from None
+        raise ConfigError(f"{where}: cannot be read ({error.strerror}), expected a readable file in YAML") from None
     return load_yaml(text, where)
 
 

@@ -61,7 +61,5 @@ def _come_out(store: Any) -> None:
     while waits.is_alive():
         opened.append(GROUPS.leave())
         waits.join(0.02)
-    assert raised and 1 in opened[1:], (
-        raised,
-        opened,
-    )  # the last look may come after the connection has gone, and before the thread has ended
+    # The last look may come after the connection has gone, and before the thread has ended.
+    assert raised and 1 in opened[1:], (raised, opened)

@@ -79,13 +79,13 @@ def test_other_marks_are_other_tests(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 TRACED = """
-import subprocess, sys, threading
+import os, subprocess, sys, threading
 
-def test_threads_and_processes_of_a_test_are_followed_and_the_test_is_not():
+def test_threads_and_processes_of_a_test_are_followed_and_the_test_is_with_its_own_lines():
     code = "import sys; print(sys.gettrace())"
     child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     followed = ["trace_calls" in text for text in (str(sys.gettrace()), str(threading.gettrace()), child)]
-    assert followed == [False, True, True]
+    assert followed == [os.environ.get("PAUSES", "").endswith("tests"), True, True]
 """
 
 
@@ -98,6 +98,7 @@ def test_threads_and_processes_that_a_test_starts_pause_where_they_are_asked_to(
     arguments = [str(tmp_path / "test_traced.py"), "--busy", "0", "--workers", "0", "--times", "1"]
     arguments += ["--folder", str(tmp_path / "state")]
     assert flaky.main([*arguments, "--pauses", "0.01"]) == 0
+    assert flaky.main([*arguments, "--pauses", "0.01", "--lines-of", "tests"]) == 0
     assert flaky.main(arguments) == 1 and "run 1 of 1: FAILED" in capsys.readouterr().out
 
 
@@ -157,6 +158,9 @@ def test_a_share_of_the_lines_that_is_none_is_refused(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         flaky.main(["--pauses", "2"])
     assert "invalid --pauses: got 2, expected a share of the lines, 0 to 1, as in 0.03" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        flaky.main(["--lines-of", "tests"])
+    assert "invalid --lines-of: got tests without --pauses" in capsys.readouterr().err
 
 
 def test_busy_processes_are_gone_afterwards() -> None:

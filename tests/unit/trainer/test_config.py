@@ -302,7 +302,7 @@ def test_a_name_of_any_length_is_refused_in_one_short_line(name: str) -> None:
         with pytest.raises(ConfigError) as caught:
             read(name)
         text = str(caught.value)
-        assert "; expected a readable file in YAML" in text or "no such file" in text
+        assert ", expected a readable file in YAML" in text or "no such file" in text
         assert "\n" not in text and len(text) < 1000 and name[:20].encode("unicode_escape").decode() in text
 
 
